@@ -22,13 +22,12 @@ import json
 
 import numpy as np
 
-from benchmarks.speed import SHAPES, make_model
+from benchmarks.speed_models import SHAPES, make_model
 from common import command_line
 from common.output_files import OutputFiles
-from decode.auto.prediction import predict_all
 from decode.experiment import metrics
+from decode.experiment.auto_choice import predict_all
 from decode.experiment.console import show_progress
-from decode.experiment.inputs import inputs_of
 from decode.experiment.options import AUTO
 from decode.experiment.run import measure
 from decode.experiment.workload import Workload
@@ -48,30 +47,21 @@ def with_shapes(workload: Workload) -> Workload:
 
 
 def compare_predictions(workload: Workload, predictions, notify) -> dict:
-  """Decodes every predicted setting and compares speeds.
-
-  Args:
-    workload: Models and prompts.
-    predictions: Predictions of all settings, the fastest first.
-    notify: Called with the current activity, batches done and batches in total.
-
-  Returns:
-    JSON values.
-  """
-  run = measure(workload, [found.setting for found in predictions], notify)
+  """JSON values about predicted settings, the fastest first, beside their speeds when decoded."""
+  run = measure(workload, [prediction.setting for prediction in predictions], notify)
   summaries = {setting: run.summarize(setting) for setting in run.settings}
   baseline = baseline_of(run.settings)
   speed = summaries[baseline].tokens_per_second
   rows = [
     {
-      'setting': str(found.setting),
-      'is_observed': found.is_observed,
-      'predicted': found.tokens_per_second,
-      'measured': speed * summaries[found.setting].speedup,
-      'predicted_tokens_per_call': found.tokens_per_call,
-      'tokens_per_call': summaries[found.setting].block_efficiency,
+      'setting': str(prediction.setting),
+      'is_observed': prediction.is_observed,
+      'predicted': prediction.tokens_per_second,
+      'measured': speed * summaries[prediction.setting].speedup,
+      'predicted_tokens_per_call': prediction.tokens_per_call,
+      'tokens_per_call': summaries[prediction.setting].block_efficiency,
     }
-    for found in predictions
+    for prediction in predictions
   ]
 
   def batch_speeds(setting):
@@ -81,7 +71,7 @@ def compare_predictions(workload: Workload, predictions, notify) -> dict:
   chosen = predictions[0].setting
   best = max(run.settings, key=lambda setting: summaries[setting].speedup)
   factor, low, high = metrics.compare(batch_speeds(chosen), batch_speeds(best))
-  ratios = {found.setting: row['predicted'] / row['measured'] for found, row in zip(predictions, rows)}
+  ratios = {prediction.setting: row['predicted'] / row['measured'] for prediction, row in zip(predictions, rows)}
   drift = ratios[baseline]
 
   def errors(ratios):
@@ -106,24 +96,24 @@ def compare_predictions(workload: Workload, predictions, notify) -> dict:
   }
 
 
-def print_comparison(found: dict) -> None:
-  """Prints what `compare_predictions` found."""
-  for row in sorted(found['settings'], key=lambda row: -row['measured']):
+def print_comparison(comparison: dict) -> None:
+  """Prints a comparison from `compare_predictions`."""
+  for row in sorted(comparison['settings'], key=lambda row: -row['measured']):
     predicted, measured = row['predicted'], row['measured']
     ratio = predicted / measured
     print(f'{row["setting"]:28} predicted {predicted:7.1f}, measured {measured:7.1f} tokens/s: {ratio:.2f}')
-  for line in describe_groups(found['run']['timed_together']):
+  for line in describe_groups(comparison['run']['timed_together']):
     print(line)
-  low, high = found['chosen_over_best_ci95']
+  low, high = comparison['chosen_over_best_ci95']
   for what, field in (('tokens/s', 'errors'), ('multiples of autoregressive decoding', 'errors_of_speedups')):
-    of = found[field]
+    of = comparison[field]
     print(
       f'{what}: errors of {of["median"]:.1%} in the median, {of["largest"]:.1%} at most, {of["of_the_chosen"]:.1%} of'
-      f' the chosen; within 10% for {of["share_within_10_percent"]:.0%} of {len(found["settings"])} settings'
+      f' the chosen; within 10% for {of["share_within_10_percent"]:.0%} of {len(comparison["settings"])} settings'
     )
   print(
-    f'chosen {found["chosen"]}, fastest measured {found["best"]}:'
-    f' {found["chosen_over_best"]:.3f} ({low:.3f} to {high:.3f}) times as fast'
+    f'chosen {comparison["chosen"]}, fastest measured {comparison["best"]}:'
+    f' {comparison["chosen_over_best"]:.3f} ({low:.3f} to {high:.3f}) times as fast'
   )
 
 
@@ -140,14 +130,14 @@ if __name__ == '__main__':
     options = read_options(method=(AUTO,))
     if _SHAPES.value and options.mesh:
       raise ValueError('shapes are for one device, without a mesh')
-    with OutputFiles(output=_OUTPUT.value).apart_from(inputs_of(options)) as outputs:
+    with OutputFiles(output=_OUTPUT.value).apart_from(options.inputs()) as outputs:
       with show_progress() as notify:
         workload = Workload.load(options)
         if _SHAPES.value:
           workload = with_shapes(workload)
         if len(workload.batches) < 2:
           raise ValueError(f'intervals are over batches: num_prompts must be above batch_size {options.batch_size}')
-        found = compare_predictions(workload, predict_all(workload, notify), notify)
-      outputs.write_after(lambda: print_comparison(found), output=json.dumps(found, indent=2) + '\n')
+        comparison = compare_predictions(workload, predict_all(workload, notify), notify)
+      outputs.write_after(lambda: print_comparison(comparison), output=json.dumps(comparison, indent=2) + '\n')
 
   command_line.run(main)

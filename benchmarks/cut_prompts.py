@@ -16,16 +16,11 @@ from etils import epath
 
 from common import command_line
 from common.output_files import OutputFiles
-from train.text_sources import read_text
+from common.text_files import read_text
 
 
 def cut(text: str, num_prompts: int, num_words: int) -> list[str]:
-  """Prompts of `num_words` words each, with line ends replaced by spaces.
-
-  Args:
-    text: The text.
-    num_prompts: Number of prompts.
-    num_words: Words of each prompt.
+  """Prompts of `num_words` words each from a text, with line ends replaced by spaces.
 
   Raises:
     ValueError: The text has too few passages of that many words.

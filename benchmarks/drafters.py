@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -39,16 +40,12 @@ _PEER = 'transformers'
 
 
 def _decode(workload: Workload, setting: Setting, batch: np.ndarray) -> tuple[int, int]:
-  found = fetch(workload.generate(setting, workload.keys(workload.options.seed), batch))
-  return int(found.lengths.sum()), int(found.num_target_calls.sum())
+  result = fetch(workload.generate(setting, workload.keys(workload.options.seed), batch))
+  return int(result.lengths.sum()), int(result.num_target_calls.sum())
 
 
 def own_ways(workloads: Mapping[str, Workload]) -> dict[str, Way]:
-  """Every setting with every drafter whose guesses its method takes, and autoregressive decoding once, first.
-
-  Args:
-    workloads: A workload by drafter.
-  """
+  """By name every setting with every drafter whose guesses its method takes; autoregressive decoding once, first."""
   ways: dict[str, Way] = {}
   for drafter, workload in workloads.items():
     options = workload.options
@@ -60,7 +57,7 @@ def own_ways(workloads: Mapping[str, Workload]) -> dict[str, Way]:
 
 
 def peer_ways(workload: Workload, lookup_lengths: Sequence[int], device: str) -> dict[str, Way]:
-  """The peer's decoding, plain and with prompt lookup, which takes one row.
+  """The peer's decoding, plain and, for single rows, with prompt lookup.
 
   Args:
     workload: The prompts, and the options of sampling.
@@ -90,32 +87,39 @@ def peer_ways(workload: Workload, lookup_lengths: Sequence[int], device: str) ->
 
 
 def llama_cpp_ways(workload: Workload) -> dict[str, Way]:
-  """llama.cpp's decoding without a draft, one row at a time.
+  """llama.cpp's decoding without a draft, one row at a time; it needs `pip install xllamacpp`.
 
-  Args:
-    workload: The prompts, and the options of sampling.
+  It multiplies by the file's own few bits per weight, where the others compute in bfloat16 or float32. It has a thread
+  for each core, which wait for each other in a loop: beside other work it is many times slower.
   """
-  from benchmarks import llama_cpp
+  import xllamacpp
 
-  options = workload.options
-  server = llama_cpp.load(options.target, workload.cache_size)
+  options, params = workload.options, xllamacpp.CommonParams()
+  params.model.path, params.n_ctx, params.n_parallel, params.n_gpu_layers = options.target, workload.cache_size, 1, 0
+  params.cpuparams.n_threads = params.cpuparams_batch.n_threads = os.cpu_count() or 1
+  params.verbosity = -1
+  server = xllamacpp.Server(params)
+  # The file says which tokens end a text. The whole distribution, as the others sample from; prompts are read anew.
+  request = {'max_tokens': options.max_new_tokens, 'temperature': options.temperature, 'cache_prompt': False}
+  request |= {'top_k': 0, 'top_p': 1.0, 'min_p': 0.0}
+
+  def answer(row):
+    reply = server.handle_completions(request | {'prompt': row.tolist()})
+    reply = json.loads(reply) if isinstance(reply, str) else reply
+    if 'usage' not in reply:
+      raise RuntimeError(f'llama.cpp: {reply}')
+    return reply['usage']['completion_tokens']
 
   def decode(batch):
-    rows = (workload.tokens[number, : workload.lengths[number]] for number in batch)
-    tokens = [llama_cpp.answer(server, row, options.max_new_tokens, options.temperature) for row in rows]
-    return sum(tokens), sum(tokens)
+    tokens = sum(answer(workload.tokens[number, : workload.lengths[number]]) for number in batch)
+    return tokens, tokens
 
   return {'llama.cpp': decode}
 
 
 def measure(ways: Mapping[str, Way], batches: Sequence[np.ndarray]) -> dict[str, dict[str, np.ndarray]]:
-  """`tokens`, `calls` and `seconds` of every way, an entry for each batch.
-
-  Args:
-    ways: The ways, which take turns.
-    batches: Numbers of the prompts of each batch, int `[B]`.
-  """
-  found = {name: {'tokens': [], 'calls': [], 'seconds': []} for name in ways}
+  """`tokens`, `calls` and `seconds` of every way, an entry for each batch, int `[B]`. The ways take turns."""
+  measured = {name: {'tokens': [], 'calls': [], 'seconds': []} for name in ways}
   for way in ways.values():  # compiles
     way(batches[0])
   for number, batch in enumerate(batches):
@@ -123,28 +127,25 @@ def measure(ways: Mapping[str, Way], batches: Sequence[np.ndarray]) -> dict[str,
       start = time.perf_counter()
       tokens, calls = way(batch)
       for column, value in {'tokens': tokens, 'calls': calls, 'seconds': time.perf_counter() - start}.items():
-        found[name][column].append(value)
-    speeds = ', '.join(f'{sum(each["tokens"]) / sum(each["seconds"]):.1f}' for each in found.values())
+        measured[name][column].append(value)
+    speeds = ', '.join(f'{sum(each["tokens"]) / sum(each["seconds"]):.1f}' for each in measured.values())
     print(f'batch {number + 1} of {len(batches)}, tokens/s so far: {speeds}', flush=True)
-  return {name: {column: np.array(values) for column, values in each.items()} for name, each in found.items()}
+  return {name: {column: np.array(values) for column, values in each.items()} for name, each in measured.items()}
 
 
-def describe(found: Mapping[str, Mapping[str, np.ndarray]]) -> list[str]:
-  """A line for each way: tokens per call, tokens per second, and both relative to the first way.
-
-  Args:
-    found: From `measure`, of at least two batches.
-  """
-  first = next(iter(found.values()))
-  width = max(map(len, found))
+def describe(measured: Mapping[str, Mapping[str, np.ndarray]]) -> list[str]:
+  """A line for each way of `measure`: tokens per call, tokens per second, and both relative to the first way."""
+  first = next(iter(measured.values()))
+  width = max(map(len, measured))
   lines = [f'{"":{width}}  tokens per call   tokens/s  relative to the first, 95% interval over batches']
-  for name, each in found.items():
-    low, high = metrics.ratio_interval(each['tokens'], each['calls'])
+  for name, each in measured.items():
+    interval = metrics.ratio_interval(each['tokens'], each['calls'])
+    half = '' if interval is None else f' ± {(interval[1] - interval[0]) / 2:4.2f}'
     pairs = [(numbers['tokens'], numbers['seconds']) for numbers in (each, first)]
     factor, least, most = metrics.compare(*pairs)
     kept = metrics.ratio(each['tokens'], each['calls'])
     lines.append(
-      f'{name:{width}}  {kept:5.2f} ± {(high - low) / 2:4.2f}  {metrics.ratio(*pairs[0]):11.1f}'
+      f'{name:{width}}  {kept:5.2f}{half:<7}  {metrics.ratio(*pairs[0]):11.1f}'
       f'  {factor:.2f} ({least:.2f} to {most:.2f})'
     )
   return lines
@@ -187,10 +188,10 @@ if __name__ == '__main__':
         ways |= peer_ways(one, command_line.parse_numbers('peer_lookup', _PEER_LOOKUP.value), _PEER_DEVICE.value)
       if _LLAMA_CPP.value:
         ways |= llama_cpp_ways(one)
-      found = measure(ways, one.batches)
-      plain = {name: {column: values.tolist() for column, values in each.items()} for name, each in found.items()}
+      measured = measure(ways, one.batches)
+      plain = {name: {column: values.tolist() for column, values in each.items()} for name, each in measured.items()}
       content = {'run': one.info, 'drafters': _DRAFTERS.value, 'prompts': [prompt.id for prompt in one.prompts]}
       text = json.dumps(content | {'ways': plain}, indent=2) + '\n'
-      files.write_after(lambda: print('\n'.join(describe(found))), output=text)
+      files.write_after(lambda: print('\n'.join(describe(measured))), output=text)
 
   command_line.run(main)

@@ -13,8 +13,8 @@
 # BATCHES   default "1 8"
 # DECODE    further arguments of benchmarks.drafters; default
 #           --num_prompts=12 --max_new_tokens=64 --dtype=bfloat16 --peer_device=cuda
-# STEPS     arguments of benchmarks.real_models; default --dtype=bfloat16 --batch_size=1,8 --peer_device=cuda; "none"
-#           leaves it out
+# STEPS     arguments of benchmarks.speed; default --dtype=bfloat16 --batch_size=1,8 --peer_device=cuda; "none" leaves
+#           it out
 # SECONDS_PER_PIECE   time until a piece ends; default 480
 # PYTHON    default python
 set -euo pipefail
@@ -43,6 +43,7 @@ for batch in "${batches[@]}"; do
   done
 done
 if [[ ${steps[0]} != none && ! -e $OUT/steps.json ]]; then
-  in_time "$python" -m benchmarks.real_models "--target=$TARGET" --part=steps "${steps[@]}" "--output=$OUT/steps.json"
+  in_time "$python" -m benchmarks.speed "--target=$TARGET" --part=peer --part=steps "${steps[@]}" \
+    "--output=$OUT/steps.json"
 fi
 echo 'all done'

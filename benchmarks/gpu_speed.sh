@@ -34,8 +34,8 @@ piece() {
 }
 
 if [[ ${sizes[0]} != none && ! -e $OUT/sizes_profile.tar.gz ]]; then
-  # It adds to the file what is missing.
-  in_time "$python" -m benchmarks.speed "${sizes[@]}" "--output=$OUT/sizes.json"
+  # It adds to the file what is missing. The peer shares the GPU.
+  XLA_PYTHON_CLIENT_MEM_FRACTION=${XLA_PYTHON_CLIENT_MEM_FRACTION:-.7} in_time "$python" -m benchmarks.speed "${sizes[@]}" "--output=$OUT/sizes.json"
   tar -czf "$OUT/sizes_profile.part" -C "$OUT" sizes_profile
   mv "$OUT/sizes_profile.part" "$OUT/sizes_profile.tar.gz"
 fi

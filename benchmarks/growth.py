@@ -12,6 +12,7 @@ Its floor is the memory of weights, caches and the two models' distributions.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 
 import jax
@@ -30,7 +31,7 @@ from spectr_jax.aot.hlo_report import Memory
 from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.sharding import DecodeSharding
 from spectr_jax.methods import METHODS, get_method
-from spectr_jax.models.transformer import TransformerConfig, for_decoding, init_params, transformer_model
+from spectr_jax.models.transformer import TransformerConfig, init_params, transformer_model
 from spectr_jax.sharding import make_mesh
 
 NUM_ROUNDS = 8  # per timed run
@@ -55,14 +56,14 @@ class Point:
   vocab_size: int = 4096
 
 
-AXES: dict[str, tuple[Point, ...]] = {
-  'K, drafts of 4 tokens': tuple(Point(num_drafts=n) for n in (1, 2, 4, 8, 16, 32)),
-  'L, 4 drafts': tuple(Point(draft_length=n) for n in (1, 2, 4, 8, 16)),
-  'rows': tuple(Point(batch_size=n) for n in (1, 2, 4, 8, 16, 32)),
-  'tokens of room': tuple(Point(cache_length=n) for n in (128, 256, 512, 1024, 2048, 4096)),
-  'vocabulary': tuple(Point(vocab_size=n) for n in (1024, 2048, 4096, 8192, 16384, 32768, 65536)),
+# By panel the size that varies, and its values.
+AXES: dict[str, tuple[str, tuple[int, ...]]] = {
+  'K, drafts of 4 tokens': ('num_drafts', (1, 2, 4, 8, 16, 32)),
+  'L, 4 drafts': ('draft_length', (1, 2, 4, 8, 16)),
+  'rows': ('batch_size', (1, 2, 4, 8, 16, 32)),
+  'tokens of room': ('cache_length', (128, 256, 512, 1024, 2048, 4096)),
+  'vocabulary': ('vocab_size', (1024, 2048, 4096, 8192, 16384, 32768, 65536)),
 }
-_FIELDS = dict(zip(AXES, ('num_drafts', 'draft_length', 'batch_size', 'cache_length', 'vocab_size')))
 TIMES = ('round', 'draft', 'target', 'verification')
 _MEMORY = {'memory': 'bytes', 'least memory': 'floor_bytes'}
 
@@ -74,105 +75,69 @@ def _models(point: Point):
     TransformerConfig(embed_dim=96, num_layers=2, num_heads=4, mlp_dim=384, **sizes),
   )
   return [
-    for_decoding(transformer_model(init_params(jax.random.key(i), config), config)) for i, config in enumerate(configs)
+    transformer_model(init_params(jax.random.key(i), config), config).for_decoding() for i, config in enumerate(configs)
   ]
 
 
 def make_decoder(point: Point, method: str, sharding: DecodeSharding | None = None) -> Decoder:
-  """The decoder of a point.
-
-  Args:
-    point: The sizes.
-    method: Name of the method.
-    sharding: The sharding; None for one device.
-  """
-  return Decoder.make(
-    *_models(point),
-    method=method,
-    tree=TokenTree.chains(1 if METHODS[method].max_drafts == 1 else point.num_drafts, point.draft_length),
-    max_new_tokens=point.cache_length // 2,
-    cache_size=point.cache_length,
-    sharding=sharding,
-  )
+  """The decoder of a point by a method, on one device without a sharding."""
+  tree = TokenTree.chains(1 if METHODS[method].max_drafts == 1 else point.num_drafts, point.draft_length)
+  sizes = {'max_new_tokens': point.cache_length // 2, 'cache_size': point.cache_length}
+  return Decoder.make(*_models(point), method=method, tree=tree, sharding=sharding, **sizes)
 
 
-def begin(point: Point, decoder: Decoder):
-  """A decoding state whose caches are half full.
-
-  Args:
-    point: The sizes.
-    decoder: The decoder of the point.
-  """
-  length = point.cache_length // 2
-  prompts = np.random.default_rng(0).integers(0, point.vocab_size, (point.batch_size, length)).astype(np.int32)
-  return timing.begin(decoder, prompts)
+def prompts(point: Point) -> np.ndarray:
+  """Prompts that fill half of the caches."""
+  shape = point.batch_size, point.cache_length // 2
+  return np.random.default_rng(0).integers(0, point.vocab_size, shape).astype(np.int32)
 
 
 def memory(point: Point, method: str) -> dict[str, int]:
-  """The bytes of memory that the loop takes, and their floor.
-
-  Args:
-    point: The sizes.
-    method: Name of the method.
-  """
+  """The bytes of memory that the loop of a point takes by a method, and their floor."""
   target, draft = _models(point)
   sharding = DecodeSharding(make_mesh({'data': 1, 'model': 1}, jax.devices()[:1]))
   decoder = make_decoder(point, method, sharding)
   compiled = compile_decode(decoder, batch_size=point.batch_size, prompt_length=point.cache_length // 2)
-  num_laws = 2 * decoder.tree.num_nodes + 1
+  num_distributions = 2 * decoder.tree.num_nodes + 1
   caches = [jax.eval_shape(lambda m=m: m.init_cache_fn(point.batch_size, point.cache_length)) for m in (target, draft)]
   arrays = jax.tree.leaves([target.params, draft.params, caches])
-  floor = sum(x.size * x.dtype.itemsize for x in arrays) + 4 * point.batch_size * num_laws * point.vocab_size
+  floor = sum(x.size * x.dtype.itemsize for x in arrays) + 4 * point.batch_size * num_distributions * point.vocab_size
   return {'bytes': Memory.of(compiled).total, 'floor_bytes': floor}
 
 
 def measure(points: list[Point], method: str, num_runs: int) -> list[dict[str, float]]:
-  """Seconds and bytes of each point.
-
-  Args:
-    points: The points.
-    method: Name of the method.
-    num_runs: Number of timed runs of each point.
-  """
-  found = []
+  """Seconds and bytes of each point by a method, medians over so many runs."""
+  measured = []
   for point in points:
     decoder = make_decoder(point, method)
-    found.append(latency.time_parts(decoder, begin(point, decoder), num_runs) | memory(point, method))
+    state = timing.begin(decoder, prompts(point))
+    measured.append(latency.time_parts(decoder, state, num_runs) | memory(point, method))
     jax.clear_caches()  # the programs of all points' parts would not fit in one process
     print(point, flush=True)
-
-  rounds = [[] for _ in points]
-  for run in range(num_runs + 1):
-    for point, times in zip(points, rounds):
-      decoder = make_decoder(point, method)
-      seconds = timing.seconds_per_round(decoder, begin(point, decoder), NUM_ROUNDS)
-      if run:  # the first compiles
-        times.append(seconds)
-  return [each | {'round': float(np.median(times))} for each, times in zip(found, rounds)]
+  makers = {
+    point: functools.partial(lambda point: (make_decoder(point, method), prompts(point)), point) for point in points
+  }
+  rounds = timing.rounds_in_turns(makers, num_runs, NUM_ROUNDS)
+  return [each | {'round': float(np.median(rounds[point]))} for point, each in zip(points, measured)]
 
 
 def draw(rows: list[dict], method: str) -> bytes:
-  """A PNG with a panel of times for each size, and a panel of memory below it.
-
-  Args:
-    rows: The results, as in the output file.
-    method: Name of the method, for the title.
-  """
+  """A PNG with a panel of times for each size, and a panel of memory below it, from the rows of the output file."""
   figure, axes = plots.panels(len(AXES), rows=2, width=2.6, height=2.6)
-  for place, (name, points) in enumerate(AXES.items()):
-    own = [next(row for row in rows if row['point'] == dataclasses.asdict(point)) for point in points]
-    sizes = [row['point'][_FIELDS[name]] for row in own]
+  for place, (name, (field, sizes)) in enumerate(AXES.items()):
+    points = [dataclasses.asdict(Point(**{field: size})) for size in sizes]
+    own = [next(row for row in rows if row['point'] == point) for point in points]
     of_time, of_memory = axes[place], axes[len(AXES) + place]
     for shade, part in zip(plots.SHADES, TIMES):
       of_time.plot(sizes, [1e3 * row[part] for row in own], 'o-', color=shade, label=part, markersize=3)
-    for shade, (label, field) in zip(plots.SHADES[len(TIMES) :], _MEMORY.items()):
-      of_memory.plot(sizes, [row[field] / 2**20 for row in own], 's-', color=shade, label=label, markersize=3)
+    for shade, (label, column) in zip(plots.SHADES[len(TIMES) :], _MEMORY.items()):
+      of_memory.plot(sizes, [row[column] / 2**20 for row in own], 's-', color=shade, label=label, markersize=3)
     for panel, unit in ((of_time, 'milliseconds'), (of_memory, 'MiB')):
       plots.name_axes(panel, x=name, y='' if place else unit)
       plots.number_ticks(panel, sizes if len(sizes) < 7 else sizes[::2])
       panel.set_ylim(0)
   plots.legend(figure, axes)
-  return plots.to_png(figure, title=f'Time of a round, of its parts, and memory, {method}')
+  return plots.to_image(figure, title=f'Time of a round, of its parts, and memory, {method}', kind='png')
 
 
 if __name__ == '__main__':
@@ -187,10 +152,10 @@ if __name__ == '__main__':
       raise ValueError(f'{_METHOD.value} has no draft; nothing grows')
     if _PICTURE.value:
       plots.check_available()
-    points = list(dict.fromkeys(point for points in AXES.values() for point in points))
+    points = list(dict.fromkeys(Point(**{field: size}) for field, sizes in AXES.values() for size in sizes))
     with OutputFiles(output=_OUTPUT.value, picture=_PICTURE.value) as files:
-      found = measure(points, _METHOD.value, _NUM_RUNS.value)
-      rows = [{'point': dataclasses.asdict(point)} | each for point, each in zip(points, found)]
+      measured = measure(points, _METHOD.value, _NUM_RUNS.value)
+      rows = [{'point': dataclasses.asdict(point)} | each for point, each in zip(points, measured)]
       lines = [
         f'{row["point"]}: ms {", ".join(f"{part} {1e3 * row[part]:.2f}" for part in TIMES)};'
         f' {row["bytes"] / row["floor_bytes"]:.2f} of the least memory'

@@ -1,4 +1,4 @@
-"""Models in Hugging Face's transformers, for `benchmarks.speed`, `speed_of_sizes`, `real_models` and `drafters`.
+"""Models in Hugging Face's transformers, for `benchmarks.speed` and `benchmarks.drafters`.
 
 They need `pip install torch transformers`. Llama has the same parts as the project's transformer (RMSNorm, rotary
 positions, tied embeddings) and a gate in the MLP. With 2/3 of the MLP's hidden width it has as many weights.
@@ -19,17 +19,17 @@ from transformers.utils import logging
 
 from spectr_jax.models.transformer import TransformerConfig
 
-VERSION = transformers.__version__
 _DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16}
 
 
-def make_model(config: TransformerConfig, dtype: str) -> LlamaForCausalLM:
-  """A model of the given shape with random weights.
+def check_device(device: str) -> None:
+  """Raises `ImportError` if this torch finds no such device, `cuda` or `cpu`."""
+  if device == 'cuda' and not torch.cuda.is_available():
+    raise ImportError('this torch finds no CUDA device')
 
-  Args:
-    config: Sizes of the project's transformer.
-    dtype: `float32` or `bfloat16`.
-  """
+
+def make_model(config: TransformerConfig, dtype: str) -> LlamaForCausalLM:
+  """A model of the shape of a configuration of the project's transformer, with random weights of a type."""
   torch.set_num_threads(os.cpu_count())
   model = LlamaForCausalLM(
     LlamaConfig(
@@ -50,13 +50,7 @@ def make_model(config: TransformerConfig, dtype: str) -> LlamaForCausalLM:
 
 
 def make_public(folder: str, dtype: str, device: str):
-  """A model of a public model's sizes with random weights, made on the device, which never ends by itself.
-
-  Args:
-    folder: A folder with `config.json`.
-    dtype: `float32` or `bfloat16`.
-    device: `cuda` or `cpu`.
-  """
+  """A model of the sizes in a folder's `config.json`, random and made on the device, which never ends by itself."""
   torch.set_num_threads(os.cpu_count())
   torch.manual_seed(0)
   architecture = json.loads((pathlib.Path(folder) / 'config.json').read_text())['architectures'][0]
@@ -73,13 +67,7 @@ def make_public(folder: str, dtype: str, device: str):
 
 
 def load_gguf(path: str, dtype: str, device: str = 'cpu'):
-  """The model of a GGUF file, dequantized, which never ends by itself; needs `pip install gguf` as well.
-
-  Args:
-    path: The file.
-    dtype: `float32` or `bfloat16`.
-    device: `cuda` or `cpu`.
-  """
+  """The model of a GGUF file, dequantized, which never ends by itself; needs `pip install gguf` as well."""
   torch.set_num_threads(os.cpu_count())
   logging.disable_progress_bar()
   file = pathlib.Path(path)
@@ -112,23 +100,16 @@ def counted(model: LlamaForCausalLM, sample: Callable[[], None]) -> Callable[[],
 
 
 def sampler(model, prompts: np.ndarray, max_new_tokens: int, **options) -> Callable[[], None]:
-  """A function that samples `max_new_tokens` tokens for every prompt.
-
-  Args:
-    model: The model.
-    prompts: int `[B, P]`.
-    max_new_tokens: Number of new tokens.
-    **options: Further options of the model's `generate`.
-  """
+  """A function that samples so many tokens for every prompt, int `[B, P]`, with further options of `generate`."""
   tokens = torch.tensor(np.asarray(prompts), dtype=torch.long, device=model.device)
   mask = torch.ones_like(tokens)
 
   def sample():
     with torch.inference_mode():
-      found = model.generate(
+      generated = model.generate(
         tokens, attention_mask=mask, do_sample=True, top_k=0, max_new_tokens=max_new_tokens, **options
       )
-    num_new = found.cpu().shape[1] - tokens.shape[1]  # a GPU has been waited for
+    num_new = generated.cpu().shape[1] - tokens.shape[1]  # a GPU has been waited for
     if num_new != max_new_tokens:
       raise RuntimeError(f'{max_new_tokens} tokens were asked for, {num_new} came')
 
@@ -138,11 +119,11 @@ def sampler(model, prompts: np.ndarray, max_new_tokens: int, **options) -> Calla
 def answer(
   model, rows: Sequence[np.ndarray], max_new_tokens: int, eos_ids: Sequence[int], temperature: float, **options
 ) -> np.ndarray:
-  """Continues prompts, which are padded on the left, and returns the number of new tokens of each, int `[B]`.
+  """Continues B prompts, int `[P]` each, padded on the left, and returns the number of new tokens of each, int `[B]`.
 
   Args:
     model: The model.
-    rows: B prompts, int `[P]` each.
+    rows: The prompts.
     max_new_tokens: The most new tokens of each.
     eos_ids: Tokens that end a continuation, and that count as the last of it.
     temperature: Sampling temperature; 0 decodes greedily.
@@ -159,20 +140,14 @@ def answer(
   sampling = {'do_sample': True, 'temperature': temperature, 'top_k': 0} if temperature else {'do_sample': False}
   ends = {'eos_token_id': list(eos_ids), 'pad_token_id': eos_ids[0]}
   with torch.inference_mode():
-    found = model.generate(**on_device, max_new_tokens=max_new_tokens, **sampling, **ends, **options)
-  new = found[:, longest:].cpu().numpy()
+    generated = model.generate(**on_device, max_new_tokens=max_new_tokens, **sampling, **ends, **options)
+  new = generated[:, longest:].cpu().numpy()
   is_end = np.isin(new, eos_ids)
   return np.where(is_end.any(axis=1), is_end.argmax(axis=1) + 1, new.shape[1])
 
 
 def compiled_sampler(model, prompts: np.ndarray, max_new_tokens: int) -> Callable[[], None]:
-  """`sampler` with a static cache.
-
-  Args:
-    model: The model, which is compiled from now on.
-    prompts: int `[B, P]`.
-    max_new_tokens: Number of new tokens.
-  """
+  """`sampler` with a static cache. The model is compiled from now on."""
   model.forward = torch.compile(model.forward)
   return sampler(model, prompts, max_new_tokens, cache_implementation='static')
 
@@ -182,13 +157,6 @@ def assisted_sampler(model, draft, prompts: np.ndarray, max_new_tokens: int, dra
 
   At another one the assistant would be another draft: transformers 5.24.0 applies the temperature to it twice
   (findings/transformers_assistant_temperature.sh).
-
-  Args:
-    model: The target.
-    draft: The assistant.
-    prompts: int `[B, P]`.
-    max_new_tokens: Number of new tokens.
-    draft_length: Tokens per guess.
   """
   draft.generation_config.num_assistant_tokens = draft_length
   draft.generation_config.num_assistant_tokens_schedule = 'constant'

@@ -44,10 +44,10 @@ def make_tpu_inference(sampler, metadata_class):
       packed(np.nan_to_num(target_logits[:, :-1], neginf=-1e9)), jnp.asarray(bonus, jnp.int32), metadata,
       jax.random.key(seed),
     )  # fmt: skip
-    out, found = np.asarray(out), np.full((num_rows, depth + 1), -1, np.int32)
-    found[:, :-1][is_there] = out[: is_there.sum()]
-    found[np.arange(num_rows), lengths] = out[num_rows * depth :]
-    return found
+    out, emitted = np.asarray(out), np.full((num_rows, depth + 1), -1, np.int32)
+    emitted[:, :-1][is_there] = out[: is_there.sum()]
+    emitted[np.arange(num_rows), lengths] = out[num_rows * depth :]
+    return emitted
 
   return tpu_inference
 
@@ -89,7 +89,7 @@ def transformers(seed, tokens, lengths, draft_probs, target_probs):
   from transformers.generation.utils import _speculative_sampling
 
   torch.manual_seed(seed)
-  found = torch.full((len(tokens), tokens.shape[1] + 1), -1)
+  emitted = torch.full((len(tokens), tokens.shape[1] + 1), -1)
   tokens, draft_logits, target_logits = tokens.long(), draft_probs.log(), target_probs.log()
   for row, length in enumerate(lengths.tolist()):
     if length:
@@ -99,8 +99,8 @@ def transformers(seed, tokens, lengths, draft_probs, target_probs):
       kept, _ = _speculative_sampling(guesses, drafted, length, target)
     else:
       kept = torch.multinomial(target_probs[row, :1], 1)
-    found[row, : kept.shape[1]] = kept[0]
-  return found
+    emitted[row, : kept.shape[1]] = kept[0]
+  return emitted
 
 
 def flashspec(seed, tokens, lengths, draft_probs, target_probs):
@@ -131,7 +131,7 @@ def _rounds(module, step, seed, tokens, draft_probs, target_probs):
   import torch
 
   torch.manual_seed(seed)
-  draw, found = module.sample_from_probs, torch.full((len(tokens), tokens.shape[1] + 1), -1)
+  draw, emitted = module.sample_from_probs, torch.full((len(tokens), tokens.shape[1] + 1), -1)
   tokens = tokens.long()
   for row, guesses in enumerate(tokens):
     waiting = list(guesses)
@@ -143,8 +143,8 @@ def _rounds(module, step, seed, tokens, draft_probs, target_probs):
     with unittest.mock.patch.object(module, 'sample_from_probs', drafted_or_drawn):
       start = torch.zeros((1, 1), dtype=torch.long)
       kept = step(draft, target, start, len(guesses), draft_temperature=1.0, target_temperature=1.0)[0][0, 1:]
-    found[row, : len(kept)] = kept
-  return found
+    emitted[row, : len(kept)] = kept
+  return emitted
 
 
 def seqspecdecod_standard(seed, tokens, draft_probs, target_probs):

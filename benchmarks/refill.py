@@ -28,12 +28,7 @@ _SHORTEST, _LONGEST = 16, 256
 
 
 def make_requests(tokenizer, num_prompts: int) -> list[Request]:
-  """Prompts of 16 to 256 tokens in random order, each with its own key.
-
-  Args:
-    tokenizer: The models' tokenizer.
-    num_prompts: Number of prompts.
-  """
+  """So many prompts of 16 to 256 tokens in random order, each with its own key."""
   texts = [prompt.text for prompt in DecodeOptions().read_prompts()]
   ids = np.concatenate([row for row in tokenizer.encode_batch(texts)])
   rng = np.random.default_rng(0)
@@ -47,18 +42,11 @@ def make_requests(tokenizer, num_prompts: int) -> list[Request]:
 
 
 def run_batches(models, requests, batch_size: int, **options) -> dict[int, list[int]]:
-  """Decodes whole batches one after another. The last batch is padded with copies of its last prompt.
+  """Tokens by name of the request, decoded in whole batches one after another, with further options of `generate`.
 
-  Args:
-    models: Target and draft.
-    requests: The prompts.
-    batch_size: Rows.
-    **options: Options of `generate`.
-
-  Returns:
-    Tokens by name of the request.
+  The last batch is padded with copies of its last prompt.
   """
-  found = {}
+  decoded = {}
   for first in range(0, len(requests), batch_size):
     part = requests[first : first + batch_size]
     filled = [*part, *[part[-1]] * (batch_size - len(part))]
@@ -69,22 +57,12 @@ def run_batches(models, requests, batch_size: int, **options) -> dict[int, list[
     keys = jax.numpy.stack([request.key for request in filled])
     result = jax.device_get(spectr_jax.generate(keys, *models, prompts, lengths, **options))
     for row, request in enumerate(part):
-      found[request.name] = result.tokens[row, : result.lengths[row]].tolist()
-  return found
+      decoded[request.name] = result.tokens[row, : result.lengths[row]].tolist()
+  return decoded
 
 
 def run_refilled(models, requests, batch_size: int, **options) -> dict[int, list[int]]:
-  """Decodes with rows that are refilled as soon as they are done.
-
-  Args:
-    models: Target and draft.
-    requests: The prompts.
-    batch_size: Rows.
-    **options: Options of `generate_many`.
-
-  Returns:
-    Tokens by name of the request.
-  """
+  """Tokens by name of the request, decoded with rows that are refilled as soon as they are done."""
   stream = spectr_jax.generate_many(*models, iter(requests), batch_size=batch_size, longest_prompt=_LONGEST, **options)
   return {each.name: each.tokens.tolist() for each in stream}
 
@@ -118,15 +96,15 @@ if __name__ == '__main__':
     few = requests[: 4 * _BATCH_SIZE.value]
     for way in ways.values():
       way(models, few, _BATCH_SIZE.value, **options)
-    speeds, found = {name: [] for name in ways}, {}
+    speeds, decoded = {name: [] for name in ways}, {}
     for _ in range(_NUM_RUNS.value):
       for name, way in ways.items():
         start = time.perf_counter()
-        found[name] = way(models, requests, _BATCH_SIZE.value, **options)
-        speeds[name].append(sum(map(len, found[name].values())) / (time.perf_counter() - start))
+        decoded[name] = way(models, requests, _BATCH_SIZE.value, **options)
+        speeds[name].append(sum(map(len, decoded[name].values())) / (time.perf_counter() - start))
         print(f'{name:<10} {speeds[name][-1]:8.1f} tokens/s', flush=True)
-    lengths = np.array([len(tokens) for tokens in found['batches'].values()])
-    differing = np.mean([found['batches'][name] != found['refilled'][name] for name in found['batches']])
+    lengths = np.array([len(tokens) for tokens in decoded['batches'].values()])
+    differing = np.mean([decoded['batches'][name] != decoded['refilled'][name] for name in decoded['batches']])
     ratios = np.array(speeds['refilled']) / np.array(speeds['batches'])
     print(
       f'{len(requests)} prompts, {lengths.mean():.1f} new tokens on average ({lengths.min()} to {lengths.max()}),'

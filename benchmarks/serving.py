@@ -25,11 +25,11 @@ from decode.experiment.options import SHIPPED_PROMPTS
 from decode.experiment.prompts import read_prompts
 
 
-async def _client(session, prompts: list[str], request: dict, until: float, leave: float, seed: int, found) -> None:
+async def _client(session, prompts: list[str], request: dict, until: float, leave: float, seed: int, outcome) -> None:
   """Asks until the time is over, and counts how its requests ended and how long the answered ones took."""
   import httpx
 
-  ends, seconds = found
+  ends, seconds = outcome
   draws = random.Random(seed)
   while (start := time.perf_counter()) < until:
     body = request | {'prompt': draws.choice(prompts), 'max_tokens': draws.randint(8, request['max_tokens'])}
@@ -52,15 +52,7 @@ async def _client(session, prompts: list[str], request: dict, until: float, leav
 
 
 async def measure(url: str, prompts: list[str], *, num_clients: int, seconds: float, max_tokens: int, leave: float):
-  """Runs the load.
-
-  Args:
-    url: The endpoint, up to `/v1`.
-    prompts: The prompts.
-    num_clients: Clients at once.
-    seconds: How long they ask.
-    max_tokens: The most new tokens of a request.
-    leave: The share of requests that are left after the first token.
+  """Runs the load of `num_clients` at an endpoint's URL, up to `/v1`, for so many seconds; a share `leave` goes early.
 
   Returns:
     JSON values: requests by their end, quantiles of seconds of those that were answered, and by how much the endpoint's
@@ -68,21 +60,21 @@ async def measure(url: str, prompts: list[str], *, num_clients: int, seconds: fl
   """
   import httpx
 
-  found = collections.Counter(), []
+  outcome = collections.Counter(), []
   limits = httpx.Limits(max_connections=num_clients)
   async with httpx.AsyncClient(base_url=f'{url}/', timeout=600, limits=limits) as session:
     (model,) = (await session.get('models')).json()['data']
     request = {'model': model['id'], 'max_tokens': max_tokens, 'temperature': 1.0}
     before, start = await _counters(session), time.perf_counter()
     until = start + seconds
-    clients = [_client(session, prompts, request, until, leave, seed, found) for seed in range(num_clients)]
+    clients = [_client(session, prompts, request, until, leave, seed, outcome) for seed in range(num_clients)]
     await asyncio.gather(*clients)
     elapsed = time.perf_counter() - start
     try:
       after = await _counters(session)
     except httpx.TransportError:  # it ended before the clients did
       after = {}
-  ends, times = found
+  ends, times = outcome
   times = sorted(times) or [float('nan')]
   quantiles = {name: times[int(share * (len(times) - 1))] for name, share in (('median', 0.5), ('p99', 0.99))}
   grown = {name: after[name] - before.get(name, 0) for name in after if name.endswith('_total')}
@@ -95,18 +87,18 @@ async def _counters(session) -> dict[str, float]:
   return {name: float(value) for name, value in lines if '{' not in name}
 
 
-def describe(found: dict) -> list[str]:
+def describe(load: dict) -> list[str]:
   """Lines about a run."""
-  ends = ', '.join(f'{name} {number:,}' for name, number in sorted(found['ends'].items()))
-  counted = found['counted']
-  requests = f'{sum(found["ends"].values()):,} requests in {found["seconds"]:.0f} s: {ends}'
+  ends = ', '.join(f'{name} {number:,}' for name, number in sorted(load['ends'].items()))
+  counted = load['counted']
+  requests = f'{sum(load["ends"].values()):,} requests in {load["seconds"]:.0f} s: {ends}'
   if not counted:
     return [requests, 'the endpoint is gone']
   tokens, calls = counted['spectr_jax_tokens_total'], counted['spectr_jax_target_calls_total']
   return [
     requests,
-    f'{tokens / found["seconds"]:.1f} tokens/s, {tokens / max(calls, 1):.2f} per target call; an answer takes'
-    f' {found["answer_seconds"]["median"]:.2f} s, 99% at most {found["answer_seconds"]["p99"]:.2f}',
+    f'{tokens / load["seconds"]:.1f} tokens/s, {tokens / max(calls, 1):.2f} per target call; an answer takes'
+    f' {load["answer_seconds"]["median"]:.2f} s, 99% at most {load["answer_seconds"]["p99"]:.2f}',
   ]
 
 
@@ -126,7 +118,7 @@ if __name__ == '__main__':
     texts = [prompt.text for prompt in read_prompts(_PROMPTS.value)]
     sizes = {'num_clients': _CLIENTS.value, 'seconds': _SECONDS.value, 'max_tokens': _MAX_TOKENS.value}
     with OutputFiles(output=_OUTPUT.value).apart_from({'prompts': [_PROMPTS.value]}) as files:
-      found = asyncio.run(measure(_URL.value, texts, **sizes, leave=_LEAVE.value))
-      files.write_after(lambda: print('\n'.join(describe(found))), output=json.dumps(found, indent=2) + '\n')
+      load = asyncio.run(measure(_URL.value, texts, **sizes, leave=_LEAVE.value))
+      files.write_after(lambda: print('\n'.join(describe(load))), output=json.dumps(load, indent=2) + '\n')
 
   command_line.run(main)

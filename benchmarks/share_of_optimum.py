@@ -17,18 +17,15 @@ from __future__ import annotations
 import dataclasses
 import json
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from absl import flags
 
 from common import command_line
 from common.output_files import OutputFiles
 from decode.experiment import metrics
-from decode.experiment.inputs import inputs_of
-from decode.experiment.laws import target_texts, written_laws
 from decode.experiment.options import DecodeOptions
 from decode.experiment.workload import Workload, describe_machine
+from decode.papers.token_figures import acceptance_on_text
 from spectr_jax import theory
 from spectr_jax.couplings import Race
 
@@ -66,40 +63,20 @@ RULES_BESIDE = {'optimum': _optimum_beside, 'race': _race_beside}
 def measure(
   options: DecodeOptions, *, temperatures: list[float], num_drafts: list[int], given: str = 'none'
 ) -> list[dict]:
-  """One record per temperature, number of candidates and rule.
-
-  Args:
-    options: The models, prompts, number of positions and seed.
-    temperatures: Temperatures.
-    num_drafts: Numbers n of drawn candidates.
-    given: The given token beside them: 'text', the text's next one, or 'draft', the draft's likeliest; or 'none'.
-  """
-  rules = RULES if given == 'none' else RULES_BESIDE
-  acceptance = jax.jit(
-    lambda p, q, n, *given: {name: rule(p, q, n, *given) for name, rule in rules.items()}, static_argnums=2
-  )
-  loaded, records = Workload.load(options), []
+  """One record per temperature, number n of drawn candidates and rule; `given` as for `acceptance_on_text`."""
+  rules, loaded, records = RULES if given == 'none' else RULES_BESIDE, Workload.load(options), []
   for temperature in temperatures:
     workload = dataclasses.replace(loaded, options=dataclasses.replace(options, temperature=temperature))
-    tokens = target_texts(workload, options.seed)
-    there, overlaps = tokens >= 0, np.zeros(tokens.shape)
-    found = {(n, name): np.zeros(tokens.shape) for n in num_drafts for name in rules}
-    for rows, (p, q) in written_laws(workload, (workload.draft, workload.target), tokens):
-      overlaps[rows] = jnp.sum(jnp.minimum(p, q), axis=-1)
-      written = jnp.maximum(tokens[rows], 0)
-      tokens_given = {'none': (), 'text': (written,), 'draft': (jnp.argmax(p, axis=-1),)}[given]
-      for n in num_drafts:
-        for name, values in acceptance(p, q, n, *tokens_given).items():
-          found[n, name][rows] = values
-    for (n, name), values in found.items():
-      optimum = found[n, 'optimum']
+    there, overlaps, accepted = acceptance_on_text(workload, options.seed, rules, num_drafts, given=given)
+    for (n, name), values in accepted.items():
+      optimum = accepted[n, 'optimum']
       sums = (values * there).sum(1), (optimum * there).sum(1)
       records.append(
         {
           'temperature': temperature,
           'num_drafts': n,
           'rule': name,
-          'num_prompts': len(tokens),
+          'num_prompts': len(there),
           'num_positions': int(there.sum()),
           'overlap': float(overlaps[there].mean()),
           'acceptance': float(values[there].mean()),
@@ -158,7 +135,7 @@ if __name__ == '__main__':
     }
     if _GIVEN.value != 'none':
       grid['given'] = _GIVEN.value
-    with OutputFiles(output=_OUTPUT.value).apart_from(inputs_of(options)) as files:
+    with OutputFiles(output=_OUTPUT.value).apart_from(options.inputs()) as files:
       records = measure(options, **grid)
       flags_given = grid | {'num_prompts': options.num_prompts, 'max_new_tokens': options.max_new_tokens}
       content = {'run': {'flags': flags_given, **describe_machine()}, 'results': records}

@@ -1,17 +1,28 @@
-"""Speed compared with Hugging Face's transformers: autoregressive decoding, rounds with a draft, and a round's parts.
+"""Steps, rounds and calls of a target beside their floor and beside Hugging Face's transformers.
 
-Command   pip install torch transformers
+Command   pip install torch transformers gguf
           python -m benchmarks.speed --output=speed.json
           python -m benchmarks.speed --target_config=configs/hub/llama_3_8b --head --output=sizes.json
+          python -m benchmarks.speed --target=MODEL.gguf --output=model.json
 Models    target A and draft B of benchmarks/README.md, random weights; with `--target_config` random ones of a public
-          model's sizes (`benchmarks.speed_of_sizes`)
-Peer      `generate` with its dynamic cache, and with a static cache and torch.compile; with a draft `assistant_model`
-          and a constant number of guesses. `--nopeer` leaves it out
+          model's sizes; with `--target` one from disk, without a draft
+Peer      `generate` with its dynamic cache, with a static cache and torch.compile (not with `--target_config`), and
+          with a draft `assistant_model` and a constant number of guesses. `--nopeer` leaves it out
 
-All implementations of the same task take turns in one process. Medians and ranges are printed. Calls include the
-prompt's prefill. With a draft the unit is a round, that is one call of the target, since models with random weights
-agree only by chance. Both systems use the draft in its faster type. The floor of a step is the time to read the
-target's weights once, at the rate at which the device finds the maximum of 2^28 numbers; a CPU uses all cores.
+Parts, of which `--part` chooses some:
+
+peer      autoregressive decoding, and for one row rounds with a draft, prefill included, beside the peer
+steps     a step of autoregressive decoding beside its floor: the time to read the target's weights at the device's rate
+rounds    rounds of each method with every draft, whole and by parts. Random models agree only by chance, so a round is
+          what counts, and not the tokens that it keeps. Parts are programs of their own: on a GPU each has its launch
+          and waits for the host, which within a round are hidden in part. So rounds that keep no guess are measured as
+          well. What a round takes longer is the share of its verification within the loop
+prompt    time and peak memory of the prefill of one long prompt, in a process of its own
+trees     the target's call on a chain of tokens relative to its call on one; on a CPU with products in C++ and of XLA
+profile   some rounds for one row, recorded by JAX's profiler
+
+What is compared takes turns in one process. Results are written after every measurement. Those that are there are not
+measured again, so that a run that was ended goes on with the same command.
 """
 
 from __future__ import annotations
@@ -19,163 +30,347 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Sequence
+import re
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import flags
+from etils import epath
 
 from benchmarks import timing
+from benchmarks.speed_models import SHAPES, UNVERIFIED, Models, bytes_per_step, read_config
 from common import command_line
 from common.output_files import OutputFiles
 from decode.experiment import latency
 from decode.experiment.workload import describe_machine
 from spectr_jax import TokenTree
-from spectr_jax.models.transformer import TransformerConfig, for_decoding, init_params, transformer_model
+from spectr_jax.auto.timing import forward_calls, time_in_turns
+from spectr_jax.io.foreign import LARGE, map_of, object_of, read_object
 
-SHAPES = {
-  'A': TransformerConfig(32000, 768, num_layers=10, num_heads=12, mlp_dim=3072, max_length=512),
-  'B': TransformerConfig(32000, 144, num_layers=6, num_heads=4, mlp_dim=576, max_length=512),
-}
-DRAFT_LENGTHS = 4, 8  # of rounds with one draft
-METHODS = 'spectr', 'race_block', 'race_traversal'  # whose parts are timed
+PARTS = 'prompt', 'peer', 'steps', 'rounds', 'trees', 'profile'
+NUM_ROUNDS = 16  # of a timed run
+TREE_SIZES = 1, 2, 5, 9, 17, 33, 65, 128
+TREE_CACHE = 256
+Result = dict[str, Any]
 
 
-def make_model(shape: str, dtype: str):
-  """A model of one of the shapes with random weights.
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+  """What is measured.
+
+  Attributes:
+    models: The models, in the first type.
+    parts: Names in `PARTS`.
+    dtypes: Types of weights and activations of the target.
+    methods: Methods of rounds.
+    batch_sizes: Numbers of rows.
+    shapes: K drafts of L tokens of each kind of round; a single draft of the first one's length is compared with the
+      peer, the second shape, if there are several, is profiled.
+    num_runs: Timed runs of each measurement.
+    prompt_length: Tokens of the long prompt.
+    peer_device: Where Hugging Face's transformers run, `cuda` or `cpu`; None to leave them out.
+  """
+
+  models: Models
+  parts: tuple[str, ...] = ('peer', 'steps', 'rounds')
+  dtypes: tuple[str, ...] = ('bfloat16',)
+  methods: tuple[str, ...] = ('race_traversal', 'spectr')
+  batch_sizes: tuple[int, ...] = (1,)
+  shapes: tuple[tuple[int, int], ...] = ((1, 4),)
+  num_runs: int = 5
+  prompt_length: int = 8192
+  peer_device: str | None = None
+
+
+def parse_shapes(texts: Sequence[str]) -> tuple[tuple[int, int], ...]:
+  """The shapes of rounds from texts such as `4x8`, four drafts of eight tokens; `ValueError` for other texts."""
+  matches = [re.fullmatch(r'([1-9]\d*)x([1-9]\d*)', text) for text in texts]
+  if not texts or None in matches:
+    raise ValueError(f'shapes: expected drafts x tokens such as 4x8, got {",".join(texts)!r}')
+  return tuple((int(match[1]), int(match[2])) for match in matches if match)
+
+
+def measure_prompt(models: Models, length: int) -> Result:
+  """Seconds of the prefill of one prompt, without compilation, and the most memory of the process in bytes.
+
+  It runs in a process of its own, whose peak includes loading and compilation.
+  """
+  model, tokens = models.decoding, models.prompts(1, length)
+
+  @jax.jit
+  def prefill(model, tokens):
+    return model.prefill(tokens, jnp.array([tokens.shape[1]]), model.init_cache_fn(1, tokens.shape[1]))
+
+  compiled = prefill.lower(model, tokens).compile()
+  start = time.perf_counter()
+  jax.block_until_ready(compiled(model, tokens))
+  seconds = time.perf_counter() - start
+  unit = 1 if sys.platform == 'darwin' else 1024
+  peak = unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+  return {'seconds': seconds, 'tokens_per_second': length / seconds, 'peak_gib': peak / 2**30}
+
+
+class Bench:
+  """Everything that is measured in one type.
 
   Args:
-    shape: A name in `SHAPES`.
-    dtype: Type of weights and activations.
+    sizes: What is measured.
+    dtype: The type of the target.
   """
-  config = dataclasses.replace(SHAPES[shape], dtype=dtype)
-  return for_decoding(transformer_model(init_params(jax.random.key(0), config), config))
+
+  def __init__(self, sizes: Sizes, dtype: str):
+    self.sizes, self.models = sizes, dataclasses.replace(sizes.models, dtype=dtype)
+
+  def _own_calls(self, rows: np.ndarray) -> dict[str, timing.Call]:
+    cases = {'step': (None, 'autoregressive', None)}
+    if self.models.drafts and len(rows) == 1:
+      tree = TokenTree.chains(1, self.sizes.shapes[0][1])  # the peer drafts a single chain
+      cases['round'] = self.models.drafts['draft'], 'speculative', tree
+    return {
+      f'spectr_jax, {unit}': timing.own_call((self.models.decoding, draft), rows, method, tree)
+      for unit, (draft, method, tree) in cases.items()
+    }
+
+  def _peer_calls(self, rows: np.ndarray) -> dict[str, timing.Call]:
+    """Calls of Hugging Face's transformers.
+
+    Raises:
+      ImportError: They are not installed, or torch finds no such device.
+    """
+    from benchmarks import peer
+
+    peer.check_device(self.sizes.peer_device)
+    models, new_tokens = self.models, timing.NEW_TOKENS
+    make = functools.partial(models.make_peer, device=self.sizes.peer_device)
+    target = make(models.target, models.dtype)
+    calls = {'transformers, step': peer.counted(target, peer.sampler(target, rows, new_tokens))}
+    if models.draft is None or models.target in SHAPES:  # a large model would need memory for two
+      static = peer.compiled_sampler(make(models.target, models.dtype), rows, new_tokens)
+      calls['transformers, step, static and compiled'] = lambda: static() or new_tokens
+    if models.draft is not None and len(rows) == 1:
+      draft = make(models.draft, models.draft_dtype or models.dtype)
+      sample = peer.assisted_sampler(target, draft, rows, new_tokens, self.sizes.shapes[0][1])
+      calls['transformers, round'] = peer.counted(target, sample)
+    return calls
+
+  def measure_peer(self, batch_size: int) -> Result:
+    """Steps and rounds with prefill, of this library and of the peer, and how many times as fast ours are."""
+    rows, result = self.models.prompts(batch_size), {}
+    calls = self._own_calls(rows)
+    try:
+      calls |= self._peer_calls(rows) if self.sizes.peer_device else {}
+    except ImportError as error:
+      result['left_out'] = f'transformers are left out: {error}'
+    times = timing.time_steps(calls, self.sizes.num_runs)
+    for unit in ('step', 'round'):
+      own, others = times.get(f'spectr_jax, {unit}'), [
+        each['median'] for name, each in times.items() if name.startswith(f'transformers, {unit}')
+      ]  # fmt: skip
+      if own and others:
+        result[f'{unit}s, times as fast as transformers'] = min(others) / own['median']
+    return {'milliseconds': times} | result
+
+  def _round_times(self, batch_size: int, cases: dict[str, tuple]) -> dict[str, timing.Spread]:
+    """Times per round of methods, by name, with a draft and a tree each."""
+    rows = self.models.prompts(batch_size)
+    makers = {
+      name: functools.partial(lambda *case: (timing.make_decoder(self.models.decoding, *case), rows), *case)
+      for name, case in cases.items()
+    }
+    measured = timing.rounds_in_turns(makers, self.sizes.num_runs, NUM_ROUNDS)
+    return {name: timing.spread(seconds) for name, seconds in measured.items()}
+
+  def measure_steps(self, batch_size: int) -> Result:
+    """Steps of autoregressive decoding, and their floor in milliseconds."""
+    times = self._round_times(batch_size, {'step': (None, 'autoregressive', None)})
+    rate, step = timing.read_rate(), times['step']['median']
+    floor = 1e3 * bytes_per_step(self.models.config) / rate
+    more = {'bytes_per_second': rate, 'floor': floor, 'floor_share': floor / step}
+    return {'milliseconds': times, 'tokens_per_second': 1e3 * batch_size / step} | more
+
+  def measure_rounds(self, batch_size: int, draft: str, num_drafts: int, draft_length: int) -> Result:
+    """Rounds of K drafts by every method, and by none; their parts in ms, and the shares of verification."""
+    drafter, tree = self.models.drafts[draft], TokenTree.chains(num_drafts, draft_length)
+    cases = {name: (drafter, name, tree) for name in self.sizes.methods}
+    times = self._round_times(batch_size, {UNVERIFIED.name: (drafter, UNVERIFIED, tree)} | cases)
+    result, without = {'milliseconds': times}, times[UNVERIFIED.name]['median']
+    for name, case in cases.items():
+      decoder = timing.make_decoder(self.models.decoding, *case)
+      state = timing.begin(decoder, self.models.prompts(batch_size))
+      parts = latency.time_parts(decoder, state, max(self.sizes.num_runs, 3))
+      whole = times[name]['median']
+      result |= {f'{name}, {part}': 1e3 * seconds for part, seconds in parts.items()}
+      result[f'{name}, verification / round'] = 1e3 * parts['verification'] / whole
+      result[f'{name}, verification / round, within the loop'] = 1 - without / whole
+    return result
+
+  def measure_trees(self) -> Result:
+    """Calls of the target by their number of tokens, of the products in use and of XLA's, and relative to one token."""
+    shapes = {size: (TokenTree.chains(1, size - 1) if size > 1 else TokenTree(), 1) for size in TREE_SIZES}
+    calls = {
+      f'{form}, tokens: {size}': call
+      for form, model in self.models.forms().items()
+      for size, call in forward_calls(model, shapes, cache_size=TREE_CACHE).items()
+    }
+    measured = time_in_turns(calls, self.sizes.num_runs)
+    times = {name: timing.spread(seconds) for name, seconds in measured.items()}
+    ones = {name: times[f'{name.partition(",")[0]}, tokens: 1']['median'] for name in times}
+    return {'milliseconds': times} | {f'{name} / 1': each['median'] / ones[name] for name, each in times.items()}
+
+  def measure_profile(self, directory: epath.Path) -> Result:
+    """Records some rounds of the first method with the first draft for one row, in a directory."""
+    method, (num_drafts, draft_length) = self.sizes.methods[0], self.sizes.shapes[:2][-1]
+    tree, rows = TokenTree.chains(num_drafts, draft_length), self.models.prompts(1)
+    decoder = timing.make_decoder(self.models.decoding, self.models.drafts['draft'], method, tree)
+    timing.seconds_per_round(decoder, rows, 1)
+    latency.profile(decoder, timing.begin(decoder, rows), directory, num_rounds=4)
+    return {'directory': directory.name, 'method': method, 'num_drafts': num_drafts, 'draft_length': draft_length}
+
+  def measurements(self, directory: epath.Path) -> Iterator[tuple[str, Callable[[], Result]]]:
+    """Everything that is measured, by name; a profile goes to the directory."""
+    sizes = self.sizes
+    for rows in sizes.batch_sizes:
+      if 'peer' in sizes.parts:
+        yield f'with prefill, {rows} rows', functools.partial(self.measure_peer, rows)
+      if 'steps' in sizes.parts:
+        yield f'steps, {rows} rows', functools.partial(self.measure_steps, rows)
+      if 'rounds' in sizes.parts:
+        for draft in ('draft', 'head', 'one pass') if sizes.models.has_head else ('draft',):
+          for shape in sizes.shapes:
+            name = f'rounds, {shape[0]} x {shape[1]}, {draft}, {rows} rows'
+            yield name, functools.partial(self.measure_rounds, rows, draft, *shape)
+    if 'trees' in sizes.parts:
+      yield 'trees', self.measure_trees
+    if 'profile' in sizes.parts:
+      yield 'profile', functools.partial(self.measure_profile, directory)
 
 
-def _make_peer(dtype: str):
-  from benchmarks import peer
-
-  return peer.make_model(SHAPES['A'], dtype)
-
-
-def round_calls(dtype: str, draft_length: int, has_peer: bool) -> dict[str, timing.Call]:
-  """Calls that decode with a single draft, by name. Each returns its number of target calls.
+def measurements(sizes: Sizes, directory: epath.Path) -> Iterator[tuple[str, Callable[[], Result]]]:
+  """Everything that is measured, by name. Prompts come first: a new process counts the peak of the one that starts it.
 
   Args:
-    dtype: Type of the target.
-    draft_length: Tokens per draft.
-    has_peer: Whether to include Hugging Face's transformers.
+    sizes: What is measured.
+    directory: Where a profile goes.
   """
-  target, tree, calls = make_model('A', dtype), TokenTree.chains(1, draft_length), {}
-  draft_dtypes = ['float32'] if dtype == 'float32' else ['float32', 'bfloat16']
-  for draft_dtype in draft_dtypes:
-    models = target, make_model('B', draft_dtype)
-    calls[f'spectr_jax, draft {draft_dtype}'] = timing.own_call(models, timing.prompts(1), 'speculative', tree)
-    if has_peer:
-      from benchmarks import peer
-
-      model, draft = peer.make_model(SHAPES['A'], dtype), peer.make_model(SHAPES['B'], draft_dtype)
-      sample = peer.assisted_sampler(model, draft, timing.prompts(1), timing.NEW_TOKENS, draft_length)
-      calls[f'transformers, draft {draft_dtype}'] = peer.counted(model, sample)
-  return calls
+  for dtype in sizes.dtypes if 'prompt' in sizes.parts else ():
+    yield (
+      f'prompt, {dtype}',
+      functools.partial(
+        timing.in_own_process, measure_prompt, dataclasses.replace(sizes.models, dtype=dtype), sizes.prompt_length
+      ),
+    )
+  for dtype in sizes.dtypes:
+    for name, measure in Bench(sizes, dtype).measurements(directory):
+      yield f'{name}, {dtype}', measure
 
 
-def parts(dtype: str, method: str, num_drafts: int, draft_length: int, num_runs: int) -> dict[str, float]:
-  """Milliseconds of a round and of its parts, each of which is a separate program.
+def describe(name: str, result: Result) -> str:
+  """Lines about a result: its times, and its other values."""
+  lines = [f'{label:<44} {timing.in_words(times)}' for label, times in result.get('milliseconds', {}).items()]
+  for label, value in result.items():
+    if label != 'milliseconds':
+      lines.append(f'{label:<44} {value:.4g}' if isinstance(value, float) else f'{label:<44} {value}')
+  return '\n  '.join([name, *lines])
+
+
+def describe_run(sizes: Sizes) -> dict[str, Any]:
+  """What all results of a file share, as JSON values."""
+  models = sizes.models
+  names = () if models.draft is None else (models.target, models.draft)
+  params = {role: read_config(name, models.dtype).num_params for role, name in zip(('target', 'draft'), names)}
+  shared = {name: value for name, value in dataclasses.asdict(models).items() if name not in ('dtype', 'num_slots')}
+  shared |= {'num_runs': sizes.num_runs, 'prompt_length': timing.PROMPT_LENGTH, 'num_params': params}
+  return describe_machine() | {'flags': shared}
+
+
+def run(sizes: Sizes, output: epath.PathLike) -> None:
+  """Measures what the file lacks and prints everything.
 
   Args:
-    dtype: Type of the target.
-    method: Name of the method.
-    num_drafts: K.
-    draft_length: L.
-    num_runs: Number of timed runs.
+    sizes: What is measured.
+    output: The JSON file, which may hold results of an earlier run. A profile goes to a folder of its name.
+
+  Raises:
+    ValueError: The file holds results of other sizes or of another machine, or some measurements failed.
   """
-  tree = TokenTree.chains(num_drafts, draft_length)
-  decoder = timing.make_decoder(make_model('A', dtype), make_model('B', 'float32'), method, tree)
-  rows = timing.prompts(1)
-  found = latency.time_parts(decoder, timing.begin(decoder, rows), num_runs)
-  found['round'] = float(np.median(timing.round_seconds(decoder, rows, num_runs)))
-  return {name: 1e3 * seconds for name, seconds in found.items()}
-
-
-def measure(dtypes: Sequence[str], batch_sizes: Sequence[int], num_runs: int, has_peer: bool) -> dict:
-  """Measures everything and prints results as they arrive.
-
-  Args:
-    dtypes: Types of the target.
-    batch_sizes: Rows in autoregressive decoding.
-    num_runs: Number of timed runs of each call.
-    has_peer: Whether to run Hugging Face's transformers as well.
-
-  Returns:
-    JSON values.
-  """
-  rate, results = timing.read_rate(), {}
-  print(f'read rate {rate / 1e9:.1f} GB/s')
-  for dtype in dtypes:
-    num_bytes = SHAPES['A'].num_params * jnp.dtype(dtype).itemsize
-    for batch_size in batch_sizes:
-      make_peer = functools.partial(_make_peer, dtype) if has_peer else None
-      calls = timing.step_calls(make_model('A', dtype), make_peer, timing.prompts(batch_size), timing.NEW_TOKENS)
-      times = timing.measure_steps(f'A, {dtype}', calls, num_runs, batch_size, num_bytes, rate)
-      results[f'autoregressive {dtype} batch {batch_size}'] = times
-    for draft_length in DRAFT_LENGTHS:
-      times = timing.time_steps(round_calls(dtype, draft_length, has_peer), num_runs)
-      results[f'rounds {dtype} L={draft_length}'] = times
-      timing.print_times(f'\nA and B, target {dtype}, K=1, L={draft_length}: per round', times)
-    for method in METHODS:
-      found = parts(dtype, method, 4, 4, num_runs)
-      results[f'parts {dtype} {method} K=4 L=4'] = found
-      share = found['verification'] / found['round']
-      print(
-        f'\nA and B, target {dtype}, {method}, K=4, L=4, ms: {found}\n  verification {share:.1%} of a round', flush=True
-      )
-  return {'read_bytes_per_second': rate, 'milliseconds': results}
+  path, failed = epath.Path(output), 0
+  fields = {'run': object_of({}), 'results': map_of(object_of({}))}
+  kept = read_object(path, fields, LARGE) if path.exists() else {}
+  results: dict[str, Result] = kept.get('results') or {}
+  described = describe_run(sizes)
+  if kept and kept.get('run') != described:
+    raise ValueError(f'{path} holds results of another machine or of other flags: {kept.get("run")}')
+  with OutputFiles(output=output).apart_from({'target': [sizes.models.target], 'text': [sizes.models.text]}) as files:
+    for name, measure in measurements(sizes, path.parent / f'{path.stem}_profile'):
+      if name not in results:
+        try:
+          results[name] = measure()
+        except RuntimeError as error:  # such as too little memory: the others are measured all the same
+          failed += 1
+          print(f'{name}: FAILED, {str(error).splitlines()[0]}', flush=True)
+          continue
+        files.write(output=json.dumps({'run': described, 'results': results}, indent=2) + '\n')
+      print(describe(name, results[name]), flush=True)
+  if failed:
+    raise ValueError(f'{failed} measurements failed')
 
 
 if __name__ == '__main__':
+  _TARGET = flags.DEFINE_string('target', None, 'A model from disk, in place of random weights.')
+  _TARGET_CONFIG = flags.DEFINE_string('target_config', 'A', 'A, or a folder with config.json: sizes of the target.')
+  _DRAFT_CONFIG = flags.DEFINE_string(
+    'draft_config', None, 'B, or a folder with config.json: sizes of the draft. Default: B for A, else Llama 3 of 161M.'
+  )
+  _PART = flags.DEFINE_multi_enum(
+    'part', None, PARTS, 'Parts to run; may be repeated. Default: all but prompt and trees; all that need no draft.'
+  )
+  _HEAD = flags.DEFINE_bool('head', False, "Whether heads of EAGLE-3's and DSpark's sizes draft as well.")
   _DTYPE = flags.DEFINE_list('dtype', ['bfloat16', 'float32'], 'Types of the target.')
-  _BATCH_SIZE = flags.DEFINE_list('batch_size', ['1', '8'], 'Rows in autoregressive decoding.')
+  _DRAFT_DTYPE = flags.DEFINE_string('draft_dtype', None, 'Type of the draft; default that of the target.')
+  _WEIGHTS = flags.DEFINE_enum('weights', None, ['int8'], 'How weights of a model from disk are held.')
+  _METHOD = flags.DEFINE_list('method', ['race_traversal', 'spectr'], 'Methods of rounds.')
+  _BATCH_SIZE = flags.DEFINE_list('batch_size', ['1', '8'], 'Rows.')
+  _SHAPES = flags.DEFINE_list('shapes', ['1x4', '4x8', '4x16'], 'Rounds of K drafts of L tokens, KxL.')
   _NUM_RUNS = flags.DEFINE_integer('num_runs', 5, 'Runs of each, in turns.', lower_bound=1)
+  _PROMPT_LENGTH = flags.DEFINE_integer('prompt_length', 8192, 'Tokens of the long prompt.', lower_bound=1)
+  _TEXT = flags.DEFINE_string('text', 'README.md', 'Text file that prompts for a model from disk are cut from.')
   _PEER = flags.DEFINE_bool('peer', True, "Whether to run Hugging Face's transformers as well.")
-  _OUTPUT = flags.DEFINE_string('output', None, 'JSON file for the results.')
-  _TARGET = flags.DEFINE_string(
-    'target_config',
-    None,
-    'Folder with config.json: sizes of the target in place of A and B. The first of --dtype counts; rounds have as many'
-    ' rows as steps, and --output, which is needed, may hold results of an earlier run that was ended.',
-  )
-  _DRAFT = flags.DEFINE_string(
-    'draft_config', 'configs/hub/draft_160m_of_llama_3', 'Folder with config.json: sizes of the draft, likewise.'
-  )
-  _HEAD = flags.DEFINE_bool('head', False, "Whether heads of EAGLE-3's and DSpark's sizes draft as well, likewise.")
-  _SHAPES = flags.DEFINE_list('shapes', ['1x4', '4x8', '4x16'], 'Rounds of K drafts of L tokens, KxL, likewise.')
-  _PEER_DEVICE = flags.DEFINE_enum('peer_device', 'cuda', ['cuda', 'cpu'], 'Where transformers run, likewise.')
+  _PEER_DEVICE = flags.DEFINE_enum('peer_device', None, ['cuda', 'cpu'], 'Where transformers run; default as JAX.')
+  _OUTPUT = flags.DEFINE_string('output', None, 'JSON file for the results.', required=True)
 
   def main(argv):
     del argv
-    batch_sizes = command_line.parse_numbers('batch_size', _BATCH_SIZE.value)
+    shapes, device = parse_shapes(_SHAPES.value), 'cuda' if jax.default_backend() == 'gpu' else 'cpu'
+    draft, parts = 'configs/hub/draft_160m_of_llama_3', ('peer', 'steps', 'rounds', 'profile')
+    draft = _DRAFT_CONFIG.value or ('B' if _TARGET_CONFIG.value in SHAPES else draft)
     if _TARGET.value is not None:
-      from benchmarks import speed_of_sizes
-
-      if _OUTPUT.value is None:
-        raise ValueError('--target_config needs --output')
-      sizes = speed_of_sizes.Sizes(
-        target=_TARGET.value,
-        draft=_DRAFT.value,
+      draft, parts = None, ('prompt', 'peer', 'steps', 'trees')
+    sizes = Sizes(
+      models=Models(
+        target=_TARGET.value or _TARGET_CONFIG.value,
+        draft=draft,
         has_head=_HEAD.value,
         dtype=_DTYPE.value[0],
-        batch_sizes=tuple(batch_sizes),
-        shapes=speed_of_sizes.parse_shapes(_SHAPES.value),
-        num_runs=_NUM_RUNS.value,
-        peer_device=_PEER_DEVICE.value if _PEER.value else None,
-      )
-      speed_of_sizes.run(sizes, _OUTPUT.value)
-      return
-    with OutputFiles(output=_OUTPUT.value) as files:
-      found = measure(_DTYPE.value, batch_sizes, _NUM_RUNS.value, _PEER.value)
-      found = {'run': describe_machine()} | found
-      files.write(output=json.dumps(found, indent=2) + '\n')
+        draft_dtype=_DRAFT_DTYPE.value,
+        weights=_WEIGHTS.value,
+        num_slots=max(length for _, length in shapes),
+        text=_TEXT.value,
+      ),
+      parts=tuple(_PART.value or parts),
+      dtypes=tuple(_DTYPE.value),
+      methods=tuple(_METHOD.value),
+      batch_sizes=command_line.parse_numbers('batch_size', _BATCH_SIZE.value),
+      shapes=shapes,
+      num_runs=_NUM_RUNS.value,
+      prompt_length=_PROMPT_LENGTH.value,
+      peer_device=(_PEER_DEVICE.value or device) if _PEER.value else None,
+    )
+    run(sizes, _OUTPUT.value)
 
   command_line.run(main)

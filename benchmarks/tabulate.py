@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import itertools
 import json
 import math
 import operator
 import re
+from collections.abc import Callable
 
 import numpy as np
 from absl import flags
@@ -78,17 +80,17 @@ def read(paths: list[str]) -> dict[Setting, Counts]:
   Raises:
     ValueError: A setting has the same prompt and seed twice, or a file has another format.
   """
-  found = collections.defaultdict(Counts)
+  by_setting = collections.defaultdict(Counts)
   for path in paths:
     with open(path, encoding='utf-8') as file:
       try:
         if path.endswith('.json'):
-          _add_summary(json.load(file), found)
+          _add_summary(json.load(file), by_setting)
         else:
-          _add_generations(file, found)
+          _add_generations(file, by_setting)
       except (KeyError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(f'{path}: neither generations of decode.main nor a summary: {error!r}') from error
-  return dict(found)
+  return dict(by_setting)
 
 
 def _version(line: dict) -> str:
@@ -98,12 +100,12 @@ def _version(line: dict) -> str:
   return name + ('' if is_own else f', {children}') + ('' if epsilon is None else f', epsilon {epsilon:g}')
 
 
-def _add_generations(lines, found) -> None:
+def _add_generations(lines, by_setting) -> None:
   for line in map(json.loads, lines):
     is_chains = line['tree'] == 'chains'
     shape = f'{line["num_drafts"]} x {line["draft_length"]}' if is_chains else line['tree']
     setting = Setting(line['temperature'], _version(line), line['is_lossless'], shape)
-    counts, run = found[setting], (line['id'], line['seed'])
+    counts, run = by_setting[setting], (line['id'], line['seed'])
     if run in counts.runs:
       raise ValueError(f'{setting} has prompt {run[0]!r} with seed {run[1]} twice')
     counts.runs.add(run)
@@ -111,20 +113,20 @@ def _add_generations(lines, found) -> None:
     counts.target_calls[line['id']] += line['target_calls']
 
 
-def _add_summary(records, found) -> None:
+def _add_summary(records, by_setting) -> None:
   for record in records:
     setting = Setting(record['temperature'], record['method'], record['is_lossless'], record['shape'])
-    if setting in found:
+    if setting in by_setting:
       raise ValueError(f'{setting} is in two files')
     by_prompt = (dict(zip(record['prompts'], record[name])) for name in ('tokens', 'target_calls'))
     runs = set(itertools.product(record['prompts'], record['seeds']))
-    found[setting] = Counts(*map(collections.Counter, by_prompt), runs)
+    by_setting[setting] = Counts(*map(collections.Counter, by_prompt), runs)
 
 
-def summarize(found: dict[Setting, Counts]) -> str:
+def summarize(by_setting: dict[Setting, Counts]) -> str:
   """JSON with one setting per line, from which every table can be made again."""
   lines = []
-  for setting, counts in found.items():
+  for setting, counts in by_setting.items():
     tokens, calls = counts.arrays()
     record = dataclasses.asdict(setting) | {
       'seeds': counts.seeds,
@@ -168,20 +170,21 @@ def num_nodes(shape: str) -> int | None:
   return sum(itertools.accumulate(map(int, factors.split(',')), operator.mul)) if name == 'prefix' else None
 
 
-def best_shapes(found: dict[Setting, Counts], most_nodes: int) -> list[str]:
-  """Markdown tables per temperature of each method on its best shape, the best method first.
+def _comparison(title: str, rows: dict[Setting, Counts], column: str, factor: Callable[[Counts], str]) -> list[str]:
+  """A table of settings, the best first, with a column of factors."""
+  lines = [f'\n{title}:\n', f'| method | tree | tokens per call | {column} |', '|---|---|---|---|']
+  for setting, counts in sorted(rows.items(), key=lambda item: -metrics.ratio(*item[1].arrays())):
+    tree = setting.shape.split(' = ')[-1]
+    lines.append(f'| `{setting.method}` | {tree} | {_value(counts)} | {factor(counts)} |')
+  return lines
 
-  Args:
-    found: Counts by setting.
-    most_nodes: The largest number of nodes of a shape.
 
-  Returns:
-    Lines of Markdown.
-  """
+def best_shapes(by_setting: dict[Setting, Counts], most_nodes: int) -> list[str]:
+  """Markdown: per temperature each method on its best shape of at most so many nodes, the best method first."""
   lines = []
-  for temperature in sorted({setting.temperature for setting in found}, reverse=True):
+  for temperature in sorted({setting.temperature for setting in by_setting}, reverse=True):
     best: dict[str, tuple[float, Setting]] = {}
-    for setting, counts in found.items():
+    for setting, counts in by_setting.items():
       nodes = num_nodes(setting.shape)
       if setting.temperature == temperature and nodes is not None and nodes <= most_nodes:
         value = metrics.ratio(*counts.arrays())
@@ -189,15 +192,10 @@ def best_shapes(found: dict[Setting, Counts], most_nodes: int) -> list[str]:
           best[setting.method] = value, setting
     if len(best) < 2:
       continue
-    order = [setting for _, setting in sorted(best.values(), key=lambda item: -item[0])]
-    lines += [
-      f'\nTemperature {temperature:g}, at most {most_nodes} nodes, each method on its best shape:\n',
-      f'| method | tree | tokens per call | `{order[0].method}` to it |',
-      '|---|---|---|---|',
-    ]
-    for setting in order:
-      tree, counts = setting.shape.split(' = ')[-1], found[setting]
-      lines.append(f'| `{setting.method}` | {tree} | {_value(counts)} | {_factor(found[order[0]], counts)} |')
+    rows = {setting: by_setting[setting] for _, setting in best.values()}
+    first = max(rows, key=lambda setting: metrics.ratio(*rows[setting].arrays()))
+    title = f'Temperature {temperature:g}, at most {most_nodes} nodes, each method on its best shape'
+    lines += _comparison(title, rows, f'`{first.method}` to it', functools.partial(_factor, rows[first]))
   return lines
 
 
@@ -206,19 +204,11 @@ def _natural(text: str) -> list:
   return [(int(part), '') if part.isdigit() else (math.inf, part) for part in re.findall(r'\d+|\D+', text)]
 
 
-def tables(found: dict[Setting, Counts], baseline: str) -> list[str]:
-  """Markdown tables per temperature: one of all chains, and one per shape that compares methods with the baseline.
-
-  Args:
-    found: Counts by setting.
-    baseline: Name of the method to compare with.
-
-  Returns:
-    Lines of Markdown.
-  """
+def tables(by_setting: dict[Setting, Counts], baseline: str) -> list[str]:
+  """Markdown: per temperature a table of all chains, and per shape one that compares methods with the baseline."""
   lines = []
-  for temperature in sorted({setting.temperature for setting in found}, reverse=True):
-    own = {setting: counts for setting, counts in found.items() if setting.temperature == temperature}
+  for temperature in sorted({setting.temperature for setting in by_setting}, reverse=True):
+    own = {setting: counts for setting, counts in by_setting.items() if setting.temperature == temperature}
     shapes = sorted({s.shape for s in own if s.is_chains}, key=_natural)
     methods = list(dict.fromkeys(s.method for s in own if s.is_chains))
     cells = {(s.method, s.shape): counts for s, counts in own.items()}
@@ -233,15 +223,8 @@ def tables(found: dict[Setting, Counts], baseline: str) -> list[str]:
       against = next((counts for setting, counts in members.items() if setting.method == baseline), None)
       if len(members) < 2 or (against is None and ' x ' in group):
         continue
-      members = sorted(members.items(), key=lambda item: -metrics.ratio(*item[1].arrays()))
-      lines += [
-        f'\nTemperature {temperature:g}, `{group}`:\n',
-        f'| method | tree | tokens per call | to `{baseline}` |',
-      ]
-      lines.append('|---|---|---|---|')
-      for setting, counts in members:
-        tree = setting.shape.split(' = ')[-1]
-        lines.append(f'| `{setting.method}` | {tree} | {_value(counts)} | {_factor(counts, against)} |')
+      title, factor = f'Temperature {temperature:g}, `{group}`', functools.partial(_factor, baseline=against)
+      lines += _comparison(title, members, f'to `{baseline}`', factor)
   return lines
 
 
@@ -254,13 +237,13 @@ if __name__ == '__main__':
   def main(argv):
     del argv
     outputs = OutputFiles(output=_OUTPUT.value).apart_from({'files': _FILES.value})
-    found = read(_FILES.value)
-    if not found:
+    by_setting = read(_FILES.value)
+    if not by_setting:
       raise ValueError('no files given, or nothing in them')
-    lines = tables(found, _BASELINE.value)
+    lines = tables(by_setting, _BASELINE.value)
     if _NODES.value is not None:
-      lines += best_shapes(found, _NODES.value)
+      lines += best_shapes(by_setting, _NODES.value)
     with outputs:
-      outputs.write_after(lambda: print('\n'.join(lines)), output=summarize(found))
+      outputs.write_after(lambda: print('\n'.join(lines)), output=summarize(by_setting))
 
   command_line.run(main)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import time
 from typing import Any
@@ -65,7 +66,7 @@ class Sizes:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Laws:
+class Distributions:
   """The models' distributions by context.
 
   Attributes:
@@ -96,15 +97,10 @@ class Guesses:
 
 
 @functools.partial(jax.jit, static_argnames=('vocab_size', 'case', 'top_k', 'top_p'))
-def make_laws(key: jax.Array, *, vocab_size: int, case: str, top_k: int = 0, top_p: float = 1.0) -> Laws:
-  """Random distributions as the module describes them.
-
-  Args:
-    key: One typed key.
-    vocab_size: V.
-    case: One of `CASES`.
-    top_k, top_p: The sampling filters.
-  """
+def make_distributions(
+  key: jax.Array, *, vocab_size: int, case: str, top_k: int = 0, top_p: float = 1.0
+) -> Distributions:
+  """Random distributions of one of `CASES` behind sampling filters, as the module describes them."""
   keys = jax.random.split(key, 3)
   shape = (NUM_CONTEXTS, vocab_size)
   deviations = jax.random.uniform(keys[0], (NUM_CONTEXTS, 1), minval=3.0, maxval=6.0)
@@ -118,7 +114,7 @@ def make_laws(key: jax.Array, *, vocab_size: int, case: str, top_k: int = 0, top
     target_logits = jnp.where(is_draft, -jnp.inf, target_logits)
   sampling = SamplingParams.make(1, top_k=top_k, top_p=top_p)
   draft_probs, target_probs = (logits_to_probs(logits[None], sampling)[0] for logits in (draft_logits, target_logits))
-  return Laws(draft_probs, target_probs, target_logits)
+  return Distributions(draft_probs, target_probs, target_logits)
 
 
 @functools.partial(jax.jit, static_argnames=('method', 'tree', 'are_drafts_equal'))
@@ -152,7 +148,7 @@ def guess(
 
     def deeper(contexts, at):
       key, level = at
-      drawn = jax.vmap(lambda law, child: rule(key, law, child, 1)[0])(draft_probs[contexts], level)
+      drawn = jax.vmap(lambda probs, child: rule(key, probs, child, 1)[0])(draft_probs[contexts], level)
       after = follow(contexts, drawn)
       return after[0], after
 
@@ -168,20 +164,22 @@ def guess(
 
 
 @functools.partial(jax.jit, static_argnames='tree')
-def look_up(laws: Laws, guesses: Guesses, *, tree: TokenTree) -> tuple[Proposal, jax.Array, jax.Array]:
-  """Looks up the distributions of guesses by their contexts.
-
-  Args:
-    laws: The distributions by context.
-    guesses: The guesses.
-    tree: Their tree.
+def look_up(
+  distributions: Distributions, guesses: Guesses, *, tree: TokenTree
+) -> tuple[Proposal, jax.Array, jax.Array]:
+  """The distributions of guesses, looked up by their contexts.
 
   Returns:
     Proposals with the draft's distributions; the target's distributions `[B, N + 1, V]`; the target's logits.
   """
   contexts = guesses.contexts
-  probs = laws.draft_probs[contexts[:, tree.parent_nodes]]
-  return Proposal(guesses.tokens, probs), laws.target_probs[contexts], laws.target_logits[contexts]
+  probs = distributions.draft_probs[contexts[:, tree.parent_nodes]]
+  return Proposal(guesses.tokens, probs), distributions.target_probs[contexts], distributions.target_logits[contexts]
+
+
+def initial_state(method: Method, tree: TokenTree, rows: int) -> Any:
+  """The verifier's state before the first round, for so many rows."""
+  return jax.tree.map(lambda x: jnp.broadcast_to(x, (rows, *x.shape)), method.verifier.init_state(tree))
 
 
 @dataclasses.dataclass
@@ -206,14 +204,7 @@ class Program:
 
   @classmethod
   def compile(cls, method: Method, sizes: Sizes, rows: int, filters: dict[str, Any]) -> Program:
-    """Compiles verification for a number of rows.
-
-    Args:
-      method: The method.
-      sizes: K, L and V.
-      rows: Rows verified together.
-      filters: Sampling filters, as arguments of `SamplingParams.make`.
-    """
+    """Compiles verification for a number of rows, and with `logits_to_probs` behind sampling filters."""
     num_drafts = sizes.num_drafts if method.max_drafts is None else min(sizes.num_drafts, method.max_drafts)
     tree = TokenTree.chains(num_drafts, sizes.draft_length) if num_drafts else TokenTree()
 
@@ -232,80 +223,64 @@ class Program:
       jax.ShapeDtypeStruct((rows, len(tree.parent_nodes), sizes.vocab_size), jnp.float32),
     )
     probs = jax.ShapeDtypeStruct((rows, tree.num_nodes + 1, sizes.vocab_size), jnp.float32)
-    arguments = keys, proposal, probs, jax.eval_shape(lambda: _initial_state(method, tree, rows))
+    arguments = keys, proposal, probs, jax.eval_shape(lambda: initial_state(method, tree, rows))
     alone = jax.jit(verify).lower(*arguments).compile()
     sampling = SamplingParams.make(rows, **filters)
     both = jax.jit(verify_logits).lower(*arguments, sampling).compile()
     return cls(method, tree, rows, alone, both, alone.memory_analysis().temp_size_in_bytes)
 
+  def initial_state(self) -> Any:
+    """The verifier's state before the first round, for all rows."""
+    return initial_state(self.method, self.tree, self.rows)
 
-def _initial_state(method: Method, tree: TokenTree, rows: int) -> Any:
-  """The verifier's state before the first round, for a batch."""
-  return jax.tree.map(lambda x: jnp.broadcast_to(x, (rows, *x.shape)), method.verifier.init_state(tree))
-
-
-@dataclasses.dataclass
-class Times:
-  """Times of a program in seconds, one entry per repeat, each a mean over the proposals.
-
-  Attributes:
-    alone: Times of verification, by case.
-    with_logits: Times of verification with `logits_to_probs`.
-    tokens: Mean number of tokens that a verification emits per row, by case.
-  """
-
-  alone: dict[str, list[float]]
-  with_logits: list[float]
-  tokens: dict[str, float]
+  def guess(self, distributions: Distributions, case: str, seed: int) -> Guesses:
+    """Proposals of a seed for all rows."""
+    keys = jax.random.split(jax.random.key(seed), self.rows)
+    options = {'method': self.method, 'tree': self.tree, 'are_drafts_equal': case == 'all kept'}
+    return jax.block_until_ready(guess(keys, distributions.draft_probs, **options))
 
 
 def measure(
-  programs: list[Program], laws: dict[str, Laws], filters: dict[str, Any], *, repeats: int, num_proposals: int
-) -> list[Times]:
-  """Times programs, which take turns.
+  programs: list[Program],
+  distributions: dict[str, Distributions],
+  filters: dict[str, Any],
+  *,
+  repeats: int,
+  num_proposals: int,
+) -> list[dict[str, Any]]:
+  """Times programs, which take turns, on distributions by case.
 
   As in decoding, a verification starts from the state that the previous one left. The distributions are looked up right
   before and not timed, since in decoding they have also just been computed.
 
-  Args:
-    programs: The programs.
-    laws: The distributions, by case.
-    filters: Sampling filters, as arguments of `SamplingParams.make`.
-    repeats: Number of timed repeats.
-    num_proposals: Proposals per repeat.
+  Returns:
+    Of each program by case seconds of verification, `alone`, and with `logits_to_probs`, `with_logits`, one per repeat
+    and each a mean over the proposals; and the mean number of `tokens` that a verification emits per row.
   """
+  results = [
+    {name: {case: [] for case in distributions} for name in ('alone', 'with_logits', 'tokens')} for _ in programs
+  ]
   guesses = [
-    {case: [_guess(program, laws[case], case, SEED + i) for i in range(num_proposals)] for case in laws}
+    {case: [program.guess(own, case, SEED + i) for i in range(num_proposals)] for case, own in distributions.items()}
     for program in programs
   ]
-  times = [Times({case: [] for case in laws}, [], {}) for _ in programs]
   for repeat in range(repeats + 1):  # the first warms up
-    for program, own, result in zip(programs, guesses, times):
+    for (program, by_case, result), case in itertools.product(zip(programs, guesses, results), distributions):
+      state, totals = program.initial_state(), np.zeros(3)
       sampling = SamplingParams.make(program.rows, **filters)
-      for case in laws:
-        state = _initial_state(program.method, program.tree, program.rows)
-        alone, both, tokens = [], [], []
-        for guessed in own[case]:
-          proposal, target_probs, target_logits = jax.block_until_ready(look_up(laws[case], guessed, tree=program.tree))
-          seconds, verdict = _timed(program.verify, guessed.keys, proposal, target_probs, state)
-          alone.append(seconds)
-          tokens.append(np.mean(verdict.num_accepted) + 1)
-          if case == 'random':
-            both.append(_timed(program.verify_logits, guessed.keys, proposal, target_logits, state, sampling)[0])
-          state = verdict.state
-        result.tokens[case] = float(np.mean(tokens))
-        if repeat:
-          result.alone[case].append(float(np.mean(alone)))
-          if case == 'random':
-            result.with_logits.append(float(np.mean(both)))
-  return times
-
-
-def _guess(program: Program, laws: Laws, case: str, seed: int) -> Guesses:
-  keys = jax.random.split(jax.random.key(seed), program.rows)
-  return jax.block_until_ready(
-    guess(keys, laws.draft_probs, method=program.method, tree=program.tree, are_drafts_equal=case == 'all kept')
-  )
+      for guessed in by_case[case]:
+        looked_up = look_up(distributions[case], guessed, tree=program.tree)
+        proposal, target_probs, target_logits = jax.block_until_ready(looked_up)
+        seconds, verdict = _timed(program.verify, guessed.keys, proposal, target_probs, state)
+        both = 0.0
+        if case == 'random':
+          both, _ = _timed(program.verify_logits, guessed.keys, proposal, target_logits, state, sampling)
+        totals += seconds, both, np.mean(verdict.num_accepted) + 1
+        state = verdict.state
+      if repeat:
+        for values, total in zip(result.values(), totals / num_proposals):
+          values[case].append(float(total))
+  return results
 
 
 def _timed(function, *arguments):
@@ -315,24 +290,17 @@ def _timed(function, *arguments):
 
 
 def run(methods: list[Method], sizes: Sizes) -> list[dict[str, Any]]:
-  """Measures every method with every number of rows and filter.
-
-  Args:
-    methods: The methods.
-    sizes: What is measured.
-
-  Returns:
-    One record per method, number of rows and filter.
-  """
+  """One record per method, number of rows and filter."""
   records = []
   for filter_name, filters in FILTERS.items():
     key = jax.random.key(SEED)
-    laws = {case: make_laws(key, vocab_size=sizes.vocab_size, case=case, **filters) for case in CASES}
-    overlap = float(jnp.mean(jnp.sum(jnp.minimum(laws['random'].draft_probs, laws['random'].target_probs), axis=-1)))
+    distributions = {case: make_distributions(key, vocab_size=sizes.vocab_size, case=case, **filters) for case in CASES}
+    random = distributions['random']
+    overlap = float(jnp.mean(jnp.sum(jnp.minimum(random.draft_probs, random.target_probs), axis=-1)))
     for number in sizes.rows:
       programs = [Program.compile(method, sizes, number, filters) for method in methods]
       num_proposals = max(sizes.num_proposals // number, 2)
-      times = measure(programs, laws, filters, repeats=sizes.repeats, num_proposals=num_proposals)
+      times = measure(programs, distributions, filters, repeats=sizes.repeats, num_proposals=num_proposals)
       for program, own in zip(programs, times):
         records.append(
           {
@@ -341,9 +309,9 @@ def run(methods: list[Method], sizes: Sizes) -> list[dict[str, Any]]:
             'filters': filters,
             'overlap': overlap,
             'num_guesses': program.tree.num_nodes,
-            'microseconds': {case: spread(own.alone[case], 1e-6) for case in own.alone},
-            'microseconds_with_logits_to_probs': spread(own.with_logits, 1e-6),
-            'tokens': own.tokens,
+            'microseconds': {case: spread(own['alone'][case], 1e-6) for case in CASES},
+            'microseconds_with_logits_to_probs': spread(own['with_logits']['random'], 1e-6),
+            'tokens': {case: own['tokens'][case][-1] for case in CASES},
             'temporary_bytes': program.temporaries,
             'law_bytes': 4 * number * (program.tree.num_nodes + 1) * sizes.vocab_size,
           }
@@ -388,14 +356,9 @@ if __name__ == '__main__':
 
   def main(argv):
     del argv
-    sizes = Sizes(
-      vocab_size=_VOCAB_SIZE.value,
-      num_drafts=_NUM_DRAFTS.value,
-      draft_length=_DRAFT_LENGTH.value,
-      rows=command_line.parse_numbers('rows', _ROWS.value),
-      repeats=_REPEATS.value,
-      num_proposals=_NUM_PROPOSALS.value,
-    )
+    rows = command_line.parse_numbers('rows', _ROWS.value)
+    grid = _VOCAB_SIZE.value, _NUM_DRAFTS.value, _DRAFT_LENGTH.value
+    sizes = Sizes(*grid, rows, _REPEATS.value, _NUM_PROPOSALS.value)
     with OutputFiles(output=_OUTPUT.value) as files:
       records = run([get_method(name) for name in _METHODS.value], sizes)
       content = {'run': {'flags': dataclasses.asdict(sizes), **describe_machine()}, 'results': records}

@@ -42,6 +42,85 @@ def _placeholder(name: str) -> type:
   return _Placeholder(name, (), {})
 
 
+# Kinds of flags in absl's words, by the end of the name of `DEFINE_...`.
+_KINDS = {
+  'string': 'string', 'integer': 'int', 'float': 'float', 'bool': 'bool', 'boolean': 'bool',
+  'list': 'comma separated list of strings', 'multi_string': 'multi string', 'config_file': 'config object',
+  'enum': 'string enum', 'multi_enum': 'multi string enum',
+}  # fmt: skip
+
+
+class Flag:
+  """The definition of a flag, as far as help reads it, and what `DEFINE_...` returns; nothing is parsed.
+
+  Attributes:
+    name, default, help: As they were given.
+    using_default_value: Whether the default is the value: True.
+    parser: The object whose `enum_values` are the allowed values; None for a flag without a list of them.
+  """
+
+  using_default_value = True
+
+  def __init__(self, kind: str, name: str, default: Any, help: str | None, enum_values: Any = None):
+    self.name, self.default, self.help, self._kind = name, default, help, kind
+    self.parser = types.SimpleNamespace(enum_values=enum_values)
+
+  def flag_type(self) -> str:
+    """The kind in absl's words."""
+    return self._kind
+
+  @property
+  def value(self) -> Any:
+    """The default."""
+    return self.default
+
+
+class _Flags(dict):
+  """The flags by name."""
+
+  def __init__(self):
+    super().__init__()
+    self._modules: dict[str, list[Flag]] = {}
+
+  def add(self, flag: Flag) -> Flag:
+    """Adds a flag to the module that defines it, the nearest caller outside of this one."""
+    frame = sys._getframe(1)
+    while frame.f_globals['__name__'] == __name__:
+      frame = frame.f_back
+    module = frame.f_globals['__name__']
+    self[flag.name] = flag
+    self._modules.setdefault(sys.argv[0] if module == '__main__' else module, []).append(flag)
+    return flag
+
+  def flags_by_module_dict(self) -> dict[str, list[Flag]]:
+    """The flags of each module; those of the command's own under the name of the program."""
+    return self._modules
+
+  def set_default(self, name: str, default: Any) -> None:
+    """Changes a default."""
+    self[name].default = default
+
+
+def _flags_module() -> types.SimpleNamespace:
+  """In the place of `absl.flags`, with what commands use of it before they run."""
+  registry = _Flags()
+
+  def definer(ending: str, kind: str):
+    # `rest` is the help, after the allowed values if there are any; `more` are bounds, and whether it is required.
+    def define(name: str, default: Any, *rest: Any, **more: Any) -> Flag:
+      if ending == 'float' and default is not None:
+        default = float(default)
+      return registry.add(Flag(kind, name, default, rest[-1], list(rest[0]) if len(rest) > 1 else None))
+
+    return define
+
+  definers = {f'DEFINE_{ending}': definer(ending, kind) for ending, kind in _KINDS.items()}
+  marks = ('mark_flag_as_required', 'mark_flags_as_required', 'adopt_module_key_flags')  # help requires no flag
+  return types.SimpleNamespace(
+    FLAGS=registry, Flag=Flag, FlagHolder=Flag, Error=ValueError, **definers, **dict.fromkeys(marks, lambda *_: None)
+  )
+
+
 class ConfigDict(dict):
   """In the place of `ml_collections.ConfigDict`: a dictionary whose values are attributes."""
 
@@ -69,12 +148,11 @@ def _define_config_file(name: str, default: Any, help: str, **more: Any) -> Any:
 
 def _working() -> dict[str, Any]:
   """What is more than a placeholder, by its dotted name."""
-  from common import plain_flags
-
+  flags = _flags_module()
   has_absl = importlib.util.find_spec('absl') is not None
-  define = _define_config_file if has_absl else plain_flags.DEFINE_config_file
+  define = _define_config_file if has_absl else flags.DEFINE_config_file
   return {
-    'absl.flags': plain_flags,
+    'absl.flags': flags,
     'etils.epath': types.SimpleNamespace(Path=pathlib.Path, PathLike=os.PathLike),
     'ml_collections.ConfigDict': ConfigDict,
     'ml_collections.config_flags': types.SimpleNamespace(DEFINE_config_file=define),

@@ -31,17 +31,15 @@ from common import command_line
 from common.output_files import OutputFiles
 from decode.experiment.options import DRAFT_MESHES
 from spectr_jax.aot.compile import compile_decode
-from spectr_jax.aot.cost import COLLECTIVE_SECONDS, Cost, Program
-from spectr_jax.aot.hlo_report import Memory, ProgramReport
-from spectr_jax.aot.kernels import take_schedules
-from spectr_jax.aot.tpu_slices import chip_of, describe_topology
+from spectr_jax.aot.cost import COLLECTIVE_SECONDS, Cost
+from spectr_jax.aot.hlo_report import ProgramReport, measure
+from spectr_jax.aot.tpu_slices import describe_topology
 from spectr_jax.draft import Drafter, head_drafter, one_pass_drafter
 from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.loop import PARTS, ROUNDS
 from spectr_jax.engine.sharding import DecodeSharding
-from spectr_jax.io.content import files_of
 from spectr_jax.io.hub.load import read_hub_config
-from spectr_jax.io.load import hub_folder
+from spectr_jax.io.load import files_of, hub_folder
 from spectr_jax.kernels.filters import FILTERS, FILTERS_BY_NAME
 from spectr_jax.kernels.thresholds import THRESHOLD_PASSES, THRESHOLDS
 from spectr_jax.methods import METHODS, Method, get_method
@@ -55,7 +53,6 @@ from spectr_jax.models.transformer import TransformerConfig, init_params, transf
 from spectr_jax.sharding import make_mesh
 from spectr_jax.tree import TokenTree
 from train import config_flag, eagle3_head, head_training, one_pass_head
-from train.train import check_config
 
 Config: TypeAlias = TransformerConfig | CausalLMConfig
 DraftConfig: TypeAlias = Config | HeadConfig | OnePassConfig
@@ -195,40 +192,27 @@ def analyse(
       f"prompts of {prompt_length} tokens with {max_new_tokens} new ones exceed the models' limit of {min(limits)}"
     )
 
-  def compile_with(method, tree):
+  def measure_rounds(method, tree):
     decoder = Decoder.make(
       model, small, method=method, tree=tree, max_new_tokens=max_new_tokens, cache_size=cache_size, eos_id=0,
       sharding=sharding,
     )  # fmt: skip
-    return compile_decode(decoder, batch_size=batch_size, prompt_length=prompt_length, filters=filters)
-
-  chip = chip_of(sharding.mesh.devices.flat[0])
-
-  def costs(compiled, trips):
-    dearest = (FILTERS,) if filters else ()
-    text = compiled.as_text()
-    program = Program(
-      text, chip, collective_seconds=collective_seconds, trips=trips, dearest=dearest, kernels=take_schedules(text)
+    start = time.perf_counter()
+    compiled = compile_decode(decoder, batch_size=batch_size, prompt_length=prompt_length, filters=filters)
+    return measure(
+      compiled, sharding.mesh, time.perf_counter() - start, PARTS, loop=ROUNDS, trips=_trips(decoder.tree),
+      dearest=(FILTERS,) if filters else (), collective_seconds=collective_seconds,
     )  # fmt: skip
-    return program.cost(PARTS, loop=ROUNDS), program.uncounted
 
-  start = time.perf_counter()
-  compiled = compile_with(method, tree)
-  seconds = time.perf_counter() - start
+  measured = measure_rounds(method, tree)
   tree = get_method(method).tree_for(tree)
-  parts, uncounted = costs(compiled, _trips(tree))
   # Without nodes it is the step of autoregressive decoding.
-  step = costs(compile_with('autoregressive', None), _trips(TokenTree()))[0] if tree.num_nodes else parts
+  step = measure_rounds('autoregressive', None) if tree.num_nodes else measured
   return Report(
-    devices=sharding.mesh.size,
+    **vars(measured),
     batch_size=batch_size,
-    memory=Memory.of(compiled),
-    chip=chip,
     target_flops=matmul_flops(model, batch_size * (tree.num_nodes + 1)) / sharding.mesh.size,
-    parts=parts,
-    uncounted=tuple(sorted(uncounted)),
-    autoregressive=sum(step.values(), Cost()),
-    compile_seconds=seconds,
+    autoregressive=step.cost,
   )
 
 
@@ -257,17 +241,13 @@ def describe(report: Report, block_efficiencies: tuple[float, ...]) -> str:
     block_efficiencies: Tokens per target call for which the speed-up is given.
   """
   speedups = ', '.join(f'{report.speedup(value):.2f}x at {value:g}' for value in block_efficiencies)
-  lines = report.memory.lines(report.chip)
-  lines += [
+  return report.table(
     f'{"target call":<12} {report.target_flops:12.4g} FLOPs per device and round, attention to the cache left out',
     f'{"round":<12} {1e3 * report.cost.seconds:12.3f} ms, an autoregressive step'
     f' {1e3 * report.autoregressive.seconds:.3f} ms with {sum(report.autoregressive.collectives.values())} transfers:'
     " by a replay of the compiler's schedule",
-    *report.part_lines(),
-    f'{"speed-up":<12} {speedups} tokens per target call',
-    f'{"compile":<12} {report.compile_seconds:12.1f} s',
-  ]
-  return '\n'.join(lines)
+    after=[f'{"speed-up":<12} {speedups} tokens per target call'],
+  )
 
 
 def read_config(path: str, dtype: str) -> Config:
@@ -281,7 +261,10 @@ def read_config(path: str, dtype: str) -> Config:
     ValueError: There is no such file, folder or name, or its content is not known.
   """
   if path.partition(':')[0].endswith('.py'):
-    return dataclasses.replace(check_config(config_flag.load(path)), dtype=dtype)
+    config = config_flag.load(path)
+    if 'model' not in config:
+      raise ValueError(f'{path} does not hold the sizes of a model')
+    return TransformerConfig(config.vocab_size, max_length=config.seq_len, **{**config.model, 'dtype': dtype})
   return read_hub_config(hub_folder(path, files=('config.json',)), dtype=dtype)
 
 

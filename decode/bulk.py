@@ -21,10 +21,9 @@ from absl import flags
 from common import command_line, processes
 from common.output_files import check_apart
 from common.printable import printable
-from decode.auto.prediction import predict_all
+from decode.experiment.auto_choice import predict_all
 from decode.experiment.console import show_progress
 from decode.experiment.generation_file import GenerationFile, check_parts, part_path, write_index
-from decode.experiment.inputs import inputs_of
 from decode.experiment.options import DecodeOptions
 from decode.experiment.records import check_measures_nothing, describe_continuation, describe_prompt, describe_run
 from decode.experiment.settings import only_setting
@@ -64,7 +63,7 @@ def decode_bulk(
   process, num_processes = jax.process_index(), jax.process_count()
   setting = None if options.is_auto else only_setting(options)
   part = part_path(path, process, num_processes)
-  check_apart({'generations': part}, inputs_of(options))
+  check_apart({'generations': part}, options.inputs())
   num_tokens = num_calls = 0
   with GenerationFile(part, resume=resume) as file:
     check_parts(path, num_processes)
@@ -93,7 +92,7 @@ def decode_bulk(
 
     notify('compiling and decoding', num_done, total)
     start = time.perf_counter()
-    for found in generate_many(
+    for continuation in generate_many(
       work.target,
       setting.drafter(work.draft),
       requests(),
@@ -109,12 +108,14 @@ def decode_bulk(
       logprobs=options.logprobs,
       stop=stop,
     ):
-      seed, row, sample = found.name
+      seed, row, sample = continuation.name
       prompt = prompts[row]
-      entry = describe_continuation({}, prompt, seed, sample, found, work.tokenizer, stop)
+      entry = describe_continuation({}, prompt, seed, sample, continuation, work.tokenizer, stop)
       corpus = {'lookup_corpus': list(options.lookup_corpus)} if options.lookup_corpus else {}
       file.append({'index': prompt.index} | described[prompt.index] | entry | corpus)
-      num_tokens, num_calls, num_done = num_tokens + len(found.tokens), num_calls + found.num_target_calls, num_done + 1
+      num_tokens += len(continuation.tokens)
+      num_calls += continuation.num_target_calls
+      num_done += 1
       speed = num_tokens / (time.perf_counter() - start)
       notify(f'decoding; {speed:,.0f} tokens/s', num_done, total)
     seconds = time.perf_counter() - start

@@ -22,8 +22,8 @@ from absl import flags
 
 from common import command_line, help_text
 from common.printable import printable
-from decode.auto.prediction import predict_all
 from decode.conversation import Chat
+from decode.experiment.auto_choice import predict_all
 from decode.experiment.console import show_progress
 from decode.experiment.drafting import with_default_drafting
 from decode.experiment.options import AUTO, ROOT, DecodeOptions

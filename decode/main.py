@@ -11,7 +11,6 @@ from common.output_files import OutputFiles
 from decode.experiment import records, report
 from decode.experiment.console import show_progress
 from decode.experiment.drafting import default_drafting
-from decode.experiment.inputs import inputs_of
 from decode.experiment.option_flags import read_values
 from decode.experiment.options import DecodeOptions
 from decode.experiment.run import run_decode
@@ -56,7 +55,7 @@ def decode():
   if not is_primary():
     run_decode(options)
     return
-  outputs = OutputFiles(output=_OUTPUT.value, generations=_GENERATIONS.value).apart_from(inputs_of(options))
+  outputs = OutputFiles(output=_OUTPUT.value, generations=_GENERATIONS.value).apart_from(options.inputs())
   with outputs:
     with show_progress() as notify:
       run = run_decode(options, notify)

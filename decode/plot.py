@@ -35,10 +35,14 @@ _ROLES = 'target', 'draft'
 
 
 def read_results(path: str) -> tuple[str, list[dict[str, Any]]]:
-  """The models of a file of results, and its points; see `read_points`.
+  """The models of a file of results, JSON or CSV of `decode.main --output`, and its points: settings over all seeds.
+
+  A point has `method`, `shape`, `tokens_per_call`, `tokens_per_second`, `speedup`, which may be None, and the
+  intervals `tokens_per_call_ci95` and `speedup_ci95`, which may be None. Of several seeds the ends are means of those
+  of each seed, so that the interval is wide enough.
 
   Raises:
-    ValueError: As of `read_points`.
+    ValueError: The file holds something else; the message says what is wrong.
   """
   if pathlib.PurePath(path).suffix == '.csv':
     rows = [_unflattened(row) for row in _read_rows(path)]
@@ -49,22 +53,6 @@ def read_results(path: str) -> tuple[str, list[dict[str, Any]]]:
     raise ValueError(f'{path} holds no results; {_ADVICE}')
   run = content.get('run')
   return _names_of(run.get('models') if isinstance(run, dict) else None), _points_of(path, results)
-
-
-def read_points(path: str) -> list[dict[str, Any]]:
-  """The settings of a file of results, over all seeds.
-
-  A setting has `method`, `shape`, `tokens_per_call`, `tokens_per_second`, `speedup`, which may be None, and the
-  intervals `tokens_per_call_ci95` and `speedup_ci95`, which may be None. Of several seeds the ends are means of those
-  of each seed, so that the interval is wide enough.
-
-  Args:
-    path: What `decode.main --output` wrote, as JSON or CSV.
-
-  Raises:
-    ValueError: The file holds something else; the message says what is wrong.
-  """
-  return read_results(path)[1]
 
 
 def _read_rows(path: str) -> list[dict[str, Any]]:
@@ -105,7 +93,7 @@ def _points_of(path: str, results: Sequence[Any]) -> list[dict[str, Any]]:
     if not isinstance(result.get('method'), str):
       raise ValueError(f'{path}: result {number} names no method; {_ADVICE}')
     by_setting.setdefault((printable(result['method'])[:_LONGEST], _shape_of(result)), []).append(result)
-  return [_point(*setting, found) for setting, found in by_setting.items()]
+  return [_point(*setting, group) for setting, group in by_setting.items()]
 
 
 def _is_positive(value: Any) -> bool:
@@ -119,25 +107,25 @@ def _shape_of(result: Mapping[str, Any]) -> str:
   return printable(str(result.get('tree', '')))[:30] if _is_positive(length) else ''
 
 
-def _point(method: str, shape: str, found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-  tokens = sum(result['tokens'] for result in found)
-  speeds = [result.get('speedup') for result in found]
+def _point(method: str, shape: str, results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+  tokens = sum(result['tokens'] for result in results)
+  speeds = [result.get('speedup') for result in results]
   return {
     'method': method,
     'shape': shape,
-    'tokens_per_call': tokens / sum(result['target_calls'] for result in found),
-    'tokens_per_call_ci95': _interval([result.get('block_efficiency_ci95') for result in found]),
-    'tokens_per_second': tokens / sum(result['tokens'] / result['tokens_per_second'] for result in found),
+    'tokens_per_call': tokens / sum(result['target_calls'] for result in results),
+    'tokens_per_call_ci95': _interval([result.get('block_efficiency_ci95') for result in results]),
+    'tokens_per_second': tokens / sum(result['tokens'] / result['tokens_per_second'] for result in results),
     'speedup': sum(speeds) / len(speeds) if all(map(_is_positive, speeds)) else None,
-    'speedup_ci95': _interval([result.get('speedup_ci95') for result in found]),
+    'speedup_ci95': _interval([result.get('speedup_ci95') for result in results]),
   }
 
 
-def _interval(found: Sequence[Any]) -> tuple[float, float] | None:
+def _interval(intervals: Sequence[Any]) -> tuple[float, float] | None:
   """The means of the ends of intervals; None if any of them is not one."""
-  if not all(isinstance(ends, list) and len(ends) == 2 and all(map(_is_positive, ends)) for ends in found):
+  if not all(isinstance(ends, list) and len(ends) == 2 and all(map(_is_positive, ends)) for ends in intervals):
     return None
-  low, high = (sum(ends) / len(found) for ends in zip(*found))
+  low, high = (sum(ends) / len(intervals) for ends in zip(*intervals))
   return (low, high) if low <= high else None
 
 
@@ -155,7 +143,7 @@ def draw(
   """A picture of points, in a panel for each file.
 
   Args:
-    files: Title and points of each, as from `read_points`.
+    files: Title and points of each, as from `read_results`.
     kind: `png` or `svg`.
     models: The names of the models of each; None if they are not known.
   """
@@ -207,13 +195,9 @@ def _draw_figure(path: str, kind: str) -> bytes | None:
 
 
 def picture_of(paths: Sequence[str], kind: str) -> bytes:
-  """A picture of files, all of them results, or all of them logs of training, whose names end in `.jsonl`.
+  """A picture, `png` or `svg`, of files: all of them results, or logs of training, whose names end in `.jsonl`.
 
   The data of a figure is drawn as that figure, alone.
-
-  Args:
-    paths: The files.
-    kind: `png` or `svg`.
 
   Raises:
     ValueError: A file holds something else, or there are files of both kinds.
@@ -228,9 +212,9 @@ def picture_of(paths: Sequence[str], kind: str) -> bytes:
       if len(paths) > 1:
         raise ValueError(f'{path} is the data of a figure, which is drawn alone')
       return picture
-  found = [read_results(path) for path in paths]
+  results = [read_results(path) for path in paths]
   titles = [printable(pathlib.PurePath(path).stem)[:_LONGEST] for path in paths]
-  return draw([(title, points) for title, (_, points) in zip(titles, found)], kind, [models for models, _ in found])
+  return draw([(title, points) for title, (_, points) in zip(titles, results)], kind, [models for models, _ in results])
 
 
 if __name__ == '__main__':

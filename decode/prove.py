@@ -74,10 +74,10 @@ def find_callable(text: str) -> Callable[..., Any]:
   module, _, name = text.partition(':')
   if not name.isidentifier():
     raise ValueError(f'callable must be MODULE:FUNCTION, such as examples.rejection_sampling:verify; got {text!r}')
-  found = getattr(import_module(module), name, None)
-  if not callable(found):
+  verifier = getattr(import_module(module), name, None)
+  if not callable(verifier):
     raise ValueError(f'callable: {module} has no function {name}')
-  return found
+  return verifier
 
 
 def parse_tree(text: str) -> TokenTree:
@@ -122,7 +122,7 @@ def find_methods(names: list[str], module: str | None) -> list[Method]:
 def _check_callable() -> None:
   function = find_callable(_CALLABLE.value)
   with show_progress() as notify:
-    found = check_verifier(
+    verdict = check_verifier(
       function,
       tree=parse_tree(_TREE.value),
       children=_CHILDREN.value,
@@ -132,8 +132,8 @@ def _check_callable() -> None:
       seed=_SEED.value,
       notify=notify,
     )
-  make_console().print(f'{found}\n\n{conformance.LEGEND}', soft_wrap=True)
-  if not found.is_passed:
+  make_console().print(f'{verdict}\n\n{conformance.LEGEND}', soft_wrap=True)
+  if not verdict.is_passed:
     sys.exit(1)
 
 

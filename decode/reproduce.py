@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 
 from absl import flags
 from etils import epath
-from rich.console import Console
 
 from common import command_line
 from common.output_files import OutputFiles
@@ -15,9 +14,9 @@ from decode.experiment.console import make_console, show_progress
 from decode.experiment.options import LOOKUP, SHIPPED_PROMPTS, DecodeOptions, split_draft
 from decode.experiment.prompt_sets import split_set
 from decode.papers import plots
-from decode.papers.exhibit import Exhibit, Request, Results, Sizes
+from decode.papers.exhibit import Request, Results, Sizes
 from decode.papers.exhibits import EXHIBITS, FIGURES, TABLES
-from spectr_jax.io.content import files_of
+from spectr_jax.io.load import files_of
 
 _SHIPPED = 'shipped'
 _ALL = 'all'
@@ -109,14 +108,9 @@ def _given_prompts() -> dict[str, str | None]:
 
 def _check_flags(name: str) -> None:
   """Refuses prompts for an exhibit that decodes none, and a seed for an exhibit without randomness."""
-  exhibit = EXHIBITS[name]
-  has_unused_prompts = _PROMPTS.value is not None and not exhibit.has_prompts
-  has_unused_seed = _SEED.value is not None and not exhibit.is_random
-  if exhibit.kind == 'table' and (has_unused_prompts or has_unused_seed):
-    raise ValueError(f'{name} decodes nothing: prompts and seed are not for it')
-  if has_unused_prompts:
+  if _PROMPTS.value is not None and not EXHIBITS[name].has_prompts:
     raise ValueError(f'{name} decodes no prompts')
-  if has_unused_seed:
+  if _SEED.value is not None and not EXHIBITS[name].is_random:
     raise ValueError(f'{name} draws nothing at random: a seed is not for it')
 
 
@@ -182,16 +176,11 @@ def _reproduce(names: list[str]) -> None:
       same = (results for measure, other, results in measured if (measure, other) == (exhibit.measure, request))
       results = next(same, None) or _run(name, request)
       measured.append((exhibit.measure, request, results))
-      text = f'{time.perf_counter() - start:.0f} s\n' if exhibit.kind == 'figure' else None
+      about = exhibit.describe(request, results)
+      if exhibit.kind == 'figure':
+        about.append(f'{time.perf_counter() - start:.0f} s\n')
       files = exhibit.files(name, request, results) if outputs.paths else {}
-      outputs.write_after(functools.partial(_show, console, exhibit, request, results, text), **files)
-
-
-def _show(console: Console, exhibit: Exhibit, request: Request, results: Results, text: str | None) -> None:
-  """Prints an exhibit, and a text behind it."""
-  exhibit.show(console, results.rows, exhibit.describe(request, results))
-  if text is not None:
-    console.print(text, soft_wrap=True)
+      outputs.write_after(functools.partial(exhibit.show, console, results.rows, about), **files)
 
 
 def _run(name: str, request: Request) -> Results:

@@ -7,7 +7,6 @@ process with one model. SIGTERM and Ctrl-C end it after the answers that have be
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import pathlib
 import re
@@ -44,12 +43,11 @@ class Bounds(NamedTuple):
   together: int | None = None
 
 
-def choose_bounds(context: int | None, depth: int, longest_prompt: int | None, max_new_tokens: int | None) -> Bounds:
+def choose_bounds(context: int | None, longest_prompt: int | None, max_new_tokens: int | None) -> Bounds:
   """Bounds that requests may reach at once, or together where neither is asked for and the context is short.
 
   Args:
     context: The most tokens that the models take, None for any number.
-    depth: Tokens of a guess, which a round may go too far.
     longest_prompt: What is asked for, None for 1024; what the context leaves beside `max_new_tokens` bounds it.
     max_new_tokens: What is asked for; None for what the context leaves, at most 1024.
 
@@ -58,9 +56,8 @@ def choose_bounds(context: int | None, depth: int, longest_prompt: int | None, m
   """
   if context is None:
     return Bounds(longest_prompt or _LONGEST_PROMPT, max_new_tokens or _MOST_NEW)
-  room = context - depth
-  if longest_prompt is max_new_tokens is None and room > 1 and context < _LONGEST_PROMPT + _MOST_NEW:
-    return Bounds(min(_LONGEST_PROMPT, room - 1), min(_MOST_NEW, room - 1), room)
+  if longest_prompt is max_new_tokens is None and 1 < context < _LONGEST_PROMPT + _MOST_NEW:
+    return Bounds(min(_LONGEST_PROMPT, context - 1), min(_MOST_NEW, context - 1), context)
   new = max_new_tokens or max(1, min(_MOST_NEW, context - (longest_prompt or _LONGEST_PROMPT)))
   if new >= context:
     raise ValueError(f'max_new_tokens must be below {context}, the context of the models')
@@ -94,9 +91,8 @@ def start_worker(
   options.check_unused(_UNUSED, 'decode.serve, where requests say what they want')
   setting = only_setting(options)
   models = load_models(options)
-  depth = setting.tree.max_depth
-  bounds = choose_bounds(models.context_length, depth, longest_prompt, max_new_tokens)
-  size = bounds.longest_prompt + bounds.max_new_tokens if bounds.together is None else bounds.together + depth
+  bounds = choose_bounds(models.context_length, longest_prompt, max_new_tokens)
+  size = bounds.longest_prompt + bounds.max_new_tokens if bounds.together is None else bounds.together
   decoder = Decoder.make(
     models.target,
     setting.drafter(models.draft),
@@ -107,8 +103,6 @@ def start_worker(
     eos_id=models.tokenizer.eos_ids,
     logprobs=True,
   )
-  if bounds.together is not None:
-    decoder = dataclasses.replace(decoder, is_ended_by_caller=True)
   worker = Worker(
     decoder,
     models.tokenizer,

@@ -22,7 +22,6 @@ import spectr_jax
 from common import command_line
 from common.output_files import OutputFiles
 from common.printable import printable
-from decode.experiment.inputs import inputs_of
 from decode.experiment.options import DecodeOptions
 from decode.experiment.settings import Setting, only_setting
 from decode.experiment.workload import Workload, model_title
@@ -52,15 +51,15 @@ def choose_others(names: tuple[str, ...], method: Method, tree: TokenTree, **kin
   """
   for name in names:
     make_judge(get_method(name), method, tree, **kinds)
-  found = []
+  others = []
   for name in names or _USUAL:
     try:
       make_judge(METHODS[name], method, tree, **kinds)
     except ValueError:
       continue
-    if name != method.name and name not in found:
-      found.append(name)
-  return found
+    if name != method.name and name not in others:
+      others.append(name)
+  return others
 
 
 def _name_of(path: str) -> str:
@@ -142,10 +141,7 @@ def _embed(data: Any) -> str:
 
 
 def make_page(data: dict[str, Any]) -> str:
-  """The page as HTML with style, scripts and data inline.
-
-  Args:
-    data: The result of `record_trace`.
+  """The page of `record_trace` as HTML with style, scripts and data inline.
 
   Raises:
     ValueError: The page would be larger than `MAX_BYTES`.
@@ -185,7 +181,7 @@ if __name__ == '__main__':
   def main(argv):
     del argv
     options = read_options()
-    with OutputFiles(output=_OUTPUT.value).apart_from(inputs_of(options)) as outputs:
+    with OutputFiles(output=_OUTPUT.value).apart_from(options.inputs()) as outputs:
       with show_progress() as notify:
         data = record_trace(options, tuple(name.strip() for name in _COMPARE.value), notify)
       num_tokens = sum(len(played['origins']) for played in data['rounds'])

@@ -18,10 +18,9 @@ _SHARES = 'held_out_overlap', 'held_out_acceptance_'
 
 
 def read_steps(path: str) -> list[dict[str, float]]:
-  """The metrics of the steps of a log: `step`, and of the others those that are finite numbers.
+  """The metrics of the steps of a log of at most 128 MiB: `step`, and of the others those that are finite numbers.
 
-  Args:
-    path: The log, of at most 128 MiB. An incomplete last line, as of a run that was killed, is left out.
+  An incomplete last line, as of a run that was killed, is left out.
 
   Raises:
     ValueError: The file holds something else, or no loss; the message says what is wrong.
@@ -35,19 +34,19 @@ def read_steps(path: str) -> list[dict[str, float]]:
       if not line.endswith(b'\n') and len(line) < _MOST_LINE:
         break
       steps.append(_metrics_of(line, f'line {len(steps) + 1} of {path}'))
-  if not any('train_loss' in found for found in steps):
+  if not any('train_loss' in metrics for metrics in steps):
     raise ValueError(f'{path} holds no loss; {_ADVICE}')
   return steps
 
 
 def _metrics_of(line: bytes, where: str) -> dict[str, float]:
   try:
-    found = foreign.parse_json(line.decode(), where)
+    metrics = foreign.parse_json(line.decode(), where)
   except ValueError as error:
     raise ValueError(f'{where} is not of a training log; {_ADVICE}') from error
-  if not isinstance(found, dict) or not _is_number(found.get('step')):
+  if not isinstance(metrics, dict) or not _is_number(metrics.get('step')):
     raise ValueError(f'{where} has no step; {_ADVICE}')
-  return {name: value for name, value in found.items() if _is_number(value)}
+  return {name: value for name, value in metrics.items() if _is_number(value)}
 
 
 def _is_number(value: Any) -> bool:
@@ -61,13 +60,11 @@ def name_of(path: str) -> str:
 
 
 def draw(runs: Sequence[tuple[str, Sequence[Mapping[str, float]]]], kind: str) -> bytes:
-  """A picture of runs: the losses, and where they were evaluated the shares of guesses that the target keeps.
+  """A picture, `png` or `svg`, of the steps of runs by name.
 
-  Args:
-    runs: Name and steps of each, as from `read_steps`.
-    kind: `png` or `svg`.
+  It shows the losses, and where they were evaluated the shares of guesses that the target keeps.
   """
-  shares = {name for _, steps in runs for found in steps for name in found if name.startswith(_SHARES)}
+  shares = {name for _, steps in runs for metrics in steps for name in metrics if name.startswith(_SHARES)}
   figure, axes = plots.panels(1 + bool(shares), width=4.2)
   for (name, steps), color in zip(runs, _colors(len(runs))):
     _draw(axes[0], steps, 'train_loss', f'{name}, training', color=color)
@@ -87,6 +84,6 @@ def _colors(number: int) -> list[str]:
 
 
 def _draw(axes, steps, metric: str, label: str, **style: Any) -> None:
-  if any(metric in found for found in steps):
-    rows = [{'step': found['step'], metric: found.get(metric)} for found in steps]
+  if any(metric in metrics for metrics in steps):
+    rows = [{'step': metrics['step'], metric: metrics.get(metric)} for metrics in steps]
     plots.draw_line(axes, rows, x='step', y=metric, label=label, **style)

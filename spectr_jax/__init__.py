@@ -17,16 +17,32 @@ from spectr_jax.draft import (
   lookup_drafter,
   model_drafter,
 )
-from spectr_jax.engine.decoder import Decoder
-from spectr_jax.engine.generate import generate
-from spectr_jax.engine.likelihood import LogLikelihood, log_likelihood
-from spectr_jax.engine.loop import decode_rounds
-from spectr_jax.engine.refill import Continuation, Request, generate_many, refill
-from spectr_jax.engine.result import ORIGIN_BONUS, ORIGIN_CORRECTION, ORIGIN_DRAFT, Generation, NotFiniteError
-from spectr_jax.engine.session import Session
-from spectr_jax.engine.state import DecodeState, finish, init_decode, sample_keys
-from spectr_jax.engine.statistics import Statistics
-from spectr_jax.engine.stop import Stop, StopStrings, finish_reason
+from spectr_jax.engine import (
+  ORIGIN_BONUS,
+  ORIGIN_CORRECTION,
+  ORIGIN_DRAFT,
+  Continuation,
+  Decoder,
+  DecodeSharding,
+  DecodeState,
+  Generation,
+  LogLikelihood,
+  NotFiniteError,
+  Request,
+  Session,
+  Statistics,
+  Stop,
+  StopStrings,
+  decode_rounds,
+  finish,
+  finish_reason,
+  generate,
+  generate_many,
+  init_decode,
+  log_likelihood,
+  refill,
+  sample_keys,
+)
 from spectr_jax.methods import METHODS, Method, get_method, register, with_children, with_epsilon, with_gumbel
 from spectr_jax.model import KVCache, Model, ModelOutput
 from spectr_jax.models import table
@@ -51,74 +67,23 @@ if TYPE_CHECKING:
 __version__ = '0.1.0'
 
 __all__ = [
-  'METHODS',
-  'ORIGIN_BONUS',
-  'ORIGIN_CORRECTION',
-  'ORIGIN_DRAFT',
-  'Confident',
-  'DecodeState',
-  'Continuation',
-  'Decoder',
-  'DraftContext',
-  'Drafter',
-  'Estimated',
-  'Generation',
-  'KVCache',
-  'Likeliest',
-  'LogLikelihood',
-  'LookupCorpus',
-  'Method',
-  'Model',
-  'ModelOutput',
-  'NotFiniteError',
-  'Proposal',
-  'Request',
-  'SamplingParams',
-  'Session',
-  'Statistics',
-  'Stop',
-  'StopStrings',
-  'TextContinuation',
-  'TextStream',
-  'TokenTree',
-  'Tokenizer',
-  'Verdict',
-  'Verification',
-  'Verifier',
-  'auto',
-  'decode_rounds',
-  'finish',
-  'finish_reason',
-  'generate',
-  'generate_many',
-  'generate_text',
-  'get_method',
-  'growing',
-  'init_decode',
-  'load_drafter',
-  'load_model',
-  'log_likelihood',
-  'logits_to_probs',
-  'lookup_beside',
-  'lookup_corpus',
-  'lookup_drafter',
-  'model_drafter',
-  'models',
-  'optimal_factors',
-  'refill',
-  'register',
-  'sample_keys',
-  'save_drafter',
-  'save_model',
-  'table',
-  'testing',
-  'theory',
-  'transformer',
-  'verify',
-  'with_children',
-  'with_epsilon',
-  'with_gumbel',
-]
+  # Texts in, texts out; prompts in, tokens out.
+  'generate_text', 'generate', 'generate_many', 'Session', 'auto',
+  'TextContinuation', 'Generation', 'Continuation', 'Request', 'SamplingParams', 'StopStrings', 'Stop', 'finish_reason',
+  'ORIGIN_DRAFT', 'ORIGIN_CORRECTION', 'ORIGIN_BONUS', 'Statistics', 'NotFiniteError',
+  'log_likelihood', 'LogLikelihood',
+  # Models and files.
+  'load_model', 'save_model', 'load_drafter', 'save_drafter', 'Tokenizer', 'TextStream',
+  'Model', 'ModelOutput', 'KVCache', 'models', 'transformer', 'table',
+  # Verification, methods and trees.
+  'verify', 'Verification', 'Verifier', 'Verdict', 'METHODS', 'Method', 'get_method', 'register', 'with_children',
+  'with_epsilon', 'with_gumbel', 'TokenTree', 'optimal_factors', 'Proposal', 'logits_to_probs', 'theory', 'testing',
+  # Drafters.
+  'Drafter', 'DraftContext', 'model_drafter', 'lookup_drafter', 'lookup_beside', 'lookup_corpus', 'LookupCorpus',
+  'growing', 'Likeliest', 'Confident', 'Estimated',
+  # Round by round, and on many devices.
+  'Decoder', 'DecodeState', 'init_decode', 'decode_rounds', 'refill', 'finish', 'sample_keys', 'DecodeSharding',
+]  # fmt: skip
 
 
 # Names that are imported on first use, each with its module and its name there (None for the module itself). They need
@@ -142,10 +107,10 @@ if not TYPE_CHECKING:  # seen by a type checker, this function would make every 
     if name not in _LAZY:
       raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
     module, attribute = _LAZY[name]
-    found = importlib.import_module(module)
-    found = found if attribute is None else getattr(found, attribute)
-    globals()[name] = found
-    return found
+    value = importlib.import_module(module)
+    value = value if attribute is None else getattr(value, attribute)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import numpy as np
 
@@ -113,134 +114,84 @@ _SPECTR_GBV = 'SpecTr-GBV, "Multi-Draft Block Verification Accelerating Speculat
 _EXPONENTIAL = '"Speculative Decoding via Exponential Races"'
 _THEORETICAL = '"A Theoretical Perspective for Speculative Decoding Algorithm" (Yin et al. 2024)'
 
+_lossless = functools.partial(Method, proposal_rule=Independent(), is_lossless=True)
+_biased = functools.partial(Method, proposal_rule=Independent(), is_lossless=False)
+
 _METHODS = (
-  Method(
-    name='autoregressive',
-    verifier=Walk(Maximal()),
-    proposal_rule=Independent(),
-    is_lossless=True,
-    source='ancestral sampling from the target',
-    max_drafts=0,
-  ),
-  Method(
-    name='speculative',
-    verifier=Walk(Maximal()),
-    proposal_rule=Independent(),
-    is_lossless=True,
+  _lossless('autoregressive', Walk(Maximal()), source='ancestral sampling from the target', max_drafts=0),
+  _lossless(
+    'speculative',
+    Walk(Maximal()),
     source='Leviathan et al. 2023; Chen et al. 2023; SpecTr (Sun et al. 2023), Algorithm 1',
     max_drafts=1,
   ),
-  Method(
-    name='spectr',
-    verifier=Walk(KSeq()),
-    proposal_rule=Independent(),
-    is_lossless=True,
-    source='SpecTr (Sun et al. 2023), Algorithms 2 and 3',
-  ),
-  Method(
-    name='specinfer',
-    verifier=Walk(Recursive()),
-    proposal_rule=Independent(),
-    is_lossless=True,
-    source='SpecInfer (Miao et al. 2024), Algorithm 2',
-  ),
-  Method(
-    name='batch',
-    verifier=Walk(Recursive(), is_pooled=False),
-    proposal_rule=Independent(),
-    is_lossless=True,
+  _lossless('spectr', Walk(KSeq()), source='SpecTr (Sun et al. 2023), Algorithms 2 and 3'),
+  _lossless('specinfer', Walk(Recursive()), source='SpecInfer (Miao et al. 2024), Algorithm 2'),
+  _lossless(
+    'batch',
+    Walk(Recursive(), is_pooled=False),
     source=f'{_THEORETICAL}, Algorithm 4, with its two slips corrected',
   ),
-  Method(
-    name='gsd',
-    verifier=Walk(Recursive(with_replacement=False), is_pooled=False),
+  _lossless(
+    'gsd',
+    Walk(Recursive(with_replacement=False), is_pooled=False),
     proposal_rule=WithoutReplacement(),
-    is_lossless=True,
     source=f'{_EXPONENTIAL}, Algorithm 4; Jeon et al. 2024',
   ),
-  Method(
-    name='ersd',
-    verifier=SeedExact(),
+  _lossless(
+    'ersd',
+    SeedExact(),
     proposal_rule=FirstArrivals(),
-    is_lossless=True,
     source=f'{_EXPONENTIAL}, Algorithms 2 and 5, keyed by position',
     is_seed_exact=True,
   ),
-  Method(
-    name='block',
-    verifier=Block(SingleDraft()),
-    proposal_rule=Independent(),
-    is_lossless=True,
+  _lossless(
+    'block',
+    Block(SingleDraft()),
     source='Sun et al. 2024, "Block Verification Accelerates Speculative Decoding"',
     max_drafts=1,
   ),
-  Method(
-    name='greedy_block',
-    verifier=GreedyBlock(),
-    proposal_rule=Independent(),
-    is_lossless=True,
-    source=f'{_SPECTR_GBV}, section 3.3, with nested modifications',
-    max_drafts=1,
+  _lossless(
+    'greedy_block', GreedyBlock(), source=f'{_SPECTR_GBV}, section 3.3, with nested modifications', max_drafts=1
   ),
-  Method(
-    name='spectr_gbv',
-    verifier=GreedyBlock(),
-    proposal_rule=Independent(),
-    is_lossless=False,
+  _biased(
+    'spectr_gbv',
+    GreedyBlock(),
     source=f'{_SPECTR_GBV}, Algorithms 1 to 3',
     needs_chains=True,
     bias='as published it treats each sub-block as if drafts did not compete for it; exact for one draft only',
     is_lossless_alone=True,
   ),
-  Method(
-    name='race',
-    verifier=Walk(MaximalAfter(Race())),
-    proposal_rule=Independent(),
-    is_lossless=True,
-    source="this library: SpecTr's optimal transport by an exponential race",
+  _lossless(
+    'race', Walk(MaximalAfter(Race())), source="this library: SpecTr's optimal transport by an exponential race"
   ),
-  Method(
-    name='race_block',
-    verifier=Block(Race()),
-    proposal_rule=Independent(),
-    is_lossless=True,
-    source='this library: block verification of the path that a race picks',
-  ),
-  Method(
-    name='traversal',
-    verifier=Traversal(),
-    proposal_rule=Independent(),
-    is_lossless=True,
+  _lossless('race_block', Block(Race()), source='this library: block verification of the path that a race picks'),
+  _lossless(
+    'traversal',
+    Traversal(),
     source='Weng et al. 2025, "Traversal Verification for Speculative Tree Decoding"',
   ),
-  Method(
-    name='univer',
-    verifier=UniVer(),
+  _lossless(
+    'univer',
+    UniVer(),
     proposal_rule=LikeliestAndOne(),
-    is_lossless=True,
     source='UniVer (Weng, Hu, Yairi 2026), with the optimal plan for its candidates as derived here',
   ),
-  Method(
-    name='race_traversal',
-    verifier=RaceTraversal(),
-    proposal_rule=Independent(),
-    is_lossless=True,
+  _lossless(
+    'race_traversal',
+    RaceTraversal(),
     source='this library: every branch of the tree, leaves first, with the shares of races as credit',
   ),
-  Method(
-    name='decoding_opt',
-    verifier=Walk(OverAccept(epsilon=0.1, has_best_residual=True)),
-    proposal_rule=Independent(),
-    is_lossless=False,
+  _biased(
+    'decoding_opt',
+    Walk(OverAccept(epsilon=0.1, has_best_residual=True)),
     source=f'{_THEORETICAL}, section 4, Theorem 4',
     max_drafts=1,
     bias='it accepts more than it may, on purpose; rejections saved and bias in total variation add up to TV(p, q)',
   ),
-  Method(
-    name='decoding_uno',
-    verifier=Walk(OverAccept(epsilon=0.1, has_best_residual=False)),
-    proposal_rule=Independent(),
-    is_lossless=False,
+  _biased(
+    'decoding_uno',
+    Walk(OverAccept(epsilon=0.1, has_best_residual=False)),
     source=f'{_THEORETICAL}, section 4.2',
     max_drafts=1,
     bias="it accepts more than it may, on purpose, and redraws from the target's whole distribution",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -66,16 +66,7 @@ class KVCache:
   def empty(
     cls, *, num_layers: int, batch_size: int, num_heads: int, head_dim: int, cache_size: int, dtype: DTypeLike
   ) -> KVCache:
-    """An empty cache.
-
-    Args:
-      num_layers: Layers of the model.
-      batch_size: B, rows.
-      num_heads: H, attention heads.
-      head_dim: Width of a head.
-      cache_size: S, the committed tokens that a row can hold.
-      dtype: Type of keys and values.
-    """
+    """An empty cache of a model's layers for `cache_size` committed tokens of each row, of some type."""
     keys = tuple(jnp.zeros((batch_size, num_heads, head_dim, cache_size), dtype) for _ in range(num_layers))
     values = tuple(jnp.zeros((batch_size, num_heads, cache_size, head_dim), dtype) for _ in range(num_layers))
     return cls(keys, values, jnp.zeros(batch_size, jnp.int32), (), (), jnp.zeros((), jnp.int32))
@@ -90,11 +81,7 @@ class KVCache:
     return dataclasses.replace(self, lengths=PartitionSpec(DATA), num_pending=PartitionSpec(), **arrays)
 
   def with_pending_slots(self, num_slots: int) -> KVCache:
-    """The cache with room for a round's pending tokens, so that `append` keeps its shapes.
-
-    Args:
-      num_slots: M, the number of pending slots.
-    """
+    """The cache with room for the `num_slots` pending tokens of a round, so that `append` keeps its shapes."""
 
     def room(arrays, axis):
       return tuple(jnp.zeros((*x.shape[:axis], num_slots, *x.shape[axis + 1 :]), x.dtype) for x in arrays)
@@ -102,21 +89,21 @@ class KVCache:
     return dataclasses.replace(self, pending_keys=room(self.keys, 3), pending_values=room(self.values, 2))
 
   def append(
-    self, layer: int, new_keys: jax.Array, new_values: jax.Array, *, num_pending_slots: int
+    self, layer: int, key: jax.Array, value: jax.Array, *, num_pending_slots: int
   ) -> tuple[jax.Array, jax.Array]:
     """The pending keys and values of one layer, with a call's tokens after those of earlier calls.
 
     Args:
       layer: The layer's index.
-      new_keys: `[B, H, head_dim, N]`, of the call's N tokens; converted to the cache's dtype, as the values are.
-      new_values: `[B, H, N, head_dim]`.
+      key: `[B, N, H, head_dim]`, of the call's N tokens; converted to the cache's dtype, as the values are.
+      value: `[B, N, H, head_dim]`.
       num_pending_slots: M, the number of pending slots that the whole round needs.
 
     Returns:
       The layer's pending `[B, H, head_dim, M]` keys and `[B, H, M, head_dim]` values.
     """
-    num_new = new_keys.shape[-1]
-    new_keys, new_values = new_keys.astype(self.keys[layer].dtype), new_values.astype(self.values[layer].dtype)
+    num_new, dtype = key.shape[1], self.keys[layer].dtype
+    new_keys, new_values = (x.astype(dtype) for x in slots_of(key, value))
     if not self.pending_keys:
       if num_new == num_pending_slots:
         return new_keys, new_values
@@ -130,6 +117,11 @@ class KVCache:
       jax.lax.dynamic_update_slice_in_dim(self.pending_keys[layer], new_keys, at, axis=3),
       jax.lax.dynamic_update_slice_in_dim(self.pending_values[layer], new_values, at, axis=2),
     )
+
+  def with_pending(self, pending: Sequence[tuple[jax.Array, jax.Array]], num_new: int) -> KVCache:
+    """The cache with the pending keys and values of all layers, as `append` returns them, `num_new` tokens more."""
+    keys, values = zip(*pending, strict=True)
+    return dataclasses.replace(self, pending_keys=keys, pending_values=values, num_pending=self.num_pending + num_new)
 
   def commit(self, path: jax.Array, num_committed: jax.Array) -> KVCache:
     """Keeps pending entries `path[b, :num_committed[b]]`, in that order, as the next committed ones; drops the rest.
@@ -158,32 +150,25 @@ class KVCache:
     )
 
   def truncate(self, lengths: jax.Array) -> KVCache:
-    """The cache with the first `lengths[b]` committed tokens of each row; it must hold that many, and none is pending.
+    """The cache with the first `lengths[b]` committed tokens of each row.
 
-    Args:
-      lengths: int32 `[B]`.
+    It must hold that many, and none is pending.
     """
     return dataclasses.replace(self, lengths=lengths)
 
 
-def commit_cache(cache: Any, path: jax.Array, num_committed: jax.Array) -> Any:
-  """`cache.commit(path, num_committed)`, the default `Model.commit_fn`.
+def slots_of(key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Keys `[B, H, head_dim, N]` and values `[B, H, N, head_dim]`, as in caches, of both as `[B, N, H, head_dim]`."""
+  return jnp.transpose(key, (0, 2, 3, 1)), jnp.transpose(value, (0, 2, 1, 3))
 
-  Args:
-    cache: A cache with a method `commit`, such as `KVCache.commit`.
-    path: int32 `[B, D]` indices of pending entries.
-    num_committed: int32 `[B]`, the number of path tokens that are kept.
-  """
+
+def commit_cache(cache: Any, path: jax.Array, num_committed: jax.Array) -> Any:
+  """`cache.commit(path, num_committed)`, the default `Model.commit_fn`; see `KVCache.commit`."""
   return cache.commit(path, num_committed)
 
 
 def truncate_cache(cache: Any, lengths: jax.Array) -> Any:
-  """`cache.truncate(lengths)`, the default `Model.truncate_fn`.
-
-  Args:
-    cache: A cache with a method `truncate`, such as `KVCache.truncate`.
-    lengths: int32 `[B]`, the committed tokens of each row that are kept.
-  """
+  """`cache.truncate(lengths)`, the default `Model.truncate_fn`; see `KVCache.truncate`."""
   return cache.truncate(lengths)
 
 
@@ -230,9 +215,6 @@ class Model:
     embed_fn: `(params, tokens[...]) -> [..., D]`, the input of block 0, or None. Drafters may share it.
     unembed_fn: `(params, features[..., D]) -> logits[..., V]`, the output head, or None. Drafters may share it.
     for_decoding_fn: `params -> params` in the form that the default device decodes fastest, or None.
-    tpu_apply_fn: `apply_fn` for the calls of a round on a TPU that has the whole model and whole rows, or None. It may
-      use kernels, which the compiler cannot shard. The first call takes a cache without pending tokens. The cache that
-      it returns is for the next call or for `commit_fn`.
   """
 
   params: Any
@@ -248,25 +230,17 @@ class Model:
   embed_fn: Callable[..., jax.Array] | None = static_field(None)
   unembed_fn: Callable[..., jax.Array] | None = static_field(None)
   for_decoding_fn: Callable[[Any], Any] | None = static_field(None)
-  tpu_apply_fn: Callable[..., ModelOutput] | None = static_field(None)
 
   def apply(self, tokens: jax.Array, positions: jax.Array, mask: ArrayLike, cache: Any) -> ModelOutput:
-    """Scores tokens after the committed prefix.
+    """Scores tokens after the committed prefix: the logits after each token, and the cache with the tokens pending.
 
     Args:
       tokens: int32 `[B, N]`.
       positions: int32 `[B, N]`, their absolute positions.
       mask: bool `[N, M]` or `[B, N, M]`, the pending tokens that each token attends to; see `apply_fn`.
       cache: The cache, with the tokens of earlier calls of the round pending.
-
-    Returns:
-      The logits after each token, and the cache with the tokens pending.
     """
     return self.apply_fn(self.params, tokens, positions, mask, cache)
-
-  def on_one_tpu(self) -> Model:
-    """The model whose calls are those of `tpu_apply_fn`; the model itself if it has none."""
-    return self if self.tpu_apply_fn is None else dataclasses.replace(self, apply_fn=self.tpu_apply_fn)
 
   def with_features(self, layers: tuple[int, ...]) -> Model:
     """The model whose calls also return the hidden states of `layers`; the model itself for no layers.
@@ -432,7 +406,6 @@ def _resized_unembed_fn(unembed_fn, sizes):
 
 _RESIZED = {
   'apply_fn': _resized_apply_fn,
-  'tpu_apply_fn': _resized_apply_fn,
   'features_fn': _resized_features_fn,
   'embed_fn': _resized_embed_fn,
   'unembed_fn': _resized_unembed_fn,

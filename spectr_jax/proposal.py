@@ -207,8 +207,8 @@ class LikeliestAndOne:
   def _likeliest(self, probs, count):
     """The tokens `[count]`, -1 where there is none, and the weights `[V]` of what is left."""
     probs = jnp.asarray(probs)
-    found, tokens = jax.lax.top_k(probs, min(count, probs.shape[-1]))
-    tokens = jnp.where(found > 0, tokens, -1).astype(jnp.int32)
+    weights, tokens = jax.lax.top_k(probs, min(count, probs.shape[-1]))
+    tokens = jnp.where(weights > 0, tokens, -1).astype(jnp.int32)
     tokens = jnp.pad(tokens, (0, count - len(tokens)), constant_values=-1)
     return tokens, probs.at[jnp.where(tokens < 0, probs.shape[-1], tokens)].set(0, mode='drop')
 

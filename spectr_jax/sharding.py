@@ -26,7 +26,7 @@ Rules: TypeAlias = Sequence[_Rule]
 
 
 def _matrix(path: str, axes: tuple[str, str], *, channel_axis: int = 1) -> tuple[_Rule, ...]:
-  """The rules of a matrix, an array or int8 values and scales of channels, in every form of `decoding_form`."""
+  """The rules of a matrix, an array or int8 values and scales of channels, in every form of `kernels.matrices`."""
   over_channels = (MODEL,) if axes[channel_axis] == MODEL else ()
   return (
     (rf'{path}(/values|/in_out)?', axes),

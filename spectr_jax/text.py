@@ -115,7 +115,7 @@ def generate_text(
     method, tree, draft = best.method, best.tree, best.drafter(draft)
   requests = [Request(i, prompt, jax.random.fold_in(key, i)) for i, prompt in enumerate(prompts)]
   end = StopStrings(tokenizer, stop) if stop else None
-  found = generate_many(
+  generated = generate_many(
     target,
     draft,
     requests,
@@ -129,7 +129,7 @@ def generate_text(
     eos_id=tokenizer.eos_ids,
     **options,
   )
-  by_place = {each.name: each for each in found}
+  by_place = {each.name: each for each in generated}
   decode = tokenizer.decode if end is None else end.text_of
   continuations = []
   for i, text in enumerate(texts):

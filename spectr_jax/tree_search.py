@@ -38,13 +38,7 @@ def _probabilities(name: str, values) -> np.ndarray:
 
 
 def optimal_parents(acceptance: Any, num_nodes: int, max_depth: int | None) -> list[int]:
-  """The parents of the best tree's nodes, in the order in which they are found; see `TokenTree.optimal`.
-
-  Args:
-    acceptance: `[W]` or `[D, W]`, probabilities.
-    num_nodes: N.
-    max_depth: The longest path allowed, or None.
-  """
+  """The parents of the best tree's nodes, in the order in which they are found; arguments of `TokenTree.optimal`."""
   num_nodes = positive('num_nodes', num_nodes)
   max_depth = num_nodes if max_depth is None else positive('max_depth', max_depth)
   table = _probabilities('acceptance', acceptance)
@@ -83,14 +77,7 @@ def optimal_parents(acceptance: Any, num_nodes: int, max_depth: int | None) -> l
 
 
 def optimal_chain_sizes(kept: Any, num_nodes: int, max_depth: int | None, *, tolerance: float) -> tuple[int, int]:
-  """K and L of the best chains; see `TokenTree.optimal_chains`.
-
-  Args:
-    kept: `[D, W]`, probabilities or NaN.
-    num_nodes: N.
-    max_depth: The longest chain allowed, or None.
-    tolerance: Share of the tokens that shorter chains may cost.
-  """
+  """K and L of the best chains; arguments of `TokenTree.optimal_chains`."""
   num_nodes = positive('num_nodes', num_nodes)
   max_depth = num_nodes if max_depth is None else positive('max_depth', max_depth)
   table = _probabilities('kept', kept)
@@ -101,7 +88,7 @@ def optimal_chain_sizes(kept: Any, num_nodes: int, max_depth: int | None, *, tol
     raise ValueError(f'kept must hold a number in its first row for at most {num_nodes} chains, got only NaN')
   if not 0 <= tolerance < 1:
     raise ValueError(f'tolerance must be from 0 to below 1, got {tolerance}')
-  found = []
+  shapes = []
   for num_drafts, column in enumerate(table.T, start=1):
     best, tokens = (0.0, 0, num_drafts), 0.0
     for length, chance in enumerate(column[: min(num_nodes // num_drafts, max_depth)], start=1):
@@ -109,12 +96,12 @@ def optimal_chain_sizes(kept: Any, num_nodes: int, max_depth: int | None, *, tol
         break
       tokens += chance
       best = min(best, (-tokens, num_drafts * length, num_drafts))
-    found.append(best)
-  most, used, num_drafts = min(found)
+    shapes.append(best)
+  most, used, num_drafts = min(shapes)
   if not used:
     raise ValueError(_NOTHING)
   if tolerance:
-    enough = [each for each in found if each[1] and 1 - each[0] >= (1 - tolerance) * (1 - most)]
+    enough = [each for each in shapes if each[1] and 1 - each[0] >= (1 - tolerance) * (1 - most)]
     _, used, num_drafts = min(enough, key=lambda each: (each[1] // each[2], each))
   return num_drafts, used // num_drafts
 

@@ -1,20 +1,15 @@
-"""`verify`: the decision which guesses of a batch are kept, as one pure function, for engines of any kind.
-
-The verifiers are in `spectr_jax.verifiers`. They were in this module, and their names can still be imported from it.
-"""
+"""`verify`: the decision which guesses of a batch are kept, as one pure function, for engines of any kind."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import warnings
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spectr_jax import verifiers
 from spectr_jax.kernels.layouts import in_rows
 from spectr_jax.methods import DEFAULT_METHOD, Method, get_method
 from spectr_jax.proposal import Proposal
@@ -134,15 +129,10 @@ def decide_rows(
   *,
   is_explained: bool = False,
 ) -> tuple[Verdict, Record | None]:
-  """The verifier's decision on every row.
+  """The verifier's decision on every row, with keys `[B, L + 1]`; the proposal's `state` is None.
 
   Args:
-    verifier: The verifier.
-    keys: Typed keys `[B, L + 1]`, one per depth.
-    tree: The rows' tree, or the bounds of their own.
-    proposal: The guesses of the rows; its `state` is None.
-    target_probs: `[B, N + 1, V]`.
-    state: The rows' state.
+    verifier, keys, tree, proposal, target_probs, state: As for `Verifier.verify`, with rows in front.
     is_explained: Whether the verifier also records how it decides.
   """
   decide = verifier.explain if is_explained else lambda *row: (verifier.verify(*row), None)
@@ -222,10 +212,3 @@ def _check(method: Method, tree: TokenTree, tokens, draft_probs, target_probs, p
   if (draft_probs is None or is_given is not None) and num_nodes and not method.takes_given:
     raise ValueError(f'{method.name} takes no given guesses: it needs the draft_probs that all of them were drawn from')
   return batch_size
-
-
-def __getattr__(name: str) -> Any:
-  if name not in verifiers.__all__:
-    raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
-  warnings.warn(f'{name} is in spectr_jax.verifiers', DeprecationWarning, stacklevel=2)
-  return getattr(verifiers, name)

@@ -1,22 +1,16 @@
 """Benchmarks at sizes where nothing is worth measuring: they run, and what they say adds up."""
 
 import dataclasses
+import functools
 import pathlib
 
-import jax
 import pytest
-import tiny_hub
-from hub_specs import SPECS
+from decode.auto.prediction import predict_all
 
 import spectr_jax
-from benchmarks import auto, drafters, growth, real_models, refill, speed, timing
-from decode.auto.prediction import predict_all
+from benchmarks import auto, drafters, growth, refill, speed_models
 from decode.experiment.options import DecodeOptions
 from decode.experiment.workload import Workload
-from spectr_jax.io.hub.families import read_spec
-from spectr_jax.io.hub.hub_tokenizer import load_hub_tokenizer
-from spectr_jax.models.causal_lm import causal_lm, config_of
-from spectr_jax.models.causal_lm_config import init_params
 from spectr_jax.models.transformer import TransformerConfig
 
 pytestmark = pytest.mark.slow
@@ -27,50 +21,15 @@ TINY = TransformerConfig(32000, 16, num_layers=1, num_heads=2, mlp_dim=16, max_l
 
 @pytest.fixture(autouse=True)
 def _tiny_shapes(monkeypatch):
-  for shape in speed.SHAPES:
-    monkeypatch.setitem(speed.SHAPES, shape, TINY)
-
-
-def test_speed(monkeypatch, capsys):
-  monkeypatch.setattr(timing, 'NEW_TOKENS', 8)
-  monkeypatch.setattr(speed, 'DRAFT_LENGTHS', (4,))
-  monkeypatch.setattr(speed, 'METHODS', ('spectr',))
-  monkeypatch.setattr(timing, 'read_rate', lambda: 1e9)
-  found = speed.measure(['float32'], [2], 2, has_peer=False)['milliseconds']
-  assert set(found) == {'autoregressive float32 batch 2', 'rounds float32 L=4', 'parts float32 spectr K=4 L=4'}
-  times = found['autoregressive float32 batch 2']['spectr_jax']
-  assert 0 < times['low'] <= times['median'] <= times['high']
-  parts = found['parts float32 spectr K=4 L=4']
-  assert set(parts) == {'draft', 'target', 'verification', 'round'}
-  said = capsys.readouterr().out
-  assert f'{2e3 / times["median"]:.1f} tokens/s' in said
-  assert f'floor {1e3 * 4 * TINY.num_params / 1e9:.2f} ms' in said
-  assert f'verification {parts["verification"] / parts["round"]:.1%} of a round' in said
-
-
-def test_real_models(monkeypatch, capsys, tmp_path):
-  config = SPECS['llama'] | {'vocab_size': 300, 'max_position_embeddings': 256}
-  tiny_hub.write(tmp_path, config=config)
-  _, sizes = read_spec(config)
-  model = causal_lm(init_params(jax.random.key(0), sizes), sizes)
-  monkeypatch.setattr(real_models, 'load', lambda path, dtype: (model, load_hub_tokenizer(tmp_path)))
-  monkeypatch.setattr(timing, 'in_own_process', lambda function, *arguments: function(*arguments))
-  monkeypatch.setattr(timing, 'read_rate', lambda: 1e9)
-  options = {'text': 'abc ' * 40, 'dtypes': ['float32'], 'batch_sizes': [2], 'peer_device': None, 'num_runs': 2}
-  found = real_models.measure('', max_new_tokens=4, prompt_length=80, **options)
-  assert set(found) == {'prompt float32', 'read_bytes_per_second', 'steps float32 batch 2', 'trees float32'}
-  assert found['prompt float32']['bytes'] > 2**20
-  assert set(found['trees float32']) == set(real_models.TREE_SIZES)
-  said = capsys.readouterr().out
-  assert f'{2e3 / found["steps float32 batch 2"]["spectr_jax"]["median"]:.1f} tokens/s' in said
-  assert f'floor {1e3 * 4 * config_of(model).num_params / 1e9:.2f} ms' in said
+  for shape in speed_models.SHAPES:
+    monkeypatch.setitem(speed_models.SHAPES, shape, TINY)
 
 
 def test_drafters(capsys):
   """Greedy, so that every way decodes as many tokens, and guesses save calls."""
   options = DecodeOptions(
     method=('autoregressive', 'speculative', 'spectr'), num_drafts=(1,), draft_length=(3,), temperature=0.0,
-    num_prompts=2, max_new_tokens=12,
+    num_prompts=3, max_new_tokens=12,
   )  # fmt: skip
   workloads = drafters.load(dataclasses.asdict(options), ['lookup', options.draft])
   ways = drafters.own_ways(workloads)
@@ -113,7 +72,7 @@ def test_auto():
 
 
 def test_refill():
-  target, draft = speed.make_model('A', 'float32'), speed.make_model('B', 'float32')
+  target, draft = speed_models.make_model('A', 'float32'), speed_models.make_model('B', 'float32')
   _, tokenizer = spectr_jax.load_model(ROOT / 'pretrained/draft')
   requests = refill.make_requests(tokenizer, 5)
   assert sorted(len(request.tokens) for request in requests) == [16, 76, 136, 196, 256]
@@ -134,5 +93,6 @@ def test_growth(monkeypatch):
     assert row['bytes'] > row['floor_bytes']
   assert 0 < four['floor_bytes'] - one['floor_bytes'] < four['bytes'] - one['bytes']
   rows = [{'point': dataclasses.asdict(point)} | row for point, row in zip(few, (one, four))]
-  monkeypatch.setattr(growth, 'AXES', {'rows': tuple(few)})
+  monkeypatch.setattr(growth, 'AXES', {'rows': ('batch_size', (1, 4))})
+  monkeypatch.setattr(growth, 'Point', functools.partial(growth.Point, 2, 2, cache_length=32, vocab_size=256))
   assert growth.draw(rows, 'spectr').startswith(b'\x89PNG')

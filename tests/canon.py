@@ -1,7 +1,7 @@
 """The canon: the shapes with which default tests run the loop.
 
-Each further shape is a further program, and compiling takes more of a test's time than running. A default test that runs
-the loop takes these shapes; one that needs others is marked `slow`.
+Each further shape is a further program, and compiling takes more of a test's time than running. A default test that
+runs the loop takes these shapes; one that needs others is marked `slow`.
 """
 
 from spectr_jax import TokenTree

@@ -96,21 +96,18 @@ def test_changed_code_is_not_current(path, notebook):
   assert not execute.is_current(notebook)
 
 
-class _Commands(list):
-  """In the place of `subprocess.run`: keeps what would have run."""
-
-  def __call__(self, command, check):
-    assert check
-    self.append(command)
-
-
 @pytest.fixture
 def commands(monkeypatch, tmp_path):
-  monkeypatch.chdir(tmp_path)
+  """What would have run, in an empty directory."""
   (tmp_path / 'home').mkdir()
   monkeypatch.chdir(tmp_path / 'home')
-  commands = _Commands()
-  monkeypatch.setattr('subprocess.run', commands)
+  commands = []
+
+  def run(command, *, check):
+    assert check
+    commands.append(command)
+
+  monkeypatch.setattr('subprocess.run', run)
   return commands
 
 

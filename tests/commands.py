@@ -19,7 +19,10 @@ import jax
 
 ROOT = pathlib.Path(__file__).parents[1]
 # They define no flags and compute nothing, so JAX has started no threads when commands are forked.
-_IMPORTED_FIRST = 'decode.experiment.run', 'decode.experiment.report', 'train.train', 'ml_collections.config_flags'
+_IMPORTED_FIRST = (
+  'decode.experiment.run', 'decode.experiment.report', 'decode.papers.exhibits', 'train.train',
+  'ml_collections.config_flags',
+)  # fmt: skip
 
 
 def _environment(**env):
@@ -68,6 +71,7 @@ def finish(process, timeout=300):
 
 @functools.cache
 def _fork_server():
+  """Makes processes from one that has imported JAX and what else takes long."""
   context = multiprocessing.get_context('forkserver')
   context.set_forkserver_preload([*_IMPORTED_FIRST])
   with unittest.mock.patch.dict(os.environ, _environment()):
@@ -75,10 +79,8 @@ def _fork_server():
   return context
 
 
-def _become(module, arguments, cwd, env, paths):
-  """Makes the forked process the command."""
-  for descriptor, path in zip((1, 2), paths):
-    os.dup2(os.open(path, os.O_WRONLY), descriptor)
+def become(module, arguments, cwd, env):
+  """Gives a forked process the arguments, directory and environment of a command."""
   os.environ.update(env)
   for name, value in env.items():
     if name.startswith('JAX_'):  # JAX has read its environment
@@ -86,6 +88,12 @@ def _become(module, arguments, cwd, env, paths):
   os.chdir(cwd)
   sys.path.insert(0, str(cwd))
   sys.argv = [module, *arguments]
+
+
+def _run_forked(module, arguments, cwd, env, paths):
+  for descriptor, path in zip((1, 2), paths):
+    os.dup2(os.open(path, os.O_WRONLY), descriptor)
+  become(module, arguments, cwd, env)
   with warnings.catch_warnings():
     # It has been imported here and not in a process of its own.
     warnings.filterwarnings('ignore', message='.* found in sys.modules', category=RuntimeWarning)
@@ -114,7 +122,7 @@ def run(module, *arguments, cwd=ROOT, num_devices=1, timeout=300, **env):
     for path in paths:
       path.touch()
     arguments = [*map(str, arguments)]
-    process = _fork_server().Process(target=_become, args=(module, arguments, cwd, env, paths))
+    process = _fork_server().Process(target=_run_forked, args=(module, arguments, cwd, env, paths))
     process.start()
     process.join(timeout)
     if process.is_alive():

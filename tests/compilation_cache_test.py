@@ -45,23 +45,17 @@ def _hits(*arguments, **env):
 
 @pytest.mark.slow
 def test_a_second_process_finds_what_the_first_compiled(tmp_path):
+  """In a directory that is named, or by default in the user's cache; nowhere if nothing shall be kept."""
   directory = str(tmp_path / 'compiled')
   assert _hits(directory) == 0
   assert _hits(directory) >= 1
-
-
-@pytest.mark.slow
-def test_the_default_is_in_the_cache_of_the_user(tmp_path):
-  assert _hits(XDG_CACHE_HOME=str(tmp_path)) == 0
-  [found] = (tmp_path / 'spectr_jax').iterdir()
+  home = {'XDG_CACHE_HOME': str(tmp_path / 'cache')}
+  assert _hits('', **home) == 0
+  assert not (tmp_path / 'cache').exists()
+  assert _hits(**home) == 0
+  [found] = (tmp_path / 'cache' / 'spectr_jax').iterdir()
   assert found.name == compilation_cache._machine()
-  assert _hits(XDG_CACHE_HOME=str(tmp_path)) >= 1
-
-
-@pytest.mark.slow
-def test_nothing_is_kept_if_nothing_shall_be(tmp_path):
-  assert _hits('', XDG_CACHE_HOME=str(tmp_path)) == 0
-  assert list(tmp_path.iterdir()) == []
+  assert _hits(**home) >= 1
 
 
 @pytest.fixture

@@ -15,15 +15,17 @@ _SAMPLES = 10_000
 pytestmark = pytest.mark.usefixtures('optimized')
 
 
-def _ours(method='race_traversal', tree=None):
+_CHAIN = TokenTree.chains(1, 2)
+_check = functools.partial(check_verifier, tree=_CHAIN, num_samples=_SAMPLES)
+
+
+def _ours(method='race_traversal', tree=_CHAIN):
   """A method of this library as a plain function."""
-  tree = TokenTree.chains(1, 2) if tree is None else tree
-  decide = jax.jit(lambda *x: verify(x[0], tree, *x[1:], method=method).tokens)
-
-  def ours(key, tokens, draft_probs, target_probs):
-    return decide(key, tokens, draft_probs, target_probs)
-
-  return ours
+  return jax.jit(
+    lambda key, tokens, draft_probs, target_probs: (
+      verify(key, tree, tokens, draft_probs, target_probs, method=method).tokens
+    )
+  )
 
 
 def speculative(seed, tokens, lengths, draft_probs, target_probs, *, residual=None):
@@ -51,23 +53,15 @@ def _failed(conformance):
   return {check.compared for check in conformance.checks if not check.is_passed}
 
 
-_CHAIN = TokenTree.chains(1, 2)
-_check = functools.partial(check_verifier, tree=_CHAIN, num_samples=_SAMPLES)
-
-
 @pytest.mark.parametrize('method', slow_but(('block',), ('speculative', 'block', 'greedy_block')))
 def test_methods_for_chains_pass(method):
-  ragged = METHODS[method].takes_grown
-  if method == 'greedy_block':
-    decide = jax.jit(lambda *x: verify(x[0], _CHAIN, *x[1:4], method=method, state=x[4]))
+  @jax.jit
+  def with_state(key, tokens, draft_probs, target_probs, state):
+    found = verify(key, _CHAIN, tokens, draft_probs, target_probs, method=method, state=state)
+    return found.tokens, found.state
 
-    def ours(key, tokens, draft_probs, target_probs, state):
-      found = decide(key, tokens, draft_probs, target_probs, state)
-      return found.tokens, found.state
-
-  else:
-    ours = _ours(method)
-  found = _check(ours, is_ragged=ragged)
+  ours = with_state if method == 'greedy_block' else _ours(method)
+  found = _check(ours, is_ragged=METHODS[method].takes_grown)
   assert found.is_passed, found
 
 

@@ -8,20 +8,16 @@ import os
 import pathlib
 import tempfile
 
-import hypothesis
 import jax
 import jax.numpy as jnp
-import kept_programs
 import numpy as np
 import pytest
+from loop_budget import LoopBudget
 
+from common import compilation_cache
 from spectr_jax.kernels import native
 from spectr_jax.models import transformer
 
-# Here, since pytest looks for the profile of its flag before it collects tests.
-hypothesis.settings.register_profile('long')
-
-_PROGRAMS = pytest.StashKey[tuple[pathlib.Path, pathlib.Path, int]]()
 TEXT_SIZE = 32
 CONFIG = transformer.TransformerConfig(
   vocab_size=17, embed_dim=32, num_layers=2, num_heads=2, mlp_dim=64, max_length=64
@@ -32,21 +28,22 @@ def pytest_configure(config):
   """Prepares this process, the workers that it starts, and the commands that tests run.
 
   They share one directory of compiled programs: what one has compiled no other compiles again, nor does the next run,
-  and nothing is left in the user's cache. Most programs of tests run for milliseconds, so optimizing them would take
-  most of a test's time.
+  until `--cache-clear`; nothing is left in the user's cache. Most programs of tests run for milliseconds, so optimizing
+  them would take most of a test's time.
   """
+  if 'not slow' in config.option.markexpr:
+    budget = LoopBudget()
+    config.pluginmanager.register(budget)
+    jax.monitoring.register_event_duration_secs_listener(budget.note)
   if 'PYTEST_XDIST_WORKER' in os.environ:
     return
-  directory = tempfile.TemporaryDirectory(prefix='spectr_jax_programs_', ignore_cleanup_errors=True)
-  own, kept = pathlib.Path(directory.name), kept_programs.directory()
-  config.add_cleanup(directory.cleanup)
-  config.stash[_PROGRAMS] = own, kept, kept_programs.take_over(kept, own)
   options = {
-    'jax_compilation_cache_dir': directory.name,
     'jax_compilation_cache_max_size': 2**30,  # with a limit JAX locks what it writes
     'jax_persistent_cache_min_compile_time_secs': 0.05,
     'jax_persistent_cache_enable_xla_caches': 'none',  # else programs are found in the same directory only
   }
+  if 'JAX_COMPILATION_CACHE_DIR' not in os.environ:
+    options['jax_compilation_cache_dir'] = _directory_of_programs(config)
   if config.option.markexpr != 'tpu':  # these tests measure programs as users compile them
     options['jax_disable_most_optimizations'] = True
     # XLA takes a value that does not begin with -- for the name of a file, a blank one as well.
@@ -56,12 +53,13 @@ def pytest_configure(config):
     jax.config.update(name, value)
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_sessionfinish(session, exitstatus):
-  """Keeps the programs of a run in which all has passed, in the process that started the others."""
-  if exitstatus == pytest.ExitCode.OK and _PROGRAMS in session.config.stash:
-    own, kept, start = session.config.stash[_PROGRAMS]
-    kept_programs.keep(own, kept, start)
+def _directory_of_programs(config):
+  """A directory beside pytest's other caches, of this kind of CPU; one of this run alone with `-p no:cacheprovider`."""
+  if hasattr(config, 'cache'):
+    return str(config.cache.mkdir(f'programs_{compilation_cache._machine()}'))
+  directory = tempfile.TemporaryDirectory(prefix='spectr_jax_programs_', ignore_cleanup_errors=True)
+  config.add_cleanup(directory.cleanup)
+  return directory.name
 
 
 def _xla_flags():
@@ -80,7 +78,7 @@ def _xla_flags():
 
 # Their slow tests enumerate and sample: they run for far longer than an optimization takes.
 _RUN_FOR_LONG = (
-  'draft/drafters_test.py', 'draft/lookup_corpus_test.py', 'draft/lookup_test.py', 'lossless_test.py',
+  'draft/drafters_test.py', 'draft/lookup_test.py', 'lossless_test.py',
   'theory/stateless_test.py', 'verifiers/draws_test.py', 'verifiers/given_candidates_test.py',
   'verifiers/grown_trees_test.py', 'verifiers/programs_test.py',
 )  # fmt: skip
@@ -88,6 +86,7 @@ _RUN_FOR_LONG = (
 
 def pytest_addoption(parser):
   parser.addoption('--turn', help='I/N: of the slow tests of each file, or those for TPUs, run every N-th, in turn I')
+  parser.addoption('--cases', type=int, default=150, help='cases of fuzz_test.py')
 
 
 def _in_turn(turn, items):

@@ -1,9 +1,11 @@
-"""Memory, and costs of programs for TPU: a replay of texts whose costs are known."""
+"""Memory, and costs of programs for TPU: a replay of texts whose costs are known, and schedules of kernels."""
 
 import textwrap
+from collections import Counter
 
 import pytest
 
+from spectr_jax.aot import kernels
 from spectr_jax.aot.cost import Cost, Program
 from spectr_jax.aot.hlo_report import Memory
 from spectr_jax.aot.kernels import schedule_cycles
@@ -168,18 +170,25 @@ def test_copies_from_memory_run_beside_the_work_and_one_after_another():
   assert Program(_entry(*lines), _CHIP).total().seconds == pytest.approx(10e-3)
 
 
-def test_what_stays_on_the_chip_is_no_copy_from_memory():
-  line = '%copy-start = (f32[256]{0:S(1)}, f32[256]{0:S(1)}, u32[]{:S(2)}) copy-start(%p)'
-  assert Program(_entry(line), _CHIP).total().memory_bytes == 0
-  assert Program(_entry(line.replace(':S(1)', '')), _CHIP).total().memory_bytes == 2 * 1024
+_COPY = '%copy-start = (f32[256]{0:S(1)}, f32[256]{0:S(1)}, u32[]{:S(2)}) copy-start(%p)'
+_SLICE = (
+  '%slice-start.4 = ((bf16[1600,768]{1,0:T(8,128)(2,1)}), bf16[400,768]{1,0:T(8,128)(2,1)S(1)}, s32[]{:S(2)})'
+  ' slice-start(%p), slice={[0:400], [0:768]}'
+)
+_SUM_OF_SEVERAL = '%r = (f32[128]{0}, f32[]{:T(128)}, f32[384]{0}) all-reduce(%p, %q, %o), to_apply=%x'
 
 
-def test_slices_of_arrays_count_with_their_own_size():
-  line = (
-    '%slice-start.4 = ((bf16[1600,768]{1,0:T(8,128)(2,1)}), bf16[400,768]{1,0:T(8,128)(2,1)S(1)}, s32[]{:S(2)})'
-    ' slice-start(%p), slice={[0:400], [0:768]}'
-  )
-  assert Program(_entry(line), _CHIP).total().memory_bytes == 2 * 400 * 768
+@pytest.mark.parametrize(
+  ('line', 'field', 'num_bytes'),
+  [
+    (_COPY, 'memory_bytes', 0),  # stays on the chip
+    (_COPY.replace(':S(1)', ''), 'memory_bytes', 2 * 1024),
+    (_SLICE, 'memory_bytes', 2 * 400 * 768),  # its own size
+    (_SUM_OF_SEVERAL, 'collective_bytes', 4 * (128 + 1 + 384)),
+  ],
+)
+def test_bytes_that_an_operation_moves(line, field, num_bytes):
+  assert getattr(Program(_entry(line), _CHIP).total(), field) == num_bytes
 
 
 def test_transfers_between_devices():
@@ -189,11 +198,6 @@ def test_transfers_between_devices():
   assert found.collective_bytes == 2048
   # A millisecond each, and 1024 bytes once, or twice for the sum.
   assert found.seconds == pytest.approx((1 + 4 + 1 + 2) * 1e-3)
-
-
-def test_a_transfer_of_several_arrays_counts_all_of_them():
-  line = '%r = (f32[128]{0}, f32[]{:T(128)}, f32[384]{0}) all-reduce(%p, %q, %o), to_apply=%x'
-  assert Program(_entry(line), _CHIP).total().collective_bytes == 4 * (128 + 1 + 384)
 
 
 def test_transfers_in_fusions_run_beside_the_work():
@@ -377,3 +381,54 @@ def test_the_steps_of_a_grid_count_as_often_as_there_are_steps():
 def test_a_schedule_with_a_loop_of_unknown_length_is_refused():
   with pytest.raises(ValueError, match='1 of the 2 loops have no constant limit'):
     schedule_cycles(_BUNDLES.replace('(%p5_p0), %s3_s4, 8', '(%p5_p0), %s3_s4, %s5_s6'), _CHAINS)
+
+
+# The schedules of a program, as files of the compiler.
+_CALL = '  %{} = f32[8]{{0}} custom-call(%p), custom_call_target="tpu_custom_call"\n'
+_WRITTEN_BUNDLES = '     0   :  { %s1 = smov 0 }\n   0x1   :  { %s2 = smov 0 }\n'
+_WRITTEN_CHAINS = (
+  'New basic block in region: region0 {{members=1 hlo=k parent=-1}}\n  Length to end: {}, %s1 = smov 0\n'
+)
+
+
+def write_schedule(folder, name, length):
+  (folder / f'17-{name}-00-critical-path.txt').write_text(_WRITTEN_CHAINS.format(length))
+  (folder / f'17-{name}-01-final_bundles.txt').write_text(_WRITTEN_BUNDLES)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+  monkeypatch.setattr(kernels, 'write_schedules', lambda: tmp_path)
+  monkeypatch.setattr(kernels, '_slowest', Counter())
+  return tmp_path
+
+
+def test_equal_kernels_share_a_schedule(folder):
+  text = ''.join(map(_CALL.format, ['forward.1', 'forward.2', 'forward.3.clone', 'backward']))
+  for name, length in [('forward.1', 5), ('forward.2', 9), ('forward.3.clone', 4), ('backward', 1)]:
+    write_schedule(folder, name, length)
+  cycles = {'forward.1': 5, 'forward.2': 9, 'forward.3.clone': 4, 'backward': 2}
+  assert kernels.take_schedules(text) == cycles
+  assert not list(folder.iterdir())
+  write_schedule(folder, 'forward.2', 7)
+  write_schedule(folder, 'forward.7', 11)  # of no kernel of this program
+  text = ''.join(map(_CALL.format, ['forward.2', 'forward.11', 'backward.5']))
+  # A program that was compiled before had the others.
+  assert kernels.take_schedules(text) == {'forward.2': 7, 'forward.11': 9, 'backward.5': 2}
+
+
+def test_equal_kernels_have_the_same_results(folder):
+  small, large = _CALL.format('forward.1'), _CALL.format('forward.2').replace('f32[8]', 'f32[64]')
+  for name, length in [('forward.1', 5), ('forward.2', 90)]:
+    write_schedule(folder, name, length)
+  assert kernels.take_schedules(small + large + small.replace('.1', '.3')) == {
+    'forward.1': 5, 'forward.2': 90, 'forward.3': 5,
+  }  # fmt: skip
+  with pytest.raises(ValueError, match=r'there is no schedule of the kernel forward\.4'):
+    kernels.take_schedules(_CALL.format('forward.4').replace('f32[8]', 'f32[16]'))
+
+
+def test_a_kernel_without_a_schedule_is_refused(folder):
+  write_schedule(folder, 'forward.1', 5)
+  with pytest.raises(ValueError, match=r'there is no schedule of the kernel backward\.1'):
+    kernels.take_schedules(_CALL.format('forward.1') + _CALL.format('backward.1'))

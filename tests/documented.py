@@ -1,24 +1,18 @@
-"""Commands and code that the project shows, on its pages and elsewhere; as a program this parses or runs commands.
-
-As a program it reads a JSON list of tasks from stdin: `module`, `arguments`, `env`, and `is_run`. Each task is a
-process of its own, forked after the slow imports, so many commands cost little more than one. It writes a JSON list of
-results: `error`, which is '' for success, `seconds` of CPU time, and of a command that was only parsed its `flags` and
-the `examples` of its help.
-"""
+"""Commands and code that the project shows, on its pages and elsewhere, parsed or run."""
 
 from __future__ import annotations
 
 import ast
 import contextlib
 import dataclasses
-import json
 import os
 import pathlib
 import re
 import runpy
 import shlex
-import subprocess
 import sys
+
+import commands as commands_of_project
 
 ROOT = pathlib.Path(__file__).parents[1]
 _READMES = 'README.md', 'pretrained/README.md', 'benchmarks/README.md'
@@ -140,20 +134,29 @@ def inline_flags(page: pathlib.Path) -> set[str]:
 
 
 def attempt(tasks: list[dict], timeout: float = 600) -> list[dict]:
-  """Parses or runs commands in a new process; the module's docstring describes tasks and results.
+  """Parses or runs commands, each in a process forked from one that has imported what takes long.
 
   Args:
-    tasks: One dictionary per command.
-    timeout: Seconds for all tasks together.
+    tasks: Dictionaries with `module`, `arguments`, `env` and `is_run`.
+    timeout: Seconds for each of them.
+
+  Returns:
+    Dictionaries with `error`, which is '' for success, and of a command that was only parsed its `flags` and the
+    `examples` of its help.
   """
-  env = {**os.environ, 'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu', 'PYTHONIOENCODING': 'utf-8'}
-  env |= {'JAX_DISABLE_MOST_OPTIMIZATIONS': 'true', 'COLUMNS': '120'}
-  ran = subprocess.run(
-    [sys.executable, __file__], input=json.dumps(tasks), cwd=ROOT, env=env, capture_output=True, text=True,
-    timeout=timeout,
-  )  # fmt: skip
-  assert ran.returncode == 0, ran.stderr
-  return json.loads(ran.stdout.splitlines()[-1])
+  results = []
+  for task in tasks:
+    reader, writer = commands_of_project._fork_server().Pipe(duplex=False)
+    process = commands_of_project._fork_server().Process(target=_child, args=(task, writer))
+    process.start()
+    writer.close()
+    try:
+      results.append(reader.recv() if reader.poll(timeout) else {'error': f'it did not end within {timeout} s'})
+    except EOFError:
+      results.append({'error': 'crashed'})
+    process.kill()
+    process.join()
+  return results
 
 
 def _parse(module: str) -> dict:
@@ -184,44 +187,13 @@ def _run(module: str) -> dict:
   return {'error': ''}
 
 
-def _child(task: dict) -> dict:
-  os.environ.update(task['env'])
-  sys.argv = [task['module'], *task['arguments']]
+def _child(task: dict, writer) -> None:
+  env = {'JAX_PLATFORMS': 'cpu', 'COLUMNS': '120', **task['env']}
   try:
-    return _run(task['module']) if task['is_run'] else _parse(task['module'])
+    commands_of_project.become(task['module'], task['arguments'], ROOT, env)
+    result = _run(task['module']) if task['is_run'] else _parse(task['module'])
   except SystemExit as stop:
-    return {'error': '' if not stop.code else f'exit code {stop.code}'}
+    result = {'error': '' if not stop.code else f'exit code {stop.code}'}
   except BaseException as error:  # every failure is a result
-    return {'error': f'{type(error).__name__}: {error}'}
-
-
-def _forked(task: dict) -> dict:
-  reader, writer = os.pipe()
-  pid = os.fork()
-  if not pid:
-    os.close(reader)
-    found = _child(task)
-    with os.fdopen(writer, 'w') as pipe:
-      json.dump(found, pipe)
-    os._exit(0)
-  os.close(writer)
-  with os.fdopen(reader) as pipe:
-    text = pipe.read()
-  _, _, usage = os.wait4(pid, 0)
-  found = json.loads(text) if text else {'error': 'crashed'}
-  return found | {'seconds': usage.ru_utime + usage.ru_stime}
-
-
-if __name__ == '__main__':
-  import importlib
-  import warnings
-
-  # These define no flags, and JAX starts its threads only with the first computation, so forking is safe.
-  for slow in (
-    'decode.experiment.run', 'decode.experiment.report', 'decode.experiment.records', 'decode.auto.prediction',
-    'decode.papers.exhibits', 'decode.trace_page.data', 'train.train', 'ml_collections.config_flags',
-  ):  # fmt: skip
-    importlib.import_module(slow)
-  warnings.filterwarnings('ignore', category=RuntimeWarning)
-  warnings.filterwarnings('ignore', category=DeprecationWarning)
-  print(json.dumps([_forked(task) for task in json.load(sys.stdin)]))
+    result = {'error': f'{type(error).__name__}: {error}'}
+  writer.send(result)

@@ -1,6 +1,6 @@
 """Decoding on random tables, prompts, lengths, trees, laws and ends of text: what must hold whatever they are.
 
-`pytest -m slow -n 0 tests/fuzz_test.py` tries 150 cases; with `--hypothesis-profile=long`, 20,000 of more programs.
+`pytest -m slow -n 0 tests/fuzz_test.py` tries 150 cases of 24 programs; with `--cases=20000` so many of 96.
 
 The models remember: a law depends on every token of the context and on its position, and many tokens never follow. A
 cache that is read beyond a row's length, kept from a rejected draft or wrong in a position gives another law, and a
@@ -9,14 +9,11 @@ token that cannot follow sooner or later.
 
 import dataclasses
 import functools
-import random
 
-import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import strategies
 
 import spectr_jax
 from spectr_jax import METHODS, ORIGIN_DRAFT, Decoder, KVCache, Model, ModelOutput, TokenTree, with_children
@@ -26,8 +23,6 @@ from tests.slow import slow
 _VOCAB, _MODULUS, _LONGEST = 6, 61, 16
 _GARBAGE = 999.0
 
-_SHORT, _LONG = 150, 20_000  # the latter with the profile `long`, which conftest.py registers
-
 
 def _weights(tokens, positions):
   return (tokens + 1) * (3 * positions + 1)
@@ -35,16 +30,13 @@ def _weights(tokens, positions):
 
 def _apply(params, tokens, positions, mask, cache):
   """Logits `params[context]`, the context being the sum of the weights of its tokens."""
-  new = _weights(tokens, positions).astype(jnp.float32)[:, None, None]
-  keys, values = cache.append(0, new, jnp.swapaxes(new, -1, -2), num_pending_slots=mask.shape[-1])
+  new = _weights(tokens, positions).astype(jnp.float32)[:, :, None, None]
+  keys, values = cache.append(0, new, new, num_pending_slots=mask.shape[-1])
   is_committed = jnp.arange(cache.keys[0].shape[-1]) < cache.lengths[:, None]
   committed = jnp.sum(jnp.where(is_committed, cache.keys[0][:, 0, 0], 0), axis=1)
   pending = jnp.sum(jnp.where(mask, keys[:, 0], 0), axis=-1)
   logits = params[(committed[:, None] + pending).astype(jnp.int32) % _MODULUS]
-  num_pending = cache.num_pending + tokens.shape[1]
-  return ModelOutput(
-    logits, dataclasses.replace(cache, pending_keys=(keys,), pending_values=(values,), num_pending=num_pending)
-  )
+  return ModelOutput(logits, cache.with_pending([(keys, values)], tokens.shape[1]))
 
 
 def _init_cache(batch_size, cache_size):
@@ -94,16 +86,14 @@ def _fits(method, tree):
 @functools.cache
 def _programs(number: int) -> list[_Program]:
   """So many, every method among them."""
-  rng, programs = random.Random(0), []
+  rng, programs = np.random.default_rng(0), []
   for place in range(number):
     method = _VERSIONS[place % len(_VERSIONS)]
     trees = [TokenTree()] if method.max_drafts == 0 else [tree for tree in _TREES if _fits(method, tree)]
-    programs.append(
-      _Program(
-        method, rng.choice(trees), rng.choice([1, 3]), rng.choice([1, 5]), rng.choice([1, 2, 9]),
-        rng.choice([(), (0,), (1, 3)]),
-      )
-    )  # fmt: skip
+    batch_size, prompt_length, max_new_tokens = (int(rng.choice(some)) for some in ((1, 3), (1, 5), (1, 2, 9)))
+    eos_ids = ((), (0,), (1, 3))[rng.integers(3)]
+    tree = trees[rng.integers(len(trees))]
+    programs.append(_Program(method, tree, batch_size, prompt_length, max_new_tokens, eos_ids))
   return programs
 
 
@@ -111,28 +101,25 @@ def _programs(number: int) -> list[_Program]:
 class _Case:
   program: _Program
   seed: int
-  temperature: tuple[float, ...]
-  top_k: tuple[int, ...]
-  top_p: tuple[float, ...]
-  is_round_by_round: bool
+  temperature: np.ndarray
+  top_k: np.ndarray
+  top_p: np.ndarray
+  is_round_by_round: bool = False
+
+  @property
+  def sampling(self):
+    return SamplingParams(self.temperature, top_k=self.top_k, top_p=self.top_p)
 
 
-def _num_cases() -> int:
-  return _LONG if hypothesis.settings.get_current_profile_name() == 'long' else _SHORT
-
-
-@strategies.composite
-def _cases(draw, program):
-  def per_row(values):
-    return tuple(draw(strategies.lists(values, min_size=program.batch_size, max_size=program.batch_size)))
-
+def _random_case(program, rng, seed) -> _Case:
+  size = program.batch_size
   return _Case(
     program,
-    draw(strategies.integers(0, 2**32 - 1)),
-    per_row(strategies.sampled_from([0.0, 0.3, 1.0, 2.5])),
-    per_row(strategies.integers(0, _VOCAB + 1)),
-    per_row(strategies.sampled_from([1e-6, 0.2, 0.7, 0.95, 1.0])),
-    draw(strategies.booleans()),
+    seed,
+    rng.choice([0.0, 0.3, 1.0, 2.5], size),
+    rng.integers(0, _VOCAB + 2, size),
+    rng.choice([1e-6, 0.2, 0.7, 0.95, 1.0], size),
+    bool(rng.integers(2)),
   )
 
 
@@ -156,9 +143,7 @@ def _decode(case: _Case, target, draft, keys, prompts, lengths):
     target, draft, method=program.method, tree=program.tree, max_new_tokens=program.max_new_tokens,
     cache_size=_LONGEST, eos_id=program.eos_ids or None,
   )  # fmt: skip
-  state = spectr_jax.init_decode(
-    decoder, keys, prompts, lengths, sampling=SamplingParams(*map(np.array, (case.temperature, case.top_k, case.top_p)))
-  )
+  state = spectr_jax.init_decode(decoder, keys, prompts, lengths, sampling=case.sampling)
   if not case.is_round_by_round:
     return jax.device_get(spectr_jax.decode_rounds(decoder, state).result)
   for _ in range(program.max_new_tokens):
@@ -179,10 +164,7 @@ def _laws_of(model, case, prompts, lengths, result):
     sums = np.cumsum(_weights(np.array(text), np.arange(len(text))))
     contexts[row, : result.lengths[row]] = sums[length - 1 : -1]
   logits = np.asarray(model.params)[contexts % _MODULUS]
-  sampling = SamplingParams.make(
-    len(prompts), temperature=np.array(case.temperature), top_k=np.array(case.top_k), top_p=np.array(case.top_p)
-  )
-  return np.asarray(_laws(logits, sampling))
+  return np.asarray(_laws(logits, case.sampling.for_rows(len(prompts))))
 
 
 def _check(case, target, prompts, lengths, result):
@@ -214,41 +196,37 @@ def _check(case, target, prompts, lengths, result):
     assert (np.diff(by_depth, prepend=calls) <= 0).all()
 
 
-def _try(program, num_cases):
-  @hypothesis.settings(
-    max_examples=num_cases, deadline=None, derandomize=True, database=None,
-    suppress_health_check=list(hypothesis.HealthCheck), phases=[hypothesis.Phase.generate],
-  )  # fmt: skip
-  @hypothesis.given(_cases(program))
-  def decode_and_check(case):
-    rng = np.random.default_rng(case.seed)
-    target = _random_model(rng)
-    draft = target if rng.random() < 0.1 else _random_model(rng)
-    shape = program.batch_size, program.prompt_length
-    prompts = rng.integers(0, _VOCAB, shape)
-    lengths = rng.integers(1, program.prompt_length + 1, program.batch_size)
-    prompts[np.arange(program.prompt_length) >= lengths[:, None]] = 10**6  # what stands behind need not be an id
-    keys = jax.random.split(jax.random.key(case.seed), program.batch_size)
-    result = _decode(case, target, draft, keys, prompts, lengths)
-    _check(case, target, prompts, lengths, result)
-    if case.is_round_by_round:
-      whole = _decode(dataclasses.replace(case, is_round_by_round=False), target, draft, keys, prompts, lengths)
-      jax.tree.map(np.testing.assert_array_equal, result, whole)
-
-  decode_and_check()
+def _try(case):
+  program, rng = case.program, np.random.default_rng(case.seed)
+  target = _random_model(rng)
+  draft = target if rng.random() < 0.1 else _random_model(rng)
+  prompts = rng.integers(0, _VOCAB, (program.batch_size, program.prompt_length))
+  lengths = rng.integers(1, program.prompt_length + 1, program.batch_size)
+  prompts[np.arange(program.prompt_length) >= lengths[:, None]] = 10**6  # what stands behind need not be an id
+  keys = jax.random.split(jax.random.key(case.seed), program.batch_size)
+  result = _decode(case, target, draft, keys, prompts, lengths)
+  _check(case, target, prompts, lengths, result)
+  if case.is_round_by_round:
+    whole = _decode(dataclasses.replace(case, is_round_by_round=False), target, draft, keys, prompts, lengths)
+    jax.tree.map(np.testing.assert_array_equal, result, whole)
 
 
 @pytest.mark.slow
-def test_decoding_keeps_its_promises():
-  programs = _programs(96 if _num_cases() == _LONG else 24)
+def test_decoding_keeps_its_promises(request):
+  num_cases = request.config.getoption('--cases')
+  programs = _programs(96 if num_cases > 1000 else 24)
   assert {program.method.name for program in programs} == set(METHODS)
-  for program in programs:
-    _try(program, -(-_num_cases() // len(programs)))
+  for number in range(num_cases):
+    case = _random_case(programs[number % len(programs)], np.random.default_rng((1, number)), number)
+    try:
+      _try(case)
+    except AssertionError as error:
+      raise AssertionError(f'{case}: {error}') from error
 
 
 def _case():
   program = _Program(METHODS['spectr'], TokenTree.chains(3, 2), 3, 5, 9, ())
-  return _Case(program, 0, (1.0,) * 3, (0,) * 3, (1.0,) * 3, False)
+  return _Case(program, 0, np.ones(3), np.zeros(3, int), np.ones(3))
 
 
 def _wrong_lengths(cache, path, num_committed):

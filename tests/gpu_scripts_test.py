@@ -38,7 +38,7 @@ for argument; do
   esac
 done
 case $2 in
-  benchmarks.drafters | benchmarks.real_models) touch "$output" ;;
+  benchmarks.drafters) touch "$output" ;;
   benchmarks.speed) mkdir -p "${output%.json}_profile" && touch "$output" ;;
   decode.main) touch "$output" ;;
   decode.reproduce) mkdir -p "$output" && touch "$output/$table.json" ;;
@@ -60,7 +60,7 @@ _SCRIPTS = {
 # In the order in which they run.
 _COMMANDS = {
   'gpu_speed': ['benchmarks.speed'] * 2 + ['decode.main'] * 2,
-  'gpu_public': ['benchmarks.drafters'] * 4 + ['benchmarks.real_models'],
+  'gpu_public': ['benchmarks.drafters'] * 4 + ['benchmarks.speed'],
   'gpu_head': ['train.head'] + ['decode.main'] * 8,
   'gpu_family': ['train.tokenizer', 'train.main', 'train.main', 'decode.reproduce', 'decode.reproduce'],
 }
@@ -147,13 +147,15 @@ def test_speed(tmp_path):
   configs = f'--target_config={tmp_path}/target --draft_config={tmp_path}/draft'
   said = _whole(
     'gpu_speed', out, SHAPES='none', BATCHES='2',
-    SIZES=f'{configs} --dtype=bfloat16 --batch_size=1 --shapes=1x2 --num_runs=1',
+    SIZES=f'{configs} --dtype=bfloat16 --batch_size=1 --shapes=1x2 --num_runs=1 --peer_device=cuda',
     DECODE='--method=autoregressive,spectr --num_prompts=2 --max_new_tokens=4 --num_drafts=2 --draft_length=1',
   )  # fmt: skip
   assert 'transformers are left out' in said  # for want of torch, or of CUDA
   results = json.loads((out / 'sizes.json').read_text())['results']
-  rounds = [f'{method} 1 x 2, draft, 1 rows' for method in ('no verification', 'race_traversal', 'spectr')]
-  assert set(results) == {'spectr_jax with prefill, 1 row', 'steps, 1 rows', *rounds, 'profile'}
+  names = 'with prefill, 1 rows', 'steps, 1 rows', 'rounds, 1 x 2, draft, 1 rows', 'profile'
+  assert list(results) == [f'{name}, bfloat16' for name in names]
+  methods = 'no verification', 'race_traversal', 'spectr'
+  assert tuple(results[f'{names[2]}, bfloat16']['milliseconds']) == methods
   with tarfile.open(out / 'sizes_profile.tar.gz') as archive:
     assert any(name.endswith('.xplane.pb') for name in archive.getnames())
   assert json.loads((out / 'batch_2.json').read_text())['run']['flags']['batch_size'] == 2

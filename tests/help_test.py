@@ -14,7 +14,7 @@ import pytest
 from spectr_jax import METHODS, get_method
 from spectr_jax.suggestion import did_you_mean
 from tests import commands
-from train import config_fields, config_flag
+from train import config_flag
 
 _ROOT = pathlib.Path(__file__).parents[1]
 
@@ -157,7 +157,7 @@ def test_fields_have_the_comments_of_their_file(tmp_path):
     "  # Of both.\n  config.one = '# 1'  # First.\n  config.two = (1, 2)\n\n"
     '  config.three = 3.5\n  return config\n'
   )
-  (both, *others) = config_fields.sections_of(config_flag.load(str(path)), str(path))
+  (both, *others) = config_flag.sections_of(str(path))
   assert (both.text, others) == ('Of both.', [])
   assert [(entry.name, entry.what) for entry in both.entries] == [
     ("--config.one='# 1'", 'First.'), ("--config.two='(1, 2)'", ''), ('--config.three=3.5', ''),

@@ -42,24 +42,9 @@ CHILDREN = {name: {'independent'} for name in METHODS} | {
 
 def test_the_methods():
   assert list(METHODS)[:17] == [  # others may have been registered
-    'autoregressive',
-    'speculative',
-    'spectr',
-    'specinfer',
-    'batch',
-    'gsd',
-    'ersd',
-    'block',
-    'greedy_block',
-    'spectr_gbv',
-    'race',
-    'race_block',
-    'traversal',
-    'univer',
-    'race_traversal',
-    'decoding_opt',
-    'decoding_uno',
-  ]
+    'autoregressive', 'speculative', 'spectr', 'specinfer', 'batch', 'gsd', 'ersd', 'block', 'greedy_block',
+    'spectr_gbv', 'race', 'race_block', 'traversal', 'univer', 'race_traversal', 'decoding_opt', 'decoding_uno',
+  ]  # fmt: skip
   assert not METHODS.keys() & CONTROLS.keys()
   # Twice the same would be two names for one thing.
   assert len({dataclasses.replace(method, name='', source='', bias='') for method in METHODS.values()}) == len(METHODS)
@@ -169,17 +154,9 @@ def test_words_of_a_rule_of_ones_own_are_shown():
 
 
 def test_what_is_not_lossless_is_marked():
-  assert {name for name, method in METHODS.items() if not method.is_lossless} == {
-    'spectr_gbv',
-    'decoding_opt',
-    'decoding_uno',
-  }
+  biased = {name for name, method in METHODS.items() if not method.is_lossless}
+  assert biased == {'spectr_gbv', 'decoding_opt', 'decoding_uno'}
   assert not any(method.is_lossless for method in CONTROLS.values())
-
-
-def test_an_unknown_method_is_refused():
-  with pytest.raises(ValueError, match='unknown method .guessing.; allowed: autoregressive, speculative, spectr'):
-    get_method('guessing')
 
 
 @pytest.mark.parametrize(
@@ -250,17 +227,12 @@ def test_other_children(name, children):
     assert with_children(method, 'independent') == METHODS['traversal']
 
 
-def test_unknown_children_are_refused():
+def test_unknown_names_are_refused():
   message = 'children must be one of independent, without_replacement, first_arrivals, likeliest_and_one, got .sorted.'
   with pytest.raises(ValueError, match=message):
     with_children(METHODS['traversal'], 'sorted')
-
-
-def test_no_epsilon_is_lossless_with_the_best_residual_alone():
-  opt, uno = (with_epsilon(METHODS[name], 0.0) for name in ('decoding_opt', 'decoding_uno'))
-  assert (opt.is_lossless, opt.bias) == (True, '')
-  assert not uno.is_lossless
-  assert uno.bias
+  with pytest.raises(ValueError, match='unknown method .guessing.; allowed: autoregressive, speculative, spectr'):
+    get_method('guessing')
 
 
 def test_a_number_of_candidates_may_be_limited():
@@ -278,6 +250,9 @@ def test_epsilon():
     assert with_epsilon(method, METHODS[name].verifier.coupling.epsilon) == METHODS[name]
     with pytest.raises(ValueError, match='epsilon must be at least 0, got -0.1'):
       with_epsilon(METHODS[name], -0.1)
+  # With none of it, the best residual alone is lossless.
+  opt, uno = (with_epsilon(METHODS[name], 0.0) for name in ('decoding_opt', 'decoding_uno'))
+  assert (opt.is_lossless, opt.bias, uno.is_lossless, bool(uno.bias)) == (True, '', False, True)
   # Nothing else accepts more than it may, by however much.
   for name in METHODS.keys() - {'decoding_opt', 'decoding_uno'}:
     assert with_epsilon(METHODS[name], 0.3) is METHODS[name]

@@ -7,13 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spectr_jax.kernels import attention, processor, products
+from spectr_jax.kernels import products
+from spectr_jax.kernels.matrices import matmul
 from spectr_jax.model import KVCache, Model
 from spectr_jax.models import table, transformer
-from spectr_jax.models.products import matmul
 from spectr_jax.models.transformer import TransformerConfig
+from spectr_jax.testing import chi_square
+from spectr_jax.testing.engine import sample_counts
 from spectr_jax.tree import TokenTree
-from tests.slow import slow_but
+from tests.slow import slow, slow_but
 
 pytestmark = pytest.mark.usefixtures('highest')
 
@@ -61,18 +63,6 @@ def _slots(cache):
   return keys + values
 
 
-def test_ragged_prefill_then_tree_is_uncached(target, uncached_logits):
-  rng = np.random.default_rng(0)
-  prompts, lengths = rng.integers(0, 17, (3, 8)), np.array([8, 3, 0])
-  cache = _prefill(target, prompts, lengths)
-  np.testing.assert_array_equal(cache.lengths, lengths)
-  tokens = rng.integers(0, 17, (3, 7))
-  logits, _ = _forward(target, tokens, lengths, cache)
-  assert logits.dtype == jnp.float32
-  prefixes = [row[:n].tolist() for row, n in zip(prompts, lengths)]
-  _assert_logits(uncached_logits, target, prefixes, tokens, logits)
-
-
 def test_float64_shows_that_the_rest_is_rounding(target, uncached_logits):
   with jax.enable_x64(True):
     model = transformer.transformer_model(
@@ -102,7 +92,10 @@ def test_prefill_does_not_read_padding(target, padding):
 
 
 def test_random_commits_and_rollbacks(target, uncached_logits):
-  """After any sequence of rounds the cache stands for the committed text, and a commit touches nothing before it."""
+  """After any sequence of rounds the cache stands for the committed text, and a commit touches nothing before it.
+
+  Prompts are ragged. Logits of a tree are those of its paths as texts: positions follow depths, and masks ancestors.
+  """
   rng = np.random.default_rng(2)
   prompts, lengths = rng.integers(0, 17, (3, 8)), np.array([4, 2, 0])
   cache = _prefill(target, prompts, lengths)
@@ -113,6 +106,7 @@ def test_random_commits_and_rollbacks(target, uncached_logits):
     old_lengths = np.array([len(text) for text in texts])
     before = _slots(cache)
     logits, cache = _forward(target, tokens, old_lengths, cache)
+    assert logits.dtype == jnp.float32
     _assert_logits(uncached_logits, target, texts, tokens, logits)
     nodes = rng.integers(0, 7, 3)
     path = np.maximum(np.pad(TREE.paths[nodes], ((0, 0), (1, 0))), 0)
@@ -151,30 +145,6 @@ def test_several_calls_are_one_call(target):
   path, count = np.array([[0, 1, 4, 6], [0, 2, 5, 0], [0, 0, 0, 0]]), np.array([4, 2, 0])
   for a, b in zip(_slots(_commit(cache, path, count)), _slots(_commit(whole, path, count))):
     np.testing.assert_allclose(a, b, atol=TOLERANCE, rtol=0)
-
-
-def test_batched_mask_is_the_rows_mask(target):
-  rng = np.random.default_rng(4)
-  lengths = np.array([8, 3, 1])
-  cache = _prefill(target, rng.integers(0, 17, (3, 8)), lengths)
-  tokens = rng.integers(0, 17, (3, 7))
-  mask = jnp.broadcast_to(jnp.asarray(TREE.ancestors), (3, 7, 7))
-  output = jax.jit(Model.apply)(target, tokens, lengths[:, None] + TREE.depths, mask, cache)
-  np.testing.assert_allclose(output.logits, _forward(target, tokens, lengths, cache)[0], atol=TOLERANCE, rtol=0)
-
-
-def test_positions_follow_depth_not_slot(target):
-  """Equal siblings, and equal paths below them, score alike wherever they are stored."""
-  rng = np.random.default_rng(5)
-  tree_tokens = np.array([[4, 9, 9, 2, 7, 2, 5]])  # nodes 1, 2 equal; 3 under 1 and 5 under 2 equal
-  cache = _prefill(target, np.tile(rng.integers(0, 17, 8), (3, 1)), np.array([5, 5, 5]))
-  logits, _ = _forward(target, np.tile(tree_tokens, (3, 1)), np.array([5, 5, 5]), cache)
-  np.testing.assert_allclose(logits[0, 1], logits[0, 2], atol=TOLERANCE, rtol=0)
-  np.testing.assert_allclose(logits[0, 3], logits[0, 5], atol=TOLERANCE, rtol=0)
-  assert np.abs(logits[0, 3] - logits[0, 4]).max() > 0.1
-  # The same token at another depth does not: positions count.
-  moved, _ = _forward(target, np.tile(tree_tokens, (3, 1)), np.array([5, 6, 9]), cache)
-  assert np.abs(moved[0] - moved[2]).max() > 1e-3
 
 
 def _numbered_cache(lengths, size, num_pending):
@@ -243,10 +213,10 @@ def test_bfloat16_follows_float32(target):
 @pytest.mark.usefixtures('products_of_xla')
 def test_a_model_for_decoding_has_the_same_logits(target, num_tokens, dtype, tolerance, monkeypatch):
   monkeypatch.setattr(products, 'LARGE', 1)
-  monkeypatch.setattr(processor, 'multiplies_bfloat16', lambda: True)
+  monkeypatch.setattr(products, 'multiplies_bfloat16', lambda: True)
   config = dataclasses.replace(transformer.config_of(target), dtype=dtype)
   plain = transformer.transformer_model(target.params, config)
-  fast = transformer.for_decoding(plain)
+  fast = plain.for_decoding()
   tokens = jax.random.randint(jax.random.key(0), (1, num_tokens), 0, 17)
   positions, mask = jnp.arange(num_tokens)[None], jnp.tril(jnp.ones((num_tokens, num_tokens), bool))
 
@@ -262,37 +232,28 @@ def test_a_model_for_decoding_has_the_same_logits(target, num_tokens, dtype, tol
 
 
 def test_a_model_for_decoding_is_so_already(target, monkeypatch):
-  assert transformer.for_decoding(target) is target  # its kernels are small
+  assert target.for_decoding() is target  # its kernels are small
   monkeypatch.setattr(products, 'LARGE', 1)
-  fast = transformer.for_decoding(target)
-  assert transformer.for_decoding(fast) is fast
+  fast = target.for_decoding()
+  assert fast.for_decoding() is fast
   with pytest.raises(ValueError, match='not a model made by transformer_model'):
-    transformer.for_decoding(table.table_model(jnp.zeros((3, 3))))
+    transformer.config_of(table.table_model(jnp.zeros((3, 3))))
 
 
 def test_model_is_a_pytree_of_its_params(target):
   leaves, structure = jax.tree.flatten(target)
   assert len(leaves) == len(jax.tree.leaves(target.params))
   assert all(a is b for a, b in zip(leaves, jax.tree.leaves(target.params)))
-  same = transformer.transformer_model(target.params, transformer.config_of(target))
+  same = transformer.transformer_model(jax.tree.map(lambda x: x + 1, target.params), transformer.config_of(target))
   assert jax.tree.structure(same) == structure
-  assert hash(jax.tree.structure(same)) == hash(structure)  # equal models share compiled programs
+  traces = []
+  count = jax.jit(lambda model: traces.append(1))
+  count(target)
+  count(same)
+  assert len(traces) == 1  # equal models share compiled programs
   doubled = jax.tree.map(lambda x: 2 * x, target)
   assert doubled.apply_fn is target.apply_fn
   assert doubled.vocab_size == 17
-
-
-def test_equal_models_compile_once(target):
-  traces = []
-
-  @jax.jit
-  def scaled(model):
-    traces.append(1)
-    return jax.tree.map(jnp.sum, model.params)
-
-  scaled(target)
-  scaled(transformer.transformer_model(jax.tree.map(lambda x: x + 1, target.params), transformer.config_of(target)))
-  assert len(traces) == 1
 
 
 def test_features_are_those_of_their_layers(target):
@@ -397,18 +358,13 @@ def test_config_is_validated(change, message):
     TransformerConfig(**{**sizes, **change})
 
 
-def test_config_of_refuses_other_models():
-  with pytest.raises(ValueError, match='transformer_model'):
-    transformer.config_of(table.table_model(jnp.zeros((3, 3))))
-
-
 def test_table_model():
   log_probs = jax.random.normal(jax.random.key(0), (5, 5))
   model = table.table_model(log_probs)
   cache, _ = model.prefill(jnp.array([[1, 2, 3], [4, 0, 0]]), jnp.array([3, 1]), model.init_cache_fn(2, 9))
   output = model.apply(jnp.array([[3, 1], [0, 4]]), jnp.zeros((2, 2), jnp.int32), jnp.eye(2, dtype=bool), cache)
   np.testing.assert_array_equal(output.logits, log_probs[jnp.array([[3, 1], [0, 4]])])
-  np.testing.assert_array_equal(model.commit_fn(output.cache, None, jnp.array([2, 0])).lengths, [5, 1])
+  np.testing.assert_array_equal(model.commit_fn(output.cache, None, jnp.array([2, 0])), [5, 1])
   for wrong, message in (
     (jnp.zeros((3, 4)), r'\[V, V\]'),
     (jnp.zeros((0, 3, 3)), r'\[T, V, V\]'),
@@ -432,23 +388,60 @@ def test_table_model_of_positions():
   np.testing.assert_array_equal(output.logits[0], [log_probs[0, 3], log_probs[2, 1], log_probs[2, 2]])
 
 
-@pytest.mark.parametrize('num_tokens', [5, 128, 130, 300])
-def test_causal_attention_in_blocks_is_that_of_all_tokens(num_tokens):
-  keys = jax.random.split(jax.random.key(0), 3)
-  query = jax.random.normal(keys[0], (2, num_tokens, 2, 8))
-  new_keys = jax.random.normal(keys[1], (2, 2, 8, num_tokens))
-  values = jax.random.normal(keys[2], (2, 2, num_tokens, 8))
-  places = jnp.arange(num_tokens)
-  document = places >= 3  # two documents
-  mask = jnp.broadcast_to(
-    (places[:, None] >= places) & (document[:, None] == document), (2, num_tokens, num_tokens)
+# Pairs whose vocabularies are padded to different sizes: one size, and still the target's distribution.
+_PROBS = np.random.default_rng(0).dirichlet(np.ones(5), 5)
+
+
+def _draft(vocab_size):
+  return table.table_model(np.log(np.random.default_rng(1).dirichlet(np.ones(vocab_size), vocab_size)).astype('f4'))
+
+
+@pytest.mark.parametrize('own_size', [slow(3), 7])
+def test_the_output_has_the_distribution_of_the_target(own_size):
+  """The draft never guesses some tokens that the target emits and that it then reads; or knows more than can occur."""
+  target = table.table_model(jnp.log(_PROBS.astype('f4')))
+  draft = _draft(own_size).with_vocab_size(5)
+  counts = sample_counts(
+    jax.random.key(own_size), target, draft, [2],
+    method='speculative', tree=TokenTree.chains(1, 1),
+    num_tokens=2, num_samples=20_000, batch_size=20_000,
   )  # fmt: skip
+  law = _PROBS[2][:, None] * _PROBS
+  assert chi_square(counts.reshape(-1), law.reshape(-1)).p_value > 1e-4
+  if own_size < 5:
+    assert counts[own_size:].sum() > 1000
 
-  def loss(attend):
-    return lambda *arrays: jnp.sum(jnp.sin(attend(*arrays, mask)))
 
-  found, expected = (
-    jax.jit(jax.value_and_grad(loss(attend), (0, 1, 2)))(query, new_keys, values)
-    for attend in (attention.attend_causally, attention.attend)
-  )
-  jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5), found, expected)
+@jax.jit
+def _outputs(model, tokens):
+  """Logits, hidden states, the logits that the output head makes of them, and what enters block 0."""
+  positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+  causal = jnp.tril(jnp.ones((tokens.shape[1],) * 2, bool))
+  output = model.with_features((0, -1)).apply(tokens, positions, causal, model.init_cache_fn(len(tokens), 8))
+  unembedded = model.unembed_fn(model.params, output.features[:, :, 1])
+  return output.logits, output.features, unembedded, model.embed_fn(model.params, tokens)
+
+
+@pytest.mark.parametrize('added', [3, -2])
+def test_all_functions_have_the_new_size(target, added):
+  size = target.vocab_size
+  model = target.with_vocab_size(size + added)
+  assert model.vocab_size == size + added
+  assert target.with_vocab_size(size + added).apply_fn is model.apply_fn  # equal models share programs
+  tokens = jnp.array([[3, 0, 14, 1]])
+  plain, kept = _outputs(target, tokens), min(size, size + added)
+  read = tokens.at[0, 1].set(size + added - 1) if added > 0 else tokens  # an id that the model lacks is read as 0
+  logits, features, unembedded, embedded = _outputs(model, read)
+  for found in (logits, unembedded):
+    assert found.shape == (*tokens.shape, size + added)
+    np.testing.assert_allclose(found[..., :kept], plain[0][..., :kept], atol=1e-5)
+    assert (np.asarray(found[..., kept:]) == -np.inf).all()
+    assert (np.asarray(jax.nn.softmax(found))[..., kept:] == 0).all()
+  np.testing.assert_allclose(features, plain[1], atol=1e-5)
+  np.testing.assert_array_equal(embedded, plain[3])
+
+
+def test_the_same_size_is_the_same_model(target):
+  assert target.with_vocab_size(target.vocab_size) is target
+  with pytest.raises(ValueError, match='vocab_size must be a positive int, got 0'):
+    target.with_vocab_size(0)

@@ -13,7 +13,7 @@ from spectr_jax.couplings import Race
 from spectr_jax.engine.trace import make_judge, trace_decode
 from spectr_jax.models import table
 from spectr_jax.verifiers import Verifier, Walk
-from tests.slow import slow
+from tests.slow import slow, slow_but
 
 V, ROWS = 6, 256
 _WIDE = TokenTree.prefix((3, 1, 2))
@@ -101,11 +101,7 @@ def _spelled(tree, tokens, node):
 
 # One of each kind of verifier by default.
 _QUICK = ('spectr', 'block', 'ersd')
-_RECORDED = [
-  pytest.param(name, marks=() if name in _QUICK else pytest.mark.slow)
-  for name, method in METHODS.items()
-  if method.max_drafts != 0
-]
+_RECORDED = slow_but(_QUICK, [name for name, method in METHODS.items() if method.max_drafts != 0])
 
 
 @pytest.mark.parametrize('name', _RECORDED)

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, AxisType
 from scipy import stats
 
 from spectr_jax.kernels import blocks
-from spectr_jax.kernels.dispatch import made_for
+from spectr_jax.kernels.dispatch import tracing_for
 from spectr_jax.kernels.draws import draw_several
 from spectr_jax.proposal import Independent
 from spectr_jax.sampling import SamplingParams, arrivals, draw, first_arrival, logits_to_probs, positive_part_or
@@ -123,7 +123,7 @@ def test_filters_of_accelerators_keep_what_a_cpu_keeps(platform):
   sampling = SamplingParams.make(
     20, top_k=np.arange(20) * 7 % 60, top_p=np.linspace(0.05, 1, 20), min_p=np.where(np.arange(20) % 3, 0, 0.1)
   )
-  with made_for(platform):
+  with tracing_for(platform):
     found = jax.jit(logits_to_probs)(logits, sampling)
   expected = _to_probs(logits, sampling)
   np.testing.assert_array_equal(found > 0, expected > 0)
@@ -298,7 +298,7 @@ def test_greedy_rows_are_the_same_in_the_forms_for_accelerators(temperature, pla
   logits = jnp.asarray(_logits(10, vocab_size=640, ties=True), jnp.float32)[:, None]
   logits = logits.at[4, 0, 7].set(jnp.nan).at[5, 0, 8].set(jnp.inf)
   sampling = SamplingParams.make(6, temperature=np.array(temperature))
-  with made_for(platform):
+  with tracing_for(platform):
     found = jax.jit(logits_to_probs)(logits, sampling)
     program = str(jax.make_jaxpr(logits_to_probs)(logits, sampling))
   assert ('cond[' in program) == (platform == 'tpu')

@@ -292,26 +292,24 @@ def test_prove_refuses(options, message):
 
 
 @dataclasses.dataclass(frozen=True)
-class Reshaped(Coupling):
-  """`Maximal` with one field of its outcome in another shape."""
+class _Reshaping:
+  """Changes one field of what a rule returns."""
 
   field: str
   change: Any
+
+  def __call__(self, *position):
+    found = self.rule(*position)
+    return dataclasses.replace(found, **{self.field: self.change(getattr(found, self.field))})
+
+
+class Reshaped(_Reshaping, Coupling):
+  rule = Maximal()
   proposal_rules = (Independent,)
 
-  def __call__(self, *position):
-    outcome = Maximal()(*position)
-    return dataclasses.replace(outcome, **{self.field: self.change(getattr(outcome, self.field))})
 
-
-@dataclasses.dataclass(frozen=True)
-class ReshapedPick(Selection):
-  field: str
-  change: Any
-
-  def __call__(self, *position):
-    pick = SingleDraft()(*position)
-    return dataclasses.replace(pick, **{self.field: self.change(getattr(pick, self.field))})
+class ReshapedPick(_Reshaping, Selection):
+  rule = SingleDraft()
 
 
 class ReturnsTuple(Maximal):
@@ -346,7 +344,7 @@ class ReshapedRule(Independent):
 
 
 @pytest.mark.parametrize(
-  ('verifier', 'message'),
+  ('part', 'message'),
   [
     (Walk(Reshaped('accept_probs', jnp.sum)), r'Reshaped must return Outcome with accept_probs \[1\], got \[\]'),
     (Walk(Reshaped('accept_probs', jnp.mean)), r'accept_probs \[1\], got \[\]'),
@@ -361,20 +359,16 @@ class ReshapedRule(Independent):
     (ReshapedVerifier(Maximal(), what='state'), r'ReshapedVerifier.verify must return a state of the shapes \(\)'),
     (ReshapedVerifier(Maximal(), what='advance'), r'ReshapedVerifier.advance must return a state of the shapes \(\)'),
     (ReshapedVerifier(Maximal(), what='law'), r'ReshapedVerifier.law must return an array \[4, 11\], got \[11\]'),
+    (ReshapedRule(), r'ReshapedRule must return an array \[1\], got \[2'),
   ],
 )
-def test_shapes_are_refused_before_any_proof(verifier, message, monkeypatch):
-  for part in ('enumeration_error', 'sample_counts', 'engine_counts'):
-    monkeypatch.setattr(f'spectr_jax.testing.proof.{part}', None)  # never called
+def test_shapes_are_refused_before_any_proof(part, message, monkeypatch):
+  for name in ('enumeration_error', 'sample_counts', 'engine_counts'):
+    monkeypatch.setattr(f'spectr_jax.testing.proof.{name}', None)  # never called
+  is_rule = isinstance(part, ReshapedRule)
+  method = dataclasses.replace(_method(Walk(Maximal())), proposal_rule=part) if is_rule else _method(part)
   with pytest.raises(ValueError, match=f'^tested raised in part shapes: ValueError: .*{message}'):
-    prove(_method(verifier))
-
-
-def test_a_rule_of_another_shape_is_refused():
-  with pytest.raises(
-    ValueError, match=r'tested raised in part shapes: .*ReshapedRule must return an array \[1\], got \[2'
-  ):
-    prove(Method('tested', Walk(Maximal()), ReshapedRule(), is_lossless=True, source='test', max_drafts=1))
+    prove(method)
 
 
 def test_a_coupling_of_another_shape_is_refused_where_it_decides():

@@ -5,6 +5,7 @@ import json
 import jax
 import numpy as np
 import tokenizers
+from safetensors.numpy import save_file
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from spectr_jax.io.hub import sources
@@ -81,3 +82,48 @@ def tensors_of(spec):
     source = sources.source_of(path, leaf.shape, family, config, {family.prefix})
     tensors[source.name] = random_array(*source.shape)
   return tensors
+
+
+def write_model(folder, spec, arrays=None, num_files=1):
+  """Writes the weights of a folder and its `config.json`, a JSON value or a text.
+
+  Args:
+    folder: The folder.
+    spec: The content of `config.json`.
+    arrays: Tensors by name; None for random ones.
+    num_files: Files to spread them over.
+  """
+  folder.mkdir(exist_ok=True)
+  (folder / 'config.json').write_text(spec if isinstance(spec, str) else json.dumps(spec))
+  tensors = {
+    key: np.ascontiguousarray(array) for key, array in (tensors_of(spec) if arrays is None else arrays).items()
+  }
+  if num_files == 1:
+    save_file(tensors, folder / 'model.safetensors')
+    return folder
+  weight_map = {name: f'model-{i % num_files}.safetensors' for i, name in enumerate(tensors)}
+  for file in set(weight_map.values()):
+    save_file({name: tensors[name] for name in tensors if weight_map[name] == file}, folder / file)
+  (folder / 'model.safetensors.index.json').write_text(json.dumps({'weight_map': weight_map}))
+  return folder
+
+
+class Recorded:
+  """Tensors in memory that record the size of everything that is read."""
+
+  def __init__(self, tensors):
+    self.tensors, self.reads = tensors, []
+
+  def names(self):
+    return set(self.tensors)
+
+  def shape(self, name):
+    return self.tensors[name].shape
+
+  def dtype(self, name):
+    return self.tensors[name].dtype
+
+  def read(self, name, index):
+    part = self.tensors[name][index].copy()
+    self.reads.append((name, part.size))
+    return part

@@ -47,6 +47,32 @@ def pair():
   }
 
 
+def _small(pair, **sizes):
+  """The pair with other sizes."""
+  return {role: dataclasses.replace(config, **sizes) for role, config in pair.items()}
+
+
+def _analyse(chips, method, tree, pair, *, mesh, rows, prompt_length=32, max_new_tokens=32, is_draft_divided=False):
+  """The report of a program, also shown."""
+  report = decode_aot.analyse(
+    DecodeSharding(make_mesh(mesh, chips), is_draft_divided=is_draft_divided), method, tree, **pair,
+    batch_size=rows, prompt_length=prompt_length, max_new_tokens=max_new_tokens,
+  )  # fmt: skip
+  print(f'\n{method}, {rows} rows, {mesh}\n' + decode_aot.describe(report, (3.0,)))
+  return report
+
+
+def _compile_round(chips, pair, method, tree, filters):
+  """The text of the program of the loop, for two rows on each of eight devices."""
+  decoder = Decoder.make(
+    *(decode_aot.abstract_model(pair[role]) for role in ('target', 'draft')),
+    method=method, tree=tree, max_new_tokens=32, cache_size=64,
+    sharding=DecodeSharding(make_mesh(_MESH, chips)),
+  )  # fmt: skip
+  return compile_decode(decoder, batch_size=16, prompt_length=32, filters=filters).as_text()
+
+
+_MESH = {'data': 8, 'model': 2}
 _COMPILE = """
 import jax, numpy as np
 from spectr_jax.aot.tpu_slices import describe_topology
@@ -71,11 +97,8 @@ def test_programs_that_cannot_be_read_back_are_not_kept(tmp_path):
 
 
 def test_the_pair_of_the_paper_decodes_on_one_chip(chips, pair):
-  report = decode_aot.analyse(
-    DecodeSharding(make_mesh({}, chips[:1])), 'spectr', TokenTree.chains(8, 8), **pair,
-    batch_size=8, prompt_length=128, max_new_tokens=128,
-  )  # fmt: skip
-  print('\nspectr, K = 8, L = 8, 8 rows, one v5e\n' + decode_aot.describe(report, (3.0,)))
+  options = {'mesh': {}, 'rows': 8, 'prompt_length': 128, 'max_new_tokens': 128}
+  report = _analyse(chips[:1], 'spectr', TokenTree.chains(8, 8), pair, **options)
   weights = 2 * (pair['target'].num_params + pair['draft'].num_params)
   assert weights < report.memory.arguments < 2 * weights
   # All of the state that comes out stands where it went in.
@@ -94,11 +117,8 @@ def test_the_pair_of_the_paper_decodes_on_one_chip(chips, pair):
 @pytest.mark.parametrize(('method', 'tree'), [('autoregressive', TokenTree()), ('speculative', TokenTree.chains(1, 4))])
 @pytest.mark.parametrize(('rows', 'is_draft_divided'), [(16, False), (32, False), (32, True)])
 def test_decoding_compiles_for_a_slice(chips, pair, method, tree, rows, is_draft_divided):
-  small = dict(vocab_size=4096, embed_dim=256, num_layers=1, num_heads=4, mlp_dim=256)
-  small = {role: dataclasses.replace(config, **small) for role, config in pair.items()}
-  sharding = DecodeSharding(make_mesh({'data': 8, 'model': 2}, chips), is_draft_divided=is_draft_divided)
-  report = decode_aot.analyse(sharding, method, tree, **small, batch_size=rows, prompt_length=32, max_new_tokens=32)
-  print(f'\n{method}, small\n' + decode_aot.describe(report, (2.0,)))
+  small = _small(pair, vocab_size=4096, embed_dim=256, num_layers=1, num_heads=4, mlp_dim=256)
+  report = _analyse(chips, method, tree, small, mesh=_MESH, rows=rows, is_draft_divided=is_draft_divided)
   # Half of the matrices, a whole draft, and a little for everything else.
   weights = 2 * small['target'].num_params * (1 if method == 'autoregressive' else 2 if is_draft_divided else 3) / 2
   assert weights < report.memory.arguments < 1.3 * weights + 2**19
@@ -112,36 +132,25 @@ def test_decoding_compiles_for_a_slice(chips, pair, method, tree, rows, is_draft
 
 def test_a_row_of_its_own_is_computed_on_the_matrix_units(chips, pair):
   """One row per device, of eight in all: nothing takes much longer than for two rows per device."""
-  sharding = DecodeSharding(make_mesh({'data': 8, 'model': 2}, chips))
-  one, two = (
-    decode_aot.analyse(
-      sharding, 'autoregressive', TokenTree(), **pair, batch_size=rows, prompt_length=32, max_new_tokens=32
-    )
-    for rows in (8, 16)
-  )
+  one, two = (_analyse(chips, 'autoregressive', TokenTree(), pair, mesh=_MESH, rows=rows) for rows in (8, 16))
   assert one.cost.cycles < 1.1 * two.cost.cycles
   # On the vector units products would take most of 1.2 million cycles.
   assert one.cost.cycles < 0.7e6
 
 
 def test_caches_are_neither_copied_nor_padded(chips, pair):
-  small = dict(vocab_size=4096, num_layers=2, mlp_dim=256)
-  small = {role: dataclasses.replace(config, **small) for role, config in pair.items()}
-  options = {'batch_size': 64, 'prompt_length': 4096, 'max_new_tokens': 128}
-  sharding = DecodeSharding(make_mesh({'data': 8, 'model': 2}, chips))
-  report = decode_aot.analyse(sharding, 'speculative', TokenTree.chains(1, 4), **small, **options)
-  print('\nspeculative, room for 4224 tokens\n' + decode_aot.describe(report, (2.0,)))
+  small = _small(pair, vocab_size=4096, num_layers=2, mlp_dim=256)
+  options = {'mesh': _MESH, 'rows': 64, 'prompt_length': 4096, 'max_new_tokens': 128}
+  report = _analyse(chips, 'speculative', TokenTree.chains(1, 4), small, **options)
   per_layer = [2 * 2 * 8 * 4224 * width for width in (pair['target'].embed_dim // 2, pair['draft'].embed_dim)]
   assert report.memory.temporaries < 2 * sum(per_layer)
   assert report.memory.arguments > 2 * sum(per_layer)
 
 
 def test_decoding_that_does_not_fit_is_refused(chips, pair):
-  sharding = DecodeSharding(make_mesh({'data': -1}, chips))
+  options = {'mesh': {'data': -1}, 'rows': 2**13, 'prompt_length': 4096, 'max_new_tokens': 4096}
   with pytest.raises(ValueError, match='does not fit .*fewer rows'):
-    decode_aot.analyse(
-      sharding, 'speculative', TokenTree.chains(1, 4), **pair, batch_size=2**13, prompt_length=4096, max_new_tokens=4096
-    )
+    _analyse(chips, 'speculative', TokenTree.chains(1, 4), pair, **options)
 
 
 def _moved_sizes(program, kinds='all-gather|all-to-all|collective-permute'):
@@ -153,12 +162,7 @@ def _moved_sizes(program, kinds='all-gather|all-to-all|collective-permute'):
 @pytest.mark.parametrize('filters', [(), ('top_k', 'top_p', 'min_p')])
 def test_no_device_holds_all_laws_whole(chips, pair, filters):
   """Divided over `model`, laws are not gathered. To filter them, each device gets some of the rows whole."""
-  decoder = Decoder.make(
-    *(decode_aot.abstract_model(dataclasses.replace(pair[role], num_layers=1)) for role in ('target', 'draft')),
-    method='spectr', tree=TokenTree.chains(2, 2), max_new_tokens=32, cache_size=64,
-    sharding=DecodeSharding(make_mesh({'data': 8, 'model': 2}, chips)),
-  )  # fmt: skip
-  program = compile_decode(decoder, batch_size=16, prompt_length=32, filters=filters).as_text()
+  program = _compile_round(chips, _small(pair, num_layers=1), 'spectr', TokenTree.chains(2, 2), filters)
   # The laws of two rows have 2 x 5 x 32000 numbers.
   assert max(_moved_sizes(program, 'all-gather|collective-permute')) < 32000
   sent = _moved_sizes(program, 'all-to-all')
@@ -181,13 +185,8 @@ _OF_FILTERS = {'keep_in_rows', 'find_in_rows'}
 )
 def test_a_round_runs_its_kernels(chips, pair, method, filters, own):
   """What does not fit a kernel takes its plain form, which is right and slow: only the program shows it."""
-  small = dict(vocab_size=4096, num_layers=1, mlp_dim=256)
-  decoder = Decoder.make(
-    *(decode_aot.abstract_model(dataclasses.replace(pair[role], **small)) for role in ('target', 'draft')),
-    method=method, tree=TokenTree.chains(8, 2), max_new_tokens=32, cache_size=64,
-    sharding=DecodeSharding(make_mesh({'data': 8, 'model': 2}, chips)),
-  )  # fmt: skip
-  program = compile_decode(decoder, batch_size=16, prompt_length=32, filters=filters).as_text()
+  small = _small(pair, vocab_size=4096, num_layers=1, mlp_dim=256)
+  program = _compile_round(chips, small, method, TokenTree.chains(8, 2), filters)
   names = re.findall(r'%([a-z_]+)[.\d]* = [^\n]*custom_call_target="tpu_custom_call"', program)
   assert set(names) == _OF_ALL | own
 

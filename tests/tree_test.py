@@ -29,46 +29,41 @@ def test_chains(num_drafts, draft_length, parents):
   assert tree.is_chain == (num_drafts == 1)
 
 
-def test_arrays_of_chains():
-  np.testing.assert_array_equal(CHAINS.parent_of, [0, 0, 0, 1, 2, 3, 4])
-  np.testing.assert_array_equal(CHAINS.depths, [0, 1, 1, 2, 2, 3, 3])
-  np.testing.assert_array_equal(CHAINS.num_children, [2, 1, 1, 1, 1, 0, 0])
-  np.testing.assert_array_equal(CHAINS.first_child[:5], [1, 3, 4, 5, 6])
-  np.testing.assert_array_equal(
-    CHAINS.paths, [[-1, -1, -1], [1, -1, -1], [2, -1, -1], [1, 3, -1], [2, 4, -1], [1, 3, 5], [2, 4, 6]]
-  )
-  np.testing.assert_array_equal(CHAINS.levels, [[0, -1], [1, 2], [3, 4], [5, 6], [-1, -1]])
-  np.testing.assert_array_equal(CHAINS.parent_nodes, [0, 1, 2, 3, 4])
-  np.testing.assert_array_equal(CHAINS.law_index, [0, 1, 2, 3, 4, -1, -1])
-
-
-def test_arrays_of_an_unequal_tree():
-  assert (UNEQUAL.num_nodes, UNEQUAL.max_depth, UNEQUAL.is_chain) == (6, 3, False)
-  np.testing.assert_array_equal(UNEQUAL.parent_of, [0, 0, 0, 1, 1, 2, 4])
-  np.testing.assert_array_equal(UNEQUAL.depths, [0, 1, 1, 2, 2, 2, 3])
-  np.testing.assert_array_equal(UNEQUAL.num_children, [2, 2, 1, 0, 1, 0, 0])
-  np.testing.assert_array_equal(UNEQUAL.first_child[[0, 1, 2, 4]], [1, 3, 5, 6])
-  np.testing.assert_array_equal(
-    UNEQUAL.paths, [[-1, -1, -1], [1, -1, -1], [2, -1, -1], [1, 3, -1], [1, 4, -1], [2, 5, -1], [1, 4, 6]]
-  )
-  np.testing.assert_array_equal(UNEQUAL.levels, [[0, -1, -1], [1, 2, -1], [3, 4, 5], [6, -1, -1], [-1, -1, -1]])
-  np.testing.assert_array_equal(UNEQUAL.parent_nodes, [0, 1, 2, 4])
-  np.testing.assert_array_equal(UNEQUAL.law_index, [0, 1, 2, -1, 3, -1, -1])
-  np.testing.assert_array_equal(
-    UNEQUAL.ancestors,
-    np.array(
-      [
-        [1, 0, 0, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0, 0, 0],
-        [1, 0, 1, 0, 0, 0, 0],
-        [1, 1, 0, 1, 0, 0, 0],
-        [1, 1, 0, 0, 1, 0, 0],
-        [1, 0, 1, 0, 0, 1, 0],
-        [1, 1, 0, 0, 1, 0, 1],
+@pytest.mark.parametrize(
+  ('tree', 'arrays'),
+  [
+    (CHAINS, {
+      'parent_of': [0, 0, 0, 1, 2, 3, 4],
+      'depths': [0, 1, 1, 2, 2, 3, 3],
+      'num_children': [2, 1, 1, 1, 1, 0, 0],
+      'paths': [[-1, -1, -1], [1, -1, -1], [2, -1, -1], [1, 3, -1], [2, 4, -1], [1, 3, 5], [2, 4, 6]],
+      'levels': [[0, -1], [1, 2], [3, 4], [5, 6], [-1, -1]],
+      'parent_nodes': [0, 1, 2, 3, 4],
+      'law_index': [0, 1, 2, 3, 4, -1, -1],
+    }),
+    (UNEQUAL, {
+      'parent_of': [0, 0, 0, 1, 1, 2, 4],
+      'depths': [0, 1, 1, 2, 2, 2, 3],
+      'num_children': [2, 2, 1, 0, 1, 0, 0],
+      'paths': [[-1, -1, -1], [1, -1, -1], [2, -1, -1], [1, 3, -1], [1, 4, -1], [2, 5, -1], [1, 4, 6]],
+      'levels': [[0, -1, -1], [1, 2, -1], [3, 4, 5], [6, -1, -1], [-1, -1, -1]],
+      'parent_nodes': [0, 1, 2, 4],
+      'law_index': [0, 1, 2, -1, 3, -1, -1],
+      'ancestors': [
+        [1, 0, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0, 0], [1, 0, 1, 0, 0, 0, 0], [1, 1, 0, 1, 0, 0, 0],
+        [1, 1, 0, 0, 1, 0, 0], [1, 0, 1, 0, 0, 1, 0], [1, 1, 0, 0, 1, 0, 1],
       ],
-      bool,
-    ),
-  )
+    }),
+  ],
+  ids=['chains', 'unequal'],
+)  # fmt: skip
+def test_arrays_by_hand(tree, arrays):
+  assert (tree.num_nodes, tree.max_depth, tree.is_chain) == (6, 3, False)
+  for name, expected in arrays.items():
+    np.testing.assert_array_equal(getattr(tree, name), expected, err_msg=name)
+  assert tree.ancestors.dtype == bool
+  parents = np.flatnonzero(tree.num_children)
+  np.testing.assert_array_equal(tree.first_child[parents], [tree.parents.index(node) + 1 for node in parents])
 
 
 def test_empty_tree():
@@ -98,28 +93,6 @@ def test_arrays_agree_on_random_trees():
       first, count = int(tree.first_child[node]), int(tree.num_children[node])
       assert children.tolist() == list(range(first, first + count)) if count else not children.size
     assert sorted(tree.levels[tree.levels >= 0].tolist()) == list(range(13))
-
-
-@pytest.mark.parametrize(
-  'parents',
-  [
-    (1,),  # its own parent
-    (0, 2),
-    (-1,),
-    (0, 1, 0),  # not breadth first
-    (0, 0, 2, 1),
-    (0, 3, 3, 3),
-  ],
-)
-def test_wrong_parents_are_refused(parents):
-  with pytest.raises(ValueError, match='breadth first'):
-    TokenTree(parents)
-
-
-@pytest.mark.parametrize(('num_drafts', 'draft_length'), [(0, 1), (1, 0), (-1, 3)])
-def test_empty_chains_are_refused(num_drafts, draft_length):
-  with pytest.raises(ValueError, match='must be at least 1'):
-    TokenTree.chains(num_drafts, draft_length)
 
 
 def test_trees_are_static_arguments():
@@ -185,22 +158,6 @@ def test_from_parents_undoes_any_numbering():
 
 
 @pytest.mark.parametrize(
-  ('parents', 'message'),
-  [
-    ((1,), 'node 1 must be between 0 and 0, got 1'),
-    ((0, 0, 4, 0), 'node 3 must be between 0 and 2, got 4'),
-    ((0, -1), 'node 2 must be between 0 and 1, got -1'),
-    ((0, 1.0), 'must be an integer, got 1.0'),
-    ((0, None), 'must be an integer, got None'),
-    ('01', "must be an integer, got '0'"),
-  ],
-)
-def test_from_wrong_parents(parents, message):
-  with pytest.raises(ValueError, match=message):
-    TokenTree.from_parents(parents)
-
-
-@pytest.mark.parametrize(
   ('factors', 'parents'),
   [
     ((1,), (0,)),
@@ -215,34 +172,15 @@ def test_prefix(factors, parents):
   assert TokenTree.prefix(factors).parents == parents
 
 
-@pytest.mark.parametrize('factors', [(4, 2, 2, 1), (1, 1, 1), (2, 3, 1, 2), (7,), (5, 1, 4)])
-def test_counts_of_prefix_trees(factors):
-  tree = TokenTree.prefix(factors)
-  widths = np.cumprod(factors)
-  np.testing.assert_array_equal(np.bincount(tree.depths), [1, *widths])
-  assert (tree.num_nodes, tree.max_depth) == (sum(widths), len(factors))
-  for depth, factor in enumerate(factors):
-    assert set(tree.num_children[tree.depths == depth].tolist()) == {factor}
-
-
-@pytest.mark.parametrize(('num_drafts', 'draft_length'), [(1, 1), (1, 5), (4, 1), (3, 4)])
-def test_chains_are_a_prefix_tree(num_drafts, draft_length):
-  assert TokenTree.prefix((num_drafts,) + (1,) * (draft_length - 1)) == TokenTree.chains(num_drafts, draft_length)
-
-
-@pytest.mark.parametrize(
-  ('factors', 'message'),
-  [
-    ((), 'at least one number'),
-    ((0,), 'at least 1, got 0'),
-    ((2, -1), 'at least 1, got -1'),
-    ((2, 2.0), 'must be an integer, got 2.0'),
-    ('2', "must be an integer, got '2'"),
-  ],
-)
-def test_wrong_factors(factors, message):
-  with pytest.raises(ValueError, match=message):
-    TokenTree.prefix(factors)
+def test_counts_of_prefix_trees():
+  for factors in ((4, 2, 2, 1), (1, 1, 1), (2, 3, 1, 2), (7,), (5, 1, 4)):
+    tree, widths = TokenTree.prefix(factors), np.cumprod(factors)
+    np.testing.assert_array_equal(np.bincount(tree.depths), [1, *widths])
+    assert (tree.num_nodes, tree.max_depth) == (sum(widths), len(factors))
+    for depth, factor in enumerate(factors):
+      assert set(tree.num_children[tree.depths == depth].tolist()) == {factor}
+  for num_drafts, length in ((1, 1), (1, 5), (4, 1), (3, 4)):
+    assert TokenTree.prefix((num_drafts,) + (1,) * (length - 1)) == TokenTree.chains(num_drafts, length)
 
 
 def test_specinfer():
@@ -256,10 +194,30 @@ def test_specinfer():
     assert [len(set(column)) for column in paths.T.tolist()] == [1, 1] + [3] * (draft_length - 2)
 
 
-@pytest.mark.parametrize('draft_length', [2, 0, -1, 3.0])
-def test_specinfer_too_short(draft_length):
-  with pytest.raises(ValueError, match='draft_length must be'):
-    TokenTree.specinfer(draft_length)
+@pytest.mark.parametrize(
+  ('make', 'arguments', 'message'),
+  [
+    (TokenTree, (1,), 'breadth first'),  # its own parent
+    *((TokenTree, parents, 'breadth first') for parents in ((0, 2), (-1,), (0, 1, 0), (0, 0, 2, 1), (0, 3, 3, 3))),
+    *((lambda sizes: TokenTree.chains(*sizes), sizes, 'must be at least 1') for sizes in ((0, 1), (1, 0), (-1, 3))),
+    (TokenTree.from_parents, (1,), 'node 1 must be between 0 and 0, got 1'),
+    (TokenTree.from_parents, (0, 0, 4, 0), 'node 3 must be between 0 and 2, got 4'),
+    (TokenTree.from_parents, (0, -1), 'node 2 must be between 0 and 1, got -1'),
+    (TokenTree.from_parents, (0, 1.0), 'must be an integer, got 1.0'),
+    (TokenTree.from_parents, (0, None), 'must be an integer, got None'),
+    (TokenTree.from_parents, '01', "must be an integer, got '0'"),
+    (TokenTree.prefix, (), 'at least one number'),
+    (TokenTree.prefix, (0,), 'at least 1, got 0'),
+    (TokenTree.prefix, (2, -1), 'at least 1, got -1'),
+    (TokenTree.prefix, (2, 2.0), 'must be an integer, got 2.0'),
+    (TokenTree.prefix, '2', "must be an integer, got '2'"),
+    *((TokenTree.specinfer, length, 'draft_length must be') for length in (2, 0, -1, 3.0)),
+    *((TokenTree.slots, widths, 'width') for widths in ((), (0,), (2, 1.5))),
+  ],
+)
+def test_what_is_no_tree_is_refused(make, arguments, message):
+  with pytest.raises(ValueError, match=message):
+    make(arguments)
 
 
 # Trees of rows.
@@ -302,6 +260,3 @@ def test_slots_bound_what_rows_may_grow():
   np.testing.assert_array_equal(row.law_index, [0, 1, -1, -1, 4, -1, -1, -1])
   np.testing.assert_array_equal(row.paths[6], [1, 4, 6])
   np.testing.assert_array_equal(np.flatnonzero(row.ancestors[6]), [0, 1, 4, 6])
-  for widths in ((), (0,), (2, 1.5)):
-    with pytest.raises(ValueError, match='width'):
-      TokenTree.slots(widths)

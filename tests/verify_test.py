@@ -9,7 +9,7 @@ import pytest
 
 import spectr_jax
 from spectr_jax import METHODS, TokenTree
-from spectr_jax.kernels.dispatch import made_for
+from spectr_jax.kernels.dispatch import tracing_for
 from spectr_jax.verify import decide_rows
 from tests import commands
 from tests.slow import slow_but
@@ -281,7 +281,7 @@ def test_only_the_form_of_the_platform_is_traced(monkeypatch):
 
   def engines(platform):
     monkeypatch.undo()
-    with made_for(platform):
+    with tracing_for(platform):
       return str(jax.make_jaxpr(lambda *x: spectr_jax.verify(x[0], _CHAINS, *x[1:]))(_keys(2), tokens, *laws))
 
   texts = {}

@@ -1,1 +1,5 @@
-"""The commands that train, which need the extra `train`."""
+"""Training of models and of drafts. `configs/` holds the experiments."""
+
+from common.extras import need
+
+need('train', 'absl', 'flax', 'ml_collections', 'optax', 'orbax', 'rich', 'tensorboardX', 'tokenizers')

@@ -12,8 +12,6 @@ takes `--collective_us` and the time of its bytes.
 
 from __future__ import annotations
 
-import train.needs  # noqa: F401  # isort: skip
-
 import dataclasses
 import json
 import time
@@ -25,12 +23,12 @@ from jax.sharding import Mesh
 from ml_collections import config_flags
 
 from common.output_files import OutputFiles
-from spectr_jax.aot.cost import COLLECTIVE_SECONDS, Program
-from spectr_jax.aot.hlo_report import Memory, ProgramReport
+from spectr_jax.aot.cost import COLLECTIVE_SECONDS
+from spectr_jax.aot.hlo_report import ProgramReport, measure
 from spectr_jax.aot.kernels import take_schedules
-from spectr_jax.aot.tpu_slices import chip_of, describe_topology
+from spectr_jax.aot.tpu_slices import describe_topology
 from spectr_jax.io.model_files import read_config
-from spectr_jax.kernels.dispatch import made_for
+from spectr_jax.kernels.dispatch import tracing_for
 from spectr_jax.models.transformer import init_params, transformer_model
 from spectr_jax.sharding import shardings
 from train import config_flag, plan
@@ -102,7 +100,7 @@ def compile_step(config, mesh: Mesh, *, unroll: bool = False) -> tuple[jax.stage
     sharding=batch_sharding(mesh),
   )
   start = time.perf_counter()
-  with made_for(mesh.devices.flat[0].platform):
+  with tracing_for(mesh):
     lowered = step.lower(state, rows, _teacher(config, mesh))
   try:
     compiled = lowered.compile()
@@ -120,10 +118,7 @@ def analyse(config, mesh: Mesh, *, collective_seconds: float = COLLECTIVE_SECOND
     collective_seconds: Time of a transfer between devices beside that of its bytes, in seconds.
   """
   compiled, seconds = compile_step(config, mesh)
-  chip, text = chip_of(mesh.devices.flat[0]), compiled.as_text()
-  kernels = take_schedules(text)
-  program = Program(text, chip, collective_seconds=collective_seconds, kernels=kernels)
-  parts = program.cost()
+  measured = measure(compiled, mesh, seconds, collective_seconds=collective_seconds)
   unrolled = compile_step(config, mesh, unroll=True)[0]
   take_schedules(unrolled.as_text())  # removes them, for the next program of this process
   model_config = check_config(config)
@@ -134,32 +129,25 @@ def analyse(config, mesh: Mesh, *, collective_seconds: float = COLLECTIVE_SECOND
     teacher_config = read_config(config.distill_from)
     flops += plan.forward_flops(teacher_config, *sizes)
     of_attention += plan.attention_flops(teacher_config, *sizes)
+  # The compiler counts no operations of kernels, which are those of attention.
+  has_kernels = 'tpu_custom_call' in compiled.as_text()
   return Report(
-    devices=mesh.size,
-    memory=Memory.of(compiled),
-    chip=chip,
-    # The compiler counts no operations of kernels, which are those of attention.
-    flops=unrolled.cost_analysis()['flops'] + (of_attention / mesh.size if kernels else 0),
+    **vars(measured),
+    flops=unrolled.cost_analysis()['flops'] + (of_attention / mesh.size if has_kernels else 0),
     closed_form_flops=flops / mesh.size,
-    parts=parts,
-    uncounted=tuple(sorted(program.uncounted)),
     tokens=config.batch_size * config.seq_len,
-    compile_seconds=seconds,
   )
 
 
 def describe(report: Report) -> str:
   """The report as lines of text."""
-  lines, seconds = report.memory.lines(report.chip), report.cost.seconds
-  lines += [
+  seconds = report.cost.seconds
+  return report.table(
     f'{"FLOPs":<12} {report.flops:12.4g} per device and step, {report.flops / report.closed_form_flops:.3f} of the'
     ' closed form',
     f'{"estimate":<12} {1e3 * seconds:12.1f} ms per step, {report.tokens / seconds:,.0f} tokens/s,'
     f" {report.utilisation:.0%} of the peak: by a replay of the compiler's schedule",
-    *report.part_lines(),
-    f'{"compile":<12} {report.compile_seconds:12.1f} s',
-  ]
-  return '\n'.join(lines)
+  )
 
 
 if __name__ == '__main__':

@@ -1,13 +1,21 @@
-"""Training checkpoints: the newest few are kept. A checkpoint is complete or absent, and has checksums of its files."""
+"""Training checkpoints: the newest few are kept. A checkpoint is complete or absent, and has checksums of its files.
+
+The checksums are a file within it, `checksums.json`, which is written before the checkpoint gets its name. So whatever
+has the name of a checkpoint has all of its files and their checksums.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import gc
+import hashlib
 import itertools
+import json
 import logging
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -18,8 +26,120 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from etils import epath
 
+from spectr_jax.io import foreign
+from spectr_jax.io.checksums import file_hash, files_below
 from spectr_jax.io.foreign import is_remote
-from train import sealed
+
+_CHECKSUMS = 'checksums.json'
+_MAX_STEP = 2**31 - 1
+# Orbax takes a folder whose name has this in it for a checkpoint that was never finished.
+_UNFINISHED = '.orbax-checkpoint-tmp'
+# Files of JSON, which are read whole and parsed; all others hold numbers and are read in parts.
+_JSON = re.compile(r'_CHECKPOINT_METADATA|[^/]+/(_METADATA|_sharding|array_metadatas/[^/]+|metrics)|checksums\.json')
+
+
+def _checksums(hashes: dict[str, str]) -> bytes:
+  """The file of checksums. It has one of itself, so that damage to it is not taken for damage to another file."""
+  own = hashlib.sha256(json.dumps(hashes, sort_keys=True).encode()).hexdigest()
+  return (json.dumps({'sha256': hashes, 'sha256_of_these': own}, indent=1, sort_keys=True) + '\n').encode()
+
+
+class _SealedPath(ocp.path.atomicity.AtomicRenameTemporaryPath):
+  """A checkpoint that is being written. Once it is complete its checksums are added, and then it gets its name."""
+
+  async def finalize(self) -> None:
+    """Gives the folder its name. Orbax calls this in a background thread of the first process."""
+    final = self._final_path
+    if not re.fullmatch(r'\d+', final.name):  # a part of a checkpoint, which has folders of its own
+      await super().finalize()
+      return
+    complete = final.parent / f'{final.name}{_UNFINISHED}-complete'
+    if complete.exists():  # of a process that was killed
+      complete.rmtree()
+    self._final_path = complete
+    try:
+      await super().finalize()
+    finally:
+      self._final_path = final
+    await asyncio.to_thread(self._seal, complete)
+    complete.rename(final)
+
+  @staticmethod
+  def _seal(folder: epath.Path) -> None:
+    (folder / _CHECKSUMS).write_bytes(_checksums({name: file_hash(folder / name) for name in files_below(folder)}))
+
+
+def check_files(checkpoint: epath.Path) -> bool:
+  """Compares the files of a checkpoint with its checksums. Nothing is checked of a remote one.
+
+  Returns:
+    Whether it has checksums; those of older versions of this program have none.
+
+  Raises:
+    ValueError: A file is missing, differs, has been added or cannot be read.
+  """
+  if is_remote(checkpoint):  # such storage has checksums of its own
+    return False
+  names = files_below(checkpoint)
+  for name in filter(_JSON.fullmatch, names):
+    foreign.parse_json(foreign.read_text(checkpoint / name, foreign.LARGE), name)
+  if _CHECKSUMS not in names:
+    return False
+  content = foreign.read_bytes(checkpoint / _CHECKSUMS, foreign.LARGE)
+  fields = {'sha256': foreign.map_of(foreign.TEXT)}
+  hashes = foreign.check_object(json.loads(content), fields, _CHECKSUMS).get('sha256') or {}
+  if content != _checksums(hashes) or _CHECKSUMS in hashes:
+    raise ValueError(f'{_CHECKSUMS} is not as it was written')
+  names.remove(_CHECKSUMS)
+  for name in sorted(hashes.keys() | set(names)):
+    if name not in names:
+      raise ValueError(f'{foreign.name_shown(name)} is missing')
+    if name not in hashes:
+      if not epath.Path(name).name.startswith('.'):  # which systems add
+        raise ValueError(f'{foreign.name_shown(name)} was not saved with it')
+    elif file_hash(checkpoint / name) != hashes[name]:
+      raise ValueError(f'{foreign.name_shown(name)} differs from its checksum')
+  return True
+
+
+def steps_in(folder: epath.Path) -> list[int]:
+  """The steps of the checkpoints in a folder, which need not exist, the newest first.
+
+  Raises:
+    ValueError: Something has the name of a checkpoint and is none. Orbax would delete it once there are newer ones, or
+      fail at its step. Or the folder is something else, or cannot be read.
+  """
+  if not is_remote(folder) and os.path.lexists(folder) and not os.path.isdir(folder):
+    raise ValueError(f'{folder} is not a folder')
+  try:
+    paths = sorted(folder.iterdir()) if folder.exists() else []
+  except OSError as error:
+    raise ValueError(f'cannot read {folder}: {error.strerror or error}') from error
+  steps = []
+  for path in paths:
+    if re.fullmatch(r'[0-9]+', path.name):
+      _check_checkpoint(path)
+      steps.append(int(path.name))
+    elif _UNFINISHED in path.name and (not path.is_dir() or (not is_remote(path) and os.path.islink(path))):
+      raise ValueError(f'{path} is no unfinished checkpoint: move it to another place')
+  return sorted(steps, reverse=True)
+
+
+def _check_checkpoint(path: epath.Path) -> None:
+  """Refuses what is no checkpoint, and what cannot be looked at without harm."""
+  if str(int(path.name[:20])) != path.name or int(path.name) > _MAX_STEP:
+    raise ValueError(f'{path.parent} holds {foreign.shown(path.name)}, which is no step: move it to another place')
+  if is_remote(path):
+    return
+  try:
+    files = files_below(path) if os.path.isdir(path) else []
+    for name in filter(_JSON.fullmatch, files):
+      if (size := os.path.getsize(path / name)) > foreign.LARGE:
+        raise ValueError(f'{name} has {size:,} bytes, where {foreign.LARGE:,} are the most')
+  except ValueError as error:
+    raise ValueError(f'checkpoint {path} is damaged ({error}): move it to another place') from error
+  if not {'_CHECKPOINT_METADATA', _CHECKSUMS, 'default/_METADATA'} & set(files):
+    raise ValueError(f'{path} is not a checkpoint: move it to another place')
 
 
 def _is_not_from_orbax(record: logging.LogRecord) -> bool:
@@ -46,7 +166,7 @@ def _quietly() -> Iterator[None]:
 
 @jax.jit
 def is_finite(tree) -> jax.Array:
-  """Whether every number of a tree is finite."""
+  """True if every number of a tree is finite."""
   return jnp.all(jnp.array([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]))
 
 
@@ -57,23 +177,15 @@ def reason_of(error: Exception) -> str:
 
 
 class Checkpoints:
-  """Orbax checkpoints of a train state under `WORKDIR/checkpoints`, of which the newest few are kept.
+  """Orbax checkpoints of a train state under `WORKDIR/checkpoints`, of which the newest `keep` are kept.
 
-  They are written in the background. A failed write is raised by the next call. Until `close` has succeeded, Python
-  prints no messages about unhandled errors of background threads.
+  They are written in the background. A failed write is raised by the next call.
 
   Attributes:
-    unchecked: The checkpoint that was read without comparing it with checksums, since it has none; None if there is no
-      such one.
-
-  Args:
-    workdir: The run's directory.
-    keep: Number of checkpoints to keep.
+    unchecked: The checkpoint that was read although it has no checksums; None if there is no such one.
   """
 
   def __init__(self, workdir: epath.Path, keep: int):
-    self._unraisablehook, sys.unraisablehook = sys.unraisablehook, lambda *_: None
-    logging.getLogger('asyncio').disabled = True
     logging.getLogger('absl').addFilter(_is_not_from_orbax)  # the filter stays, since models are saved after `close`
     self._folder, self._aside, self._keep = (workdir / 'checkpoints').resolve(), workdir / 'damaged_checkpoints', keep
     self.unchecked: epath.Path | None = None
@@ -86,13 +198,13 @@ class Checkpoints:
     behind_barrier = ocp.AsyncOptions(create_directories_asynchronously=False)
     options = ocp.CheckpointManagerOptions(
       max_to_keep=self._keep, create=True, async_options=behind_barrier,
-      temporary_path_class=None if is_remote(self._folder) else sealed.SealedPath,
+      temporary_path_class=None if is_remote(self._folder) else _SealedPath,
     )  # fmt: skip
     # The handler is named, because Orbax would otherwise infer the type from the newest checkpoint, even a damaged one.
     try:
       return ocp.CheckpointManager(self._folder, item_handlers=ocp.StandardCheckpointHandler(), options=options)
     except Exception as error:  # of damaged descriptions, or of storage, which may raise any type
-      for step in sealed.steps_in(self._folder):
+      for step in steps_in(self._folder):
         self._check(self._folder / str(step))
       raise ValueError(f'the checkpoints in {self._folder} cannot be used ({reason_of(error)})') from error
 
@@ -116,21 +228,20 @@ class Checkpoints:
     """The newest state, or None if no state was saved.
 
     Args:
-      like: A state of the same structure, of arrays or `ShapeDtypeStruct`s. The result has their shardings, which may
+      like: A state of the same structure, of arrays or `ShapeDtypeStruct`s, whose shardings the result has. They may
         differ from those of the run that saved it.
-      allow_fallback: Whether to take an older checkpoint if the newest cannot be read. Unreadable checkpoints are moved
-        to `WORKDIR/damaged_checkpoints`. This is refused with several processes, since others may have read what one
-        cannot.
+      allow_fallback: Whether to take an older checkpoint if the newest cannot be read, which is then moved to
+        `WORKDIR/damaged_checkpoints`.
 
     Raises:
-      ValueError: The checkpoint is damaged or of another configuration, or a fallback is allowed with several
-        processes.
+      ValueError: The checkpoint is damaged or of another configuration; or a fallback is allowed with several
+        processes, of which others may have read what one cannot.
     """
     if allow_fallback and jax.process_count() > 1:
       raise ValueError(
         f'of several processes none can fall back by itself: move the damaged checkpoint out of {self._folder}'
       )
-    steps = sealed.steps_in(self._folder)
+    steps = steps_in(self._folder)
     like = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
     for place, step in enumerate(steps):
       try:
@@ -140,7 +251,6 @@ class Checkpoints:
         if not older or not allow_fallback:
           how = 'with --allow_fallback' if jax.process_count() == 1 else 'once it is moved away'
           way = f'; {how}, training continues from step {older[0]}' if older else ''
-          self.close()
           raise ValueError(f'{error}{way}') from error
         print(f'{error}; continuing from step {older[0]}', file=sys.stderr)
         continue
@@ -151,16 +261,15 @@ class Checkpoints:
     _ = self._manager  # made now, so that a folder that cannot be used is said at once
     return state
 
-  def _check(self, path: epath.Path) -> None:
+  def _check(self, path: epath.Path) -> bool:
     try:
-      sealed.check_files(path)  # by every process, so that all end at once
+      return check_files(path)  # by every process, so that all end at once
     except ValueError as error:
       raise ValueError(f'checkpoint {path} is damaged ({error})') from error
 
   def _read(self, step: int, like: dict[str, Any]) -> dict[str, Any]:
     path = self._folder / str(step)
-    self._check(path)
-    is_checked = sealed.has_checksums(path)
+    is_checked = self._check(path)
     try:
       with _quietly(), contextlib.closing(ocp.StandardCheckpointer()) as checkpointer:
         state = checkpointer.restore(path / 'default', like)
@@ -176,15 +285,14 @@ class Checkpoints:
 
   def _move_aside(self, steps: list[int]) -> None:
     for step in steps:
+      path = self._folder / str(step)
       try:
         if os.path.islink(self._aside):
-          raise ValueError(f'{self._aside} is a symbolic link')
+          raise ValueError('it is a symbolic link')
         self._aside.mkdir(parents=True, exist_ok=True)
-        target = next(path for i in itertools.count() if not os.path.lexists(path := self._aside / f'{step}-{i}'))
-        (self._folder / str(step)).rename(target)
+        path.rename(next(new for i in itertools.count() if not os.path.lexists(new := self._aside / f'{step}-{i}')))
       except (OSError, ValueError) as error:
-        reason = (isinstance(error, OSError) and error.strerror) or error
-        raise ValueError(f'cannot move {self._folder / str(step)} to {self._aside}: {reason}') from error
+        raise ValueError(f'cannot move {path} to {self._aside}: {getattr(error, "strerror", None) or error}') from error
 
   @contextlib.contextmanager
   def _writing(self) -> Iterator[None]:
@@ -208,5 +316,3 @@ class Checkpoints:
       with self._writing():
         self._manager.wait_until_finished()
         self._manager.close()
-    sys.unraisablehook = self._unraisablehook
-    logging.getLogger('asyncio').disabled = False

@@ -1,25 +1,29 @@
-"""One-line errors for commands that take `--config=FILE.py[:ARGUMENT]` and its fields, `--config.field=value`."""
+"""The flag `--config=FILE.py[:ARGUMENT]` and its fields, `--config.field=value`: errors in one line, and `--help`."""
 
 from __future__ import annotations
 
-import train.needs  # noqa: F401  # isort: skip
-
 import importlib.util
+import io
+import pathlib
+import re
+import shlex
 import sys
+import tokenize
 from collections.abc import Sequence
+from typing import Any
 
 import ml_collections
 
 from common import command_line
-from train.config_fields import ROOT, sections_of
+from common.help_text import Entry, Section
+
+_ROOT = pathlib.Path(__file__).resolve().parents[1]
+_BASE = _ROOT / 'configs' / 'base.py'
+_ASSIGNMENT = re.compile(r'\s*config\.(\w+) = ')
 
 
 def load(path: str) -> ml_collections.ConfigDict:
-  """The configuration that `get_config` of a file returns.
-
-  Raises:
-    ValueError: The file cannot be loaded; the message is one line.
-  """
+  """The configuration that `get_config` of a file returns; a `ValueError` of one line if there is none."""
   name, *argument = path.split(':', 1)
   try:
     spec = importlib.util.spec_from_file_location('checked_config', name)
@@ -28,10 +32,10 @@ def load(path: str) -> ml_collections.ConfigDict:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     config = module.get_config(*argument)
+    if not isinstance(config, ml_collections.ConfigDict):
+      raise ValueError(f'get_config returns {type(config).__name__}, not a ConfigDict')
   except Exception as error:  # the file's code may raise anything
     raise ValueError(f'cannot load config {path}: {error}') from error
-  if not isinstance(config, ml_collections.ConfigDict):
-    raise ValueError(f'cannot load config {path}: get_config returns {type(config).__name__}, not a ConfigDict')
   return config
 
 
@@ -49,16 +53,15 @@ def _given(argv: Sequence[str]) -> tuple[str | None, list[str]]:
 
 
 def check(argv: Sequence[str]) -> None:
-  """Checks the configuration that the arguments name, and the fields that they set.
+  """Checks the configuration that arguments name, and the fields that they set; a `ValueError` says what is wrong.
 
   absl checks them as well, but prints tracebacks, or does not say which fields exist.
-
-  Raises:
-    ValueError: The file cannot be loaded or a field does not exist; the message is one line.
   """
   path, fields = _given(argv)
-  config = None if path is None else load(path)
-  for field in fields if config is not None else ():
+  if path is None:
+    return
+  config = load(path)
+  for field in fields:
     place, *parents = config, *field.split('.')
     for i, part in enumerate(parents):
       if not isinstance(place, ml_collections.ConfigDict) or part not in place:
@@ -66,6 +69,60 @@ def check(argv: Sequence[str]) -> None:
         allowed = ', '.join(sorted(place)) if isinstance(place, ml_collections.ConfigDict) else 'none'
         raise ValueError(f'{where} has no field {part!r}; its fields: {allowed}')
       place = place[part]
+
+
+def _comments(source: str) -> tuple[dict[str, str], dict[str, str]]:
+  """The texts of fields, and of groups by their first field.
+
+  A comment behind an assignment is about that field. One on lines of its own is about the fields up to the next such
+  comment or blank line.
+  """
+  tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+  comments = {token.start[0]: token.string.lstrip('# ') for token in tokens if token.type == tokenize.COMMENT}
+  texts, groups, block = {}, {}, []
+  for number, line in enumerate(source.splitlines(), 1):
+    if match := _ASSIGNMENT.match(line):
+      texts[match[1]] = comments.get(number, '')
+      if block:
+        groups[match[1]], block = ' '.join(block), []
+    elif line.lstrip().startswith('#'):
+      block.append(comments.get(number, ''))
+    elif not line.strip():
+      block = []
+  return texts, groups
+
+
+def _entries(name: str, value: Any, text: str) -> list[Entry]:
+  """The entry of a field, or those of the fields within it."""
+  if hasattr(value, 'items'):
+    return [entry for part, inner in sorted(value.items()) for entry in _entries(f'{name}.{part}', inner, '')]
+  return [Entry(f'--config.{name}={shlex.quote(str(value))}', text, '')]
+
+
+def sections_of(path: str) -> list[Section]:
+  """The fields of a configuration for `--help`, in the groups in which its file, or `configs/base.py`, has them.
+
+  Names and values are those of the configuration, texts are the comments of the file.
+
+  Args:
+    path: The file, also with an argument for it behind a colon.
+  """
+  config = dict(load(path).items())
+  (texts, groups), own = (
+    _comments(file.read_text(encoding='utf-8')) for file in (_BASE, pathlib.Path(path.partition(':')[0]))
+  )
+  if texts.keys() <= config.keys():
+    texts, groups = texts | {name: text for name, text in own[0].items() if text or name not in texts}, groups | own[1]
+  else:
+    texts, groups = own
+  ordered = [name for name in texts if name in config] + [name for name in config if name not in texts]
+  title = f'Fields, and what they are in {path.removeprefix(f"{_ROOT}/")}'
+  sections = [Section(title, groups.get(ordered[0], ''), [])] if ordered else []
+  for name in ordered:
+    if name in groups and name != ordered[0]:
+      sections.append(Section('', groups[name], []))
+    sections[-1].entries.extend(_entries(name, config[name], texts.get(name, '')))
+  return sections
 
 
 def run(main, examples: Sequence[str] = (), *, example: str = 'configs/base.py') -> None:
@@ -76,13 +133,8 @@ def run(main, examples: Sequence[str] = (), *, example: str = 'configs/base.py')
     example: The file of this project whose fields `--help` shows, unless `--config` is given.
   """
   argv = sys.argv[1:]
-
-  def sections():
-    path = _given(argv)[0] or str(ROOT / example)
-    return sections_of(load(path), path)
-
   try:
     check(argv)
   except ValueError as error:
     sys.exit('error: ' + ' '.join(str(error).split()))
-  command_line.run(main, examples, sections=sections)
+  command_line.run(main, examples, sections=lambda: sections_of(_given(argv)[0] or str(_ROOT / example)))

@@ -12,6 +12,7 @@ import numpy as np
 from etils import epath
 
 from spectr_jax.draft import Drafter, model_drafter
+from spectr_jax.io.foreign import whole
 from spectr_jax.io.hub.families import read_spec, spec_of_layers
 from spectr_jax.io.hub.hub_tokenizer import HubTokenizer
 from spectr_jax.io.hub.save import FILES, save_hub_model
@@ -20,15 +21,10 @@ from spectr_jax.io.tokenizer import TokenizerBase, check_same_tokens
 from spectr_jax.model import Model
 from spectr_jax.models.causal_lm import causal_lm, hidden_states
 from spectr_jax.models.causal_lm_config import CausalLMConfig
-from train.config_rules import at_least
-from train.draft_kind import DraftKind, check_written
+from train.draft_kind import DraftKind, as_float32
 from train.head_step import Guesses, HeadBatch, guesses_ahead
 
 _EMBEDDINGS = ('embedding', 'position_embedding', 'unembedding')
-
-
-def _as_float32(params: Any) -> Any:
-  return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)
 
 
 def _spread(num_layers: int, num_chosen: int) -> tuple[int, ...]:
@@ -49,16 +45,12 @@ class ModelKind(DraftKind):
     layers: The target's layers that it begins with, or None for another model.
   """
 
-  rules = at_least(1, 'num_layers')
-  folder = 'model'
+  fields = {'num_layers': whole(1)}
+  folder, files, num_depths = 'model', FILES, 1
 
   config: CausalLMConfig
   spec: Mapping[str, Any]
   layers: tuple[int, ...] | None
-
-  @property
-  def num_depths(self) -> int:
-    return 1
 
   @classmethod
   def of(cls, config, target: CausalLMConfig, files: ModelFiles) -> ModelKind:
@@ -74,17 +66,17 @@ class ModelKind(DraftKind):
         check_same_tokens([('the target', files.tokenizer()), (config.init_from, own.tokenizer())])
       except ValueError as error:
         raise ValueError(f'config.init_from: {config.init_from}: {error}') from error
-    found = dataclasses.replace(read_spec(spec)[1], dtype=config.dtype)
-    if found.logit_soft_cap is not None:
+    model_config = dataclasses.replace(read_spec(spec)[1], dtype=config.dtype)
+    if model_config.logit_soft_cap is not None:
       raise ValueError('models whose logits are capped are not trained here')
-    return cls(found, spec, layers)
+    return cls(model_config, spec, layers)
 
   def init_params(self, key: jax.Array, target: Model, unembedding: jax.Array) -> dict[str, Any]:
     """Layers of the target."""
     del key, unembedding
     assert self.layers is not None  # another model has parameters
     own = {f'layer_{i}': target.params[f'layer_{layer}'] for i, layer in enumerate(self.layers)}
-    return _as_float32({'final_norm': target.params['final_norm'], **own})
+    return as_float32({'final_norm': target.params['final_norm'], **own})
 
   def load_params(self, path: epath.PathLike, target: Model) -> tuple[dict[str, Any], np.ndarray | None]:
     """As for `DraftKind`; tokens that one of both models does not have are no guesses that count."""
@@ -112,9 +104,6 @@ class ModelKind(DraftKind):
     del target_ids, vocab_size
     return model_drafter(causal_lm({**frozen.get('embeddings', {}), **params}, self.config))
 
-  def check_folder(self, path: epath.Path) -> bool:
-    return check_written(path, FILES)
-
   def save(self, path: epath.PathLike, drafter: Drafter, tokenizer: TokenizerBase, info: Mapping[str, Any]) -> None:
     assert isinstance(tokenizer, HubTokenizer)  # that of a public model
-    save_hub_model(path, drafter.params, tokenizer, self.spec, info=info, overwrite=True)
+    save_hub_model(path, drafter.model, tokenizer, self.spec, info=info, overwrite=True)

@@ -8,10 +8,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from spectr_jax.draft import Drafter, head_drafter
+from spectr_jax.draft import head_drafter
 from spectr_jax.draft.head_drafter import config_of
+from spectr_jax.io.foreign import whole
 from spectr_jax.io.heads.save import eagle3_spec
 from spectr_jax.io.load import ModelFiles
 from spectr_jax.kernels.products import accumulation_dtype
@@ -19,8 +19,7 @@ from spectr_jax.model import Model
 from spectr_jax.models import causal_lm, head
 from spectr_jax.models.causal_lm_config import CausalLMConfig
 from spectr_jax.models.head import HeadConfig
-from train.config_rules import at_least, finite_at_least_0
-from train.draft_kind import FeatureHead, begin_features, block_config, cast
+from train.draft_kind import FeatureHead, as_float32, begin_features, block_config, feature_layers
 from train.head_step import Guesses, HeadBatch, guesses_ahead
 
 
@@ -30,14 +29,7 @@ def _attend(query, keys: Sequence[jax.Array], values: Sequence[jax.Array], *, sc
   Step 0 has read the target's hidden states. A guess of step s at pair i has seen these up to pair i - s, and one pair
   of each later step: those of the chain of guesses that it ends, pair i - s + j of step j.
 
-  Args:
-    query: `[B, T, H, head_dim]`, of the last step.
-    keys: `[B, T, K, head_dim]` of each step.
-    values: Likewise.
-    scale: Factor of the queries.
-
-  Returns:
-    `[B, T, H, head_dim]`.
+  Queries and result are `[B, T, H, head_dim]`; keys and values of each step are `[B, T, K, head_dim]`.
   """
   batch_size, num_pairs, num_heads, head_dim = query.shape
   num_kv_heads, step = keys[0].shape[2], len(keys) - 1
@@ -59,7 +51,7 @@ def _attend(query, keys: Sequence[jax.Array], values: Sequence[jax.Array], *, sc
 def unrolled_outputs(
   params: Any, config: HeadConfig, embedded: jax.Array, features: jax.Array, num_steps: int
 ) -> list[jax.Array]:
-  """Inputs of the output head of guesses that are 1, 2, ... tokens ahead of the target (EAGLE-3, training-time test).
+  """Inputs of the output head for guesses that are 1, 2, ... tokens ahead of the target (EAGLE-3, training-time test).
 
   Args:
     params: The head's parameters.
@@ -89,30 +81,8 @@ def unrolled_outputs(
   return outputs
 
 
-def feature_layers(num_layers: int) -> tuple[int, int, int]:
-  """The layers whose inputs EAGLE-3 reads: an early one, one in the middle and a late one.
-
-  Args:
-    num_layers: Layers of the target, at least 6.
-
-  Raises:
-    ValueError: There are fewer layers.
-  """
-  if num_layers < 6:
-    raise ValueError(f'a head reads three layers of a target with at least 6; this one has {num_layers}')
-  return 2, num_layers // 2, num_layers - 3
-
-
 def head_config(config, target: CausalLMConfig) -> HeadConfig:
-  """The sizes of an experiment's head.
-
-  Args:
-    config: The experiment, as `configs/head.py` describes.
-    target: The target's sizes.
-
-  Raises:
-    ValueError: There is no such head for this target, or it could not be written.
-  """
+  """The sizes of an experiment's head; a `ValueError` if there is no such head for this target, or no format of it."""
   width, read = target.embed_dim, feature_layers(target.num_layers)
   block = block_config(config, target, num_layers=1)
   own = HeadConfig(block, width, width, read, has_unembedding=config.has_unembedding)
@@ -126,72 +96,50 @@ class Eagle3Kind(FeatureHead):
 
   Attributes:
     config: The head.
-    num_steps: Guesses ahead of the target that are trained.
+    num_depths: Guesses ahead of the target that are trained.
     from_target: Whether h begins as the last hidden state that is read, and the block as the target's last one, which
       reads h; else they are random. The output norm begins as the target's in any case.
   """
 
-  rules = (*at_least(1, 'num_unrolled', 'vocab_size'), *finite_at_least_0('mlp_dim'))
+  fields = dict.fromkeys(('num_unrolled', 'vocab_size'), whole(1)) | {'mlp_dim': whole()}
   config_of = staticmethod(config_of)
+  param_shapes = staticmethod(head.param_shapes)
+  make_drafter = staticmethod(head_drafter)
 
   config: HeadConfig
-  num_steps: int
+  num_depths: int
   from_target: bool
-
-  @staticmethod
-  def sizes_of(config: HeadConfig) -> dict[str, Any]:
-    sizes = vars(config.block) | vars(config)
-    return {name: value for name, value in sizes.items() if name not in ('block', 'dtype', 'cache_dtype')}
 
   @property
   def num_ids(self) -> int | None:
     return self.config.block.vocab_size
 
-  @property
-  def num_depths(self) -> int:
-    return self.num_steps
-
   @classmethod
   def of(cls, config, target: CausalLMConfig, files: ModelFiles) -> Eagle3Kind:
     del files
-    own = head_config(config, target)
-    return cls(own, config.num_unrolled, config.from_target)
+    return cls(head_config(config, target), config.num_unrolled, config.from_target)
 
   def init_params(self, key: jax.Array, target: Model, unembedding: jax.Array) -> dict[str, Any]:
-    block = self.config.block
-    wide = dataclasses.replace(self.config, block=dataclasses.replace(block, dtype='float32'))
-    params = head.init_params(key, wide)
-    del params['target_ids']
-    if self.config.has_unembedding:
-      params['unembedding'] = unembedding.astype(jnp.float32)
-    else:
-      del params['unembedding']
+    block, params = self.config.block, self.random_params(key, unembedding)
     target_config = causal_lm.config_of(target)
-    last = target.params[f'layer_{target_config.num_layers - 1}']
-    own = jax.tree.map(lambda x: x.astype(jnp.float32), {'final_norm': target.params['final_norm'], **last})
-    params['output_norm'] = own['final_norm']
+    last = as_float32(target.params[f'layer_{target_config.num_layers - 1}'])
+    params['output_norm'] = as_float32(target.params['final_norm'])
     if not self.from_target:
       return params
-    width = block.embed_dim
+    width, own = block.embed_dim, params['attention']
     params['features']['kernel'] = begin_features(params['features']['kernel'], width)
     for name in 'qkv':
-      kernel = 0.3 * params['attention'][name]['kernel']
-      params['attention'][name]['kernel'] = kernel.at[-width:].set(own['attention'][name]['kernel'])
+      kernel = 0.3 * own[name]['kernel']
+      own[name]['kernel'] = kernel.at[-width:].set(last['attention'][name]['kernel'])
     if block.has_qk_norm:
-      params['attention'] |= {name: own['attention'][name] for name in ('q_norm', 'k_norm')}
-    params['attention']['out'], params['hidden_norm'] = own['attention']['out'], own['attention_norm']
+      own |= {name: last['attention'][name] for name in ('q_norm', 'k_norm')}
+    own['out'], params['hidden_norm'] = last['attention']['out'], last['attention_norm']
     if block.mlp_dim == target_config.mlp_dim:
-      params |= {'mlp': own['mlp'], 'mlp_norm': own['mlp_norm']}
+      params |= {'mlp': last['mlp'], 'mlp_norm': last['mlp_norm']}
     return params
 
   def guesses(self, params: Mapping[str, Any], frozen: Mapping[str, Any], batch: HeadBatch) -> list[Guesses]:
     embedded = jnp.take(frozen['embedding'], batch.tokens[:, 1:-1], axis=0)
-    outputs = unrolled_outputs(params, self.config, embedded, batch.features[:, :-2, :-1], self.num_steps)
+    outputs = unrolled_outputs(params, self.config, embedded, batch.features[:, :-2, :-1], self.num_depths)
     unembedding = params.get('unembedding', frozen['unembedding'])
     return [guesses_ahead(output, unembedding, step) for step, output in enumerate(outputs)]
-
-  def drafter(
-    self, params: Mapping[str, Any], frozen: Mapping[str, Any], target_ids: np.ndarray | None, vocab_size: int
-  ) -> Drafter:
-    params = {'unembedding': frozen['unembedding'], **params, 'target_ids': target_ids}
-    return head_drafter(cast(params, head.param_shapes(self.config)), self.config, vocab_size)

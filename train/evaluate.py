@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import train.needs  # noqa: F401  # isort: skip
-
 import functools
 import math
 
@@ -14,18 +12,15 @@ from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec
 
 from common import command_line
+from common.text_files import Files
 from spectr_jax.io.model_files import load_transformer
 from spectr_jax.models.transformer import config_of
 from spectr_jax.sharding import DATA
 from train.input_pipeline import PackedText, encode_documents
-from train.step import Learner, Teacher, overlaps, token_losses
-from train.text_sources import Files
+from train.step import Learner, Teacher, summed_losses, summed_overlaps
 
-
-@functools.partial(jax.jit, static_argnames=('measure', 'learner'))
-def _sums(params, rows, teacher, *, measure, learner):
-  values, weights = measure(params, rows, learner, teacher)
-  return values.sum(), weights.sum()
+_sum_of = functools.partial(jax.jit, static_argnames='learner')
+_MEASURES = {'loss': _sum_of(summed_losses), 'overlap': _sum_of(summed_overlaps)}
 
 
 def evaluate(
@@ -38,9 +33,7 @@ def evaluate(
   max_batches: int | None = None,
   teacher: Teacher | None = None,
 ) -> dict[str, float]:
-  """The loss of a model on `text`, in rows of `seq_len` tokens.
-
-  If `max_batches` does not cover the text, evenly spaced rows are evaluated.
+  """The loss of a model on `text`, in rows of `seq_len` tokens, of which `batch_size` are evaluated at a time.
 
   Args:
     params: Parameters of the transformer, on the mesh if there is one.
@@ -48,7 +41,7 @@ def evaluate(
     learner: The transformer, with the mesh that batches are sharded over if there is one.
     seq_len: Tokens in a row.
     batch_size: Rows in a batch.
-    max_batches: The largest number of batches; None for the whole text.
+    max_batches: The largest number of batches, of rows at equal distances; None for the whole text.
     teacher: A model to compare with.
 
   Returns:
@@ -62,8 +55,8 @@ def evaluate(
   num_rows = text.num_rows(seq_len)
   wanted = num_rows if max_batches is None else min(num_rows, max_batches * batch_size)
   chosen = np.linspace(0, num_rows - 1, wanted).astype(np.int64)
-  measures = {'loss': (token_losses, None)} | ({} if teacher is None else {'overlap': (overlaps, teacher)})
-  totals = {name: np.zeros(2) for name in measures}
+  teachers = {'loss': None} if teacher is None else {'loss': None, 'overlap': teacher}
+  totals = {name: np.zeros(2) for name in teachers}
   for start in range(0, wanted, batch_size):
     rows = text.rows(chosen[start : start + batch_size], seq_len)
     absent = batch_size - len(rows)
@@ -72,9 +65,8 @@ def evaluate(
     if learner.mesh is not None:
       place = NamedSharding(learner.mesh, PartitionSpec(DATA))
       rows = jax.make_array_from_callback(rows.shape, place, rows.__getitem__)
-    for name, (measure, other) in measures.items():
-      sums = _sums(params, rows, other, measure=measure, learner=learner)
-      totals[name] += [float(x) for x in sums]
+    for name, other in teachers.items():
+      totals[name] += [float(x) for x in _MEASURES[name](params, rows, learner=learner, teacher=other)]
   means = {name: float(total / count) for name, (total, count) in totals.items()}
   bytes_per_token = text.num_bytes / np.count_nonzero(text.tokens != learner.bos_id)
   return means | {
@@ -102,7 +94,7 @@ def evaluate_files(
     dtype: Type to compute in; None for the model's own.
 
   Returns:
-    `loss` in nats per token, `perplexity` per token, `bits_per_byte`, and `tokens` and `bytes` of the text.
+    What `evaluate` returns, and `tokens` and `bytes` of the text.
 
   Raises:
     ValueError: The model or a file cannot be read, or the text is shorter than one row.
@@ -115,19 +107,19 @@ def evaluate_files(
   config = config_of(model)
   packed = encode_documents(tokenizer, text.documents())
   seq_len = seq_len or config.max_length
-  found = evaluate(model.params, packed, Learner(config, tokenizer.bos_id), seq_len=seq_len, batch_size=batch_size)
-  return {**found, 'tokens': len(packed.tokens), 'bytes': packed.num_bytes}
+  metrics = evaluate(model.params, packed, Learner(config, tokenizer.bos_id), seq_len=seq_len, batch_size=batch_size)
+  return {**metrics, 'tokens': len(packed.tokens), 'bytes': packed.num_bytes}
 
 
 def main(argv):
   del argv
   patterns = tuple(filter(None, _FILES.value))
-  found = evaluate_files(
+  held_out = evaluate_files(
     _MODEL.value, patterns, seq_len=_SEQ_LEN.value, batch_size=_BATCH_SIZE.value, dtype=_DTYPE.value
   )
   print(
-    f'{", ".join(patterns)}: perplexity {found["perplexity"]:.3f}, bits per byte {found["bits_per_byte"]:.4f},'
-    f' loss {found["loss"]:.4f} nats per token; {found["tokens"]:,} tokens, {found["bytes"]:,} bytes'
+    f'{", ".join(patterns)}: perplexity {held_out["perplexity"]:.3f}, bits per byte {held_out["bits_per_byte"]:.4f},'
+    f' loss {held_out["loss"]:.4f} nats per token; {held_out["tokens"]:,} tokens, {held_out["bytes"]:,} bytes'
   )
 
 

@@ -6,8 +6,6 @@ The target writes the text (`train.head_data`), so nothing but the target is nee
 `train.main` do.
 """
 
-import train.needs  # noqa: F401  # isort: skip
-
 from absl import flags
 from etils import epath
 
@@ -25,13 +23,7 @@ def run():
 
 
 def next_flags(folder: epath.Path, target: str, config) -> list[str]:
-  """Flags with which `decode.main` takes what was trained, with drafts as long as it guesses.
-
-  Args:
-    folder: The trained head or model.
-    target: The target, as it was given.
-    config: The experiment.
-  """
+  """Flags with which `decode.main` takes what was trained for a target, with drafts as long as it guesses."""
   depth = config.num_unrolled if config.kind == 'medusa' else config.get('block_size')
   return [f'--target={target}', f'--draft={folder}', *([f'--draft_length={depth}'] if depth else [])]
 

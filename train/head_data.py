@@ -1,23 +1,21 @@
 """Training data for heads: conversations that the target holds with itself, and its hidden states of every token.
 
-A shard is made in two steps. Behind the mark with which the chat template opens a user's message the target writes the
-message itself; then it answers. So no text of others is needed, and every token has the target's own distribution. Or
-the messages are given, and the answers alone are the target's. The hidden states are those of the same run, so the
-target sees each token once.
+Behind the mark with which the chat template opens a user's message the target writes the message itself, or it is
+given; then the target answers. The hidden states are those of the same run, so the target sees each token once.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
 import os
 import pathlib
-import re
 import struct
 import zipfile
-from collections.abc import Sequence
-from typing import IO, Any, cast
+from collections.abc import Iterator, Sequence
+from typing import Any, BinaryIO, cast
 
 import jax
 import jax.numpy as jnp
@@ -27,34 +25,19 @@ import numpy as np
 from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.loop import decode_rounds
 from spectr_jax.engine.state import DecodeState, init_decode
-from spectr_jax.io.foreign import open_file
+from spectr_jax.io.foreign import one_line, open_file
 from spectr_jax.io.new_files import NewFile
 from spectr_jax.io.tokenizer import TokenizerBase
 from spectr_jax.model import Model
 from spectr_jax.sampling import SamplingParams
 
 _PROBES = 'red', 'blue'  # two messages that begin and end with different tokens
-# What reading an archive or an array in it may raise.
-_DAMAGE = (zipfile.BadZipFile, ValueError, struct.error, OSError, EOFError, NotImplementedError, RuntimeError)
-
-
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-  """What a shard holds.
-
-  Attributes:
-    num_rows: Conversations.
-    max_user_tokens: The longest message of the user; longer ones are cut.
-    max_new_tokens: The longest answer; longer ones are cut.
-    user_temperature: Temperature of the messages.
-    temperatures: Temperatures of the answers, row by row in turn.
-  """
-
-  num_rows: int
-  max_user_tokens: int
-  max_new_tokens: int
-  user_temperature: float
-  temperatures: tuple[float, ...]
+# Types that each array of a shard may have, and its number of dimensions.
+_ARRAYS = {
+  'tokens': (('<i4',), 2), 'lengths': (('<i4', '<i8'), 1), 'starts': (('<i4', '<i8'), 1), 'features': (('<u2',), 4),
+}  # fmt: skip
+_MAX_HEADER = 200  # bytes of the description of an array
+_MAX_TOKENS = 2**26
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,11 +58,7 @@ class Shard:
   features: np.ndarray
 
   def save(self, path: pathlib.Path) -> None:
-    """Writes the shard; a file of this name is complete.
-
-    Args:
-      path: The file, `.npz`.
-    """
+    """Writes the shard to a `.npz` file, which is complete or absent."""
     file = NewFile(path)
     try:
       arrays = {name: getattr(self, name) for name in ('tokens', 'lengths', 'starts')}
@@ -93,164 +72,94 @@ class Shard:
 
   @classmethod
   def load(cls, path: pathlib.Path) -> Shard:
-    """Opens a shard. Hidden states stay on disk until rows of them are taken: a batch takes few of them.
+    """Opens a shard; a `ValueError` if it is none.
 
-    Args:
-      path: The file.
-
-    Raises:
-      ValueError: It is no shard.
+    Hidden states stay on disk until rows of them are taken: a batch takes few of them.
     """
-    features = _mapped_features(path).view(ml_dtypes.bfloat16)
-    return cls(**_small_arrays(path, features.shape), features=features)
+    arrays = _mapped(path)
+    features = arrays.pop('features').view(ml_dtypes.bfloat16)
+    return cls(**{name: np.array(array) for name, array in arrays.items()}, features=features)
 
 
-def _damaged(path: os.PathLike, error: Exception) -> ValueError:
-  text = str(error)  # may have names of the archive in it
-  return ValueError(f'{path} is damaged: {text if text.isprintable() and len(text) <= 200 else ascii(text[:100])}')
+@contextlib.contextmanager
+def _open_archive(path: os.PathLike) -> Iterator[tuple[BinaryIO, zipfile.ZipFile, dict[str, zipfile.ZipInfo]]]:
+  """A shard's file, its archive, and the arrays in it by name: stored as they are, one behind the other.
+
+  Raises:
+    ValueError: It is no shard; or, within the context, what is read is damaged.
+  """
+  try:
+    with open_file(path) as file, zipfile.ZipFile(file) as archive:
+      infos = archive.infolist()
+      members = {info.filename.removesuffix('.npy'): info for info in infos}
+      if members.keys() != _ARRAYS.keys() or len(infos) != len(members):
+        raise ValueError('it holds other arrays')
+      if any(info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1 for info in infos):
+        raise ValueError('an array is compressed')
+      yield file, archive, members
+  except Exception as error:  # zipfile and NumPy raise many types
+    raise ValueError(f'{path} is damaged: {one_line(error)}') from error
 
 
-# Types that each array of a shard may have, and its number of dimensions.
-_ARRAYS = {
-  'tokens': (('<i4',), 2), 'lengths': (('<i4', '<i8'), 1), 'starts': (('<i4', '<i8'), 1), 'features': (('<u2',), 4),
-}  # fmt: skip
-_NPY_1 = b'\x93NUMPY\1\0'
-_NPY_HEADER = re.compile(r"\{'descr': '([^']*)', 'fortran_order': False, 'shape': \(([0-9, ]*)\), \} *\n")
-_MAX_ENTRIES = 16
-_MAX_TOKENS = 2**26
-
-
-def _members(archive: zipfile.ZipFile, size: int) -> dict[str, zipfile.ZipInfo]:
-  """The arrays of a shard as its archive lists them. All are stored as they are, one behind the other.
+def _mapped(path: os.PathLike) -> dict[str, np.ndarray]:
+  """The arrays of a shard as they lie in the file, `features` as uint16.
 
   Raises:
     ValueError: It is no shard.
   """
-  found = archive.infolist()[:_MAX_ENTRIES]
-  members = {info.filename.removesuffix('.npy'): info for info in found}
-  if members.keys() != _ARRAYS.keys() or len(found) != len(members):
-    raise ValueError('it holds other arrays')
-  if any(info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1 for info in found):
-    raise ValueError('an array is compressed')
-  if sum(max(info.file_size, info.compress_size) for info in found) > size:
-    raise ValueError('its arrays are larger than the file')
-  return members
-
-
-def _read_header(file: IO[bytes], name: str) -> tuple[tuple[int, ...], np.dtype]:
-  """The shape and type of an array at whose beginning a file is.
-
-  Raises:
-    ValueError: It has another type or number of dimensions.
-  """
-  start = file.read(10)
-  if len(start) < 10 or not start.startswith(_NPY_1):
-    raise ValueError(f'{name} is no array')
-  text = file.read(int.from_bytes(start[8:], 'little')).decode('latin1')
-  types, num_dimensions = _ARRAYS[name]
-  found = _NPY_HEADER.fullmatch(text)
-  if found is None or found[1] not in types:
-    raise ValueError(f'{name} has another type than {" or ".join(types)}')
-  shape = tuple(int(size[:20]) for size in found[2].split(',') if size.strip())
-  if len(shape) != num_dimensions:
-    raise ValueError(f'{name} has {len(shape)} dimensions')
-  if min(shape) < 1:
-    raise ValueError(f'{name} is empty')
-  return shape, np.dtype(found[1])
-
-
-def _mapped_features(path: os.PathLike) -> np.ndarray:
-  """The hidden states of a file as they lie there, uncompressed."""
-  try:
-    with open_file(path) as file:
-      size = os.fstat(file.fileno()).st_size
-      with zipfile.ZipFile(file) as archive:
-        info = _members(archive, size)['features']
+  arrays = {}
+  with _open_archive(path) as (file, _, members):
+    size = os.fstat(file.fileno()).st_size
+    for name, (types, num_dimensions) in _ARRAYS.items():
       # A member's header: 26 bytes, then the lengths of its name and of another field, then both of these.
-      file.seek(info.header_offset + 26)
+      file.seek(members[name].header_offset + 26)
       file.seek(sum(struct.unpack('<HH', file.read(4))), os.SEEK_CUR)
       start = file.tell()
-      shape, _ = _read_header(file, 'features')
-      if file.tell() - start + 2 * math.prod(shape) != info.file_size or start + info.file_size > size:
-        raise ValueError('features have another size')
-      return np.memmap(cast(Any, file), np.uint16, mode='r', offset=file.tell(), shape=shape)
-  except _DAMAGE as error:
-    raise _damaged(path, error) from error
-
-
-def _small_arrays(path: os.PathLike, features: tuple[int, ...]) -> dict[str, np.ndarray]:
-  """The arrays of a shard without the hidden states, compared with these."""
-  shapes = {'tokens': features[:2], 'lengths': features[:1], 'starts': features[:1]}
-  arrays = {}
-  try:
-    if math.prod(features[:2]) > _MAX_TOKENS:
+      if np.lib.format.read_magic(file) != (1, 0):
+        raise ValueError(f'{name} is no array')
+      shape, is_fortran, dtype = np.lib.format.read_array_header_1_0(file, max_header_size=_MAX_HEADER)
+      if dtype.str not in types or is_fortran:
+        raise ValueError(f'{name} has another type than {" or ".join(types)}')
+      if len(shape) != num_dimensions or min(shape) < 1:
+        raise ValueError(f'{name} is empty or has {len(shape)} dimensions, not {num_dimensions}')
+      num_bytes = file.tell() - start + dtype.itemsize * math.prod(shape)
+      if num_bytes != members[name].file_size or start + num_bytes > size:
+        raise ValueError(f'{name} has another size')
+      arrays[name] = np.memmap(cast(Any, file), dtype, mode='r', offset=file.tell(), shape=shape)
+    tokens, lengths, starts, features = (arrays[name] for name in _ARRAYS)
+    if math.prod(features.shape[:2]) > _MAX_TOKENS:
       raise ValueError(f'it has more than {_MAX_TOKENS:,} tokens')
-    with open_file(path) as file, zipfile.ZipFile(file) as archive:
-      members = _members(archive, os.fstat(file.fileno()).st_size)
-      for name in shapes:
-        with archive.open(members[name]) as member:
-          shape, dtype = _read_header(member, name)
-          if shape != shapes[name]:
-            raise ValueError(f'{name} and features have different sizes')
-          arrays[name] = np.frombuffer(member.read(dtype.itemsize * math.prod(shape)), dtype).reshape(shape)
-    lengths, starts, tokens = arrays['lengths'], arrays['starts'], arrays['tokens']
+    if tokens.shape != features.shape[:2] or not lengths.shape == starts.shape == features.shape[:1]:
+      raise ValueError('its arrays have different sizes')
     if tokens.min() < 0 or not ((starts >= 0) & (starts <= lengths) & (lengths <= tokens.shape[1])).all():
       raise ValueError('a token, a length or a start is not valid')
-  except _DAMAGE as error:
-    raise _damaged(path, error) from error
   return arrays
 
 
 def check_shard(path: os.PathLike, vocab_size: int) -> tuple[int, ...]:
   """The shape of a shard's features. The whole file is compared with its checksums, as `Shard.load` does not.
 
-  Args:
-    path: The file.
-    vocab_size: V, the target's.
-
   Raises:
-    ValueError: It is no shard, it has changed since it was written, or it has tokens that the target has not.
+    ValueError: It is no shard, it has changed since it was written, or it has tokens that a target with `vocab_size`
+      tokens has not.
   """
-  shape = _mapped_features(path).shape
-  largest = _small_arrays(path, shape)['tokens'].max()
-  if largest >= vocab_size:
+  arrays = _mapped(path)
+  if (largest := arrays['tokens'].max()) >= vocab_size:
     raise ValueError(f'{path} has token {largest}, and the target has {vocab_size}')
-  try:
-    with open_file(path) as file, zipfile.ZipFile(file) as archive:
-      changed = archive.testzip()
-  except _DAMAGE as error:
-    raise _damaged(path, error) from error
-  if changed is not None:
-    raise ValueError(f'{path} is damaged: {changed} has another checksum')
-  return shape
+  with _open_archive(path) as (_, archive, _):
+    if changed := archive.testzip():
+      raise ValueError(f'{changed} has another checksum')
+  return arrays['features'].shape
 
 
 def shard_checksums(path: os.PathLike) -> list[int]:
-  """The checksums of a shard's arrays, as its archive has them.
-
-  Args:
-    path: The file.
-
-  Raises:
-    ValueError: It is no shard.
-  """
-  try:
-    with open_file(path) as file, zipfile.ZipFile(file) as archive:
-      members = _members(archive, os.fstat(file.fileno()).st_size)
-  except _DAMAGE as error:
-    raise _damaged(path, error) from error
-  return [members[name].CRC for name in _ARRAYS]
+  """The checksums of a shard's arrays, as its archive has them; a `ValueError` if it is no shard."""
+  with _open_archive(path) as (_, _, members):
+    return [members[name].CRC for name in _ARRAYS]
 
 
 def chat_frame(tokenizer: TokenizerBase) -> tuple[list[int], list[int]]:
-  """The ids that the chat template puts before and after the first message of a user.
-
-  Args:
-    tokenizer: The target's tokenizer.
-
-  Raises:
-    ValueError: The target has no chat template.
-  """
+  """The ids that the chat template puts before and after the first message of a user; `ValueError` without one."""
   one, other = (tokenizer.encode_chat([{'role': 'user', 'content': text}]) for text in _PROBES)
 
   def shared(one, other):
@@ -273,61 +182,61 @@ def _decode(model: Model, prompts, lengths, key, eos_ids, max_new_tokens, layers
   return decode_rounds(decoder, init_decode(decoder, key, prompts, lengths, sampling=SamplingParams(temperature)))
 
 
-def _written_messages(model: Model, frame, sizes: Sizes, key: jax.Array) -> list[list[int]]:
+def _written_messages(model: Model, frame, config, key: jax.Array) -> list[list[int]]:
   """Messages of the user that the target writes."""
   before, after = frame
-  opened = np.tile(np.array(before, np.int32), (sizes.num_rows, 1))
+  opened = np.tile(np.array(before, np.int32), (config.rows_per_shard, 1))
   state = _decode(
-    model, opened, np.full(sizes.num_rows, len(before)), key, [after[0]], sizes.max_user_tokens, (),
-    sizes.user_temperature,
+    model, opened, np.full(config.rows_per_shard, len(before)), key, [after[0]], config.max_user_tokens, (),
+    config.user_temperature,
   )  # fmt: skip
   written, counts = np.asarray(state.result.tokens), np.asarray(state.result.lengths)
   return [row[: count - (row[count - 1] == after[0])].tolist() for row, count in zip(written, counts)]
 
 
-def _given_messages(tokenizer: TokenizerBase, frame, sizes: Sizes, texts: Sequence[str]) -> list[list[int]]:
+def _given_messages(tokenizer: TokenizerBase, frame, config, texts: Sequence[str]) -> list[list[int]]:
   """Texts as messages of the user, cut to the longest one."""
   before, after = map(len, frame)
   rendered = (tokenizer.encode_chat([{'role': 'user', 'content': text}]) for text in texts)
-  return [ids[before : len(ids) - after][: sizes.max_user_tokens] for ids in rendered]
+  return [ids[before : len(ids) - after][: config.max_user_tokens] for ids in rendered]
 
 
 def generate_shard(
   model: Model,
   tokenizer: TokenizerBase,
-  sizes: Sizes,
+  config,
   layers: Sequence[int],
   key: jax.Array,
   texts: Sequence[str] | None = None,
 ) -> Shard:
-  """Generates a shard.
+  """Generates a shard of conversations.
 
   Args:
     model: The target.
     tokenizer: The target's tokenizer, with a chat template.
-    sizes: What the shard holds.
+    config: The experiment, as `configs/head.py` describes.
     layers: Layers whose hidden states are kept, numbered as in `Model.features_fn`.
     key: A typed key.
     texts: The messages of the user, one for each row; None for messages that the target writes.
   """
   before, after = frame = chat_frame(tokenizer)
-  num_rows = sizes.num_rows
+  num_rows = config.rows_per_shard
   user_key, answer_key = jax.random.split(key)
   if texts is None:
-    messages = _written_messages(model, frame, sizes, user_key)
+    messages = _written_messages(model, frame, config, user_key)
   else:
-    messages = _given_messages(tokenizer, frame, sizes, texts)
-  width = len(before) + sizes.max_user_tokens + len(after)
+    messages = _given_messages(tokenizer, frame, config, texts)
+  width = len(before) + config.max_user_tokens + len(after)
   prompts, lengths = np.zeros((num_rows, width), np.int32), np.zeros(num_rows, np.int32)
   for row, message in enumerate(messages):
     prompt = [*before, *message, *after]
     prompts[row, : len(prompt)], lengths[row] = prompt, len(prompt)
-  temperatures = np.resize(np.array(sizes.temperatures, np.float32), num_rows)
+  temperatures = np.resize(np.array(config.temperatures, np.float32), num_rows)
   state = _decode(
-    model, prompts, lengths, answer_key, tokenizer.eos_ids, sizes.max_new_tokens, tuple(layers), temperatures,
+    model, prompts, lengths, answer_key, tokenizer.eos_ids, config.max_new_tokens, tuple(layers), temperatures,
   )  # fmt: skip
   answers, counts = np.asarray(state.result.tokens), np.asarray(state.result.lengths)
-  tokens = np.zeros((num_rows, width + sizes.max_new_tokens), np.int32)
+  tokens = np.zeros((num_rows, width + config.max_new_tokens), np.int32)
   tokens[:, :width] = prompts
   for row, count in enumerate(counts):
     tokens[row, lengths[row] : lengths[row] + count] = answers[row, :count]

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from spectr_jax.kernels.matrices import matmul
 from spectr_jax.kernels.products import accumulation_dtype
-from spectr_jax.models.products import matmul
-from train.blocks import sum_over_blocks
+from train.block_sums import sum_over_blocks
 
 _MAX_LOGITS = 2**25  # numbers that an array of logits may have
 
@@ -68,34 +68,40 @@ def guesses_ahead(output: jax.Array, unembedding: jax.Array, step: int) -> Guess
 
 @dataclasses.dataclass(frozen=True)
 class LossWeights:
-  """What a draft learns of the target's distribution q over its Vd tokens, with p its own and TV their distance.
+  """Weights of what a draft learns of the target's distribution q over its Vd tokens, with p its own.
 
   Attributes:
-    decay: Weight of a guess relative to one that is one token less ahead.
-    cross_entropy: Weight of -sum q log p.
-    total_variation: Weight of TV, 1 less the chance that the guess is accepted.
-    log_acceptance: Weight of -log(1 - TV) (LK losses, arXiv:2602.23881).
-    confidence: Weight of the cross entropy of the estimates, whose goal is 1 - TV (DSpark, arXiv:2607.05147).
-      Tokens that are not among the Vd are left out, so estimates are too high by what the target has there.
+    decay: Of a guess relative to one that is one token less ahead.
+    ce_weight: Of the cross entropy, -sum q log p.
+    tv_weight: Of the total variation, TV, which is 1 less the chance that the guess is accepted.
+    lk_weight: Of -log(1 - TV) (LK losses, arXiv:2602.23881).
+    confidence_weight: Of the cross entropy of the estimates, whose goal is 1 - TV (DSpark, arXiv:2607.05147). Tokens
+      that are not among the Vd are left out, so estimates are too high by what the target has there.
   """
 
   decay: float
-  cross_entropy: float = 1.0
-  total_variation: float = 1.0
-  log_acceptance: float = 0.0
-  confidence: float = 1.0
+  ce_weight: float = 1.0
+  tv_weight: float = 1.0
+  lk_weight: float = 0.0
+  confidence_weight: float = 1.0
+
+  @classmethod
+  def of(cls, config) -> LossWeights:
+    """Those of an experiment, as far as it has such fields."""
+    names = (field.name for field in dataclasses.fields(cls))
+    return cls(**{name: config[name] for name in names if name in config})
 
 
 def head_loss(
   guesses: Sequence[Guesses], unembedding: jax.Array, batch: HeadBatch, *, num_depths: int, weights: LossWeights
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-  """The loss of a batch.
+  """The loss of a batch of conversations, from a draft's guesses whose depths are below `num_depths`.
 
   Args:
-    guesses: The draft's guesses.
+    guesses: The guesses.
     unembedding: `[D, Vd]`, the target's output head.
     batch: The conversations.
-    num_depths: Depths are below it.
+    num_depths: The number of depths.
     weights: The weights.
 
   Returns:
@@ -124,27 +130,27 @@ def head_loss(
     """The loss, but for a constant, and sums by depth, `[num_depths]` each."""
     log_q = jax.nn.log_softmax(matmul(data['features'], constants['unembedding']), axis=-1)
     q, best = jnp.exp(log_q), jnp.argmax(log_q, axis=-1)
-    total, found = jnp.zeros((), wide), {}
+    total, by_depth = jnp.zeros((), wide), {}
     for i, (outputs, confidence) in enumerate(inputs):
       mask = data['masks'][:, :, i]
       logits = sum(matmul(x, kernels[k]) for x, k in zip(outputs, kernel_of[i], strict=True))
       log_p = jax.nn.log_softmax(logits, axis=-1)
       cross_entropy, overlap = -jnp.sum(q * log_p, axis=-1), jnp.sum(jnp.minimum(q, jnp.exp(log_p)), axis=-1)
-      loss = weights.cross_entropy * cross_entropy - weights.total_variation * overlap
-      if weights.log_acceptance:
+      loss = weights.ce_weight * cross_entropy - weights.tv_weight * overlap
+      if weights.lk_weight:
         # Entries that do not count may have any overlap; 0 would give them a gradient that is no number.
-        loss -= weights.log_acceptance * jnp.log(jnp.maximum(overlap, jnp.finfo(wide).tiny))
+        loss -= weights.lk_weight * jnp.log(jnp.maximum(overlap, jnp.finfo(wide).tiny))
       values = {'cross_entropy': cross_entropy, 'acceptance': overlap, 'greedy': jnp.argmax(log_p, axis=-1) == best}
       if confidence is not None:
         estimate, goal = confidence.astype(wide), jax.lax.stop_gradient(overlap)
-        loss += weights.confidence * (jax.nn.softplus(estimate) - goal * estimate)
+        loss += weights.confidence_weight * (jax.nn.softplus(estimate) - goal * estimate)
         values['confidence_error'] = jnp.abs(jax.nn.sigmoid(estimate) - goal)
       total += jnp.sum(jnp.einsum('btd,d->bt', mask, constants['scales']) * loss)
       for name, value in values.items():
-        found[name] = found.get(name, 0) + jnp.einsum('bt,btd->d', value.astype(wide), mask)
-    return total, found
+        by_depth[name] = by_depth.get(name, 0) + jnp.einsum('bt,btd->d', value.astype(wide), mask)
+    return total, by_depth
 
   size = max(1, _MAX_LOGITS // (len(batch.tokens) * unembedding.shape[-1]))
-  total, found = sum_over_blocks(sums, list(kernels.values()), inputs, constants, data, size=size)
-  means = {name: value / counts for name, value in found.items()}
-  return total + weights.total_variation, means | {'count': counts}
+  total, by_depth = sum_over_blocks(sums, list(kernels.values()), inputs, constants, data, size=size)
+  means = {name: value / counts for name, value in by_depth.items()}
+  return total + weights.tv_weight, means | {'count': counts}

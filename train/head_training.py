@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -20,24 +19,24 @@ from orbax.checkpoint import multihost
 
 from spectr_jax.draft import Drafter
 from spectr_jax.io.checksums import content_hash
+from spectr_jax.io.foreign import Kind, real, whole
 from spectr_jax.io.heads.load import output_head_rows
 from spectr_jax.io.load import ModelFiles, open_model
 from spectr_jax.io.tokenizer import TokenizerBase
 from spectr_jax.model import Model
 from spectr_jax.models import causal_lm
 from spectr_jax.sharding import DATA, is_primary, put, replicated
-from train.config_rules import Rule, at_least, check_fields, finite_at_least_0
 from train.draft_kind import DraftKind
 from train.draft_model import ModelKind
 from train.eagle3_head import Eagle3Kind
-from train.head_data import Shard, Sizes, check_shard, generate_shard, shard_checksums
+from train.head_data import Shard, check_shard, generate_shard, shard_checksums
 from train.head_step import HeadBatch, LossWeights, head_loss
 from train.medusa_head import MedusaKind
 from train.one_pass_head import OnePassKind
 from train.run import Run, make_config_mesh
-from train.run_record import HEAD_FIELDS
+from train.run_record import check_fields
 from train.step import make_optimizer, make_update, new_state
-from train.text_sources import Files
+from train.text_sources import files_of
 
 _MAX_OFFSET = 2**20
 _WIDTH = 64  # texts of a batch are padded to a multiple of this
@@ -50,44 +49,29 @@ _KINDS: dict[str, type[DraftKind]] = {
   'dflash': OnePassKind,
   'model': ModelKind,
 }
-_RULES: tuple[Rule, ...] = (
-  ('kind', f'one of {", ".join(_KINDS)}', lambda x: x in _KINDS),
-  *at_least(1, 'rows_per_shard', 'max_user_tokens', 'max_new_tokens'),
-  *at_least(2, 'num_shards'),
-  *finite_at_least_0('tv_weight', 'user_temperature'),
-  ('decay', 'above 0 and at most 1', lambda x: 0 < x <= 1),
-  ('temperatures', 'numbers of at least 0', lambda x: bool(x) and all(t >= 0 for t in x)),
-  *((name, 'float32 or bfloat16', lambda x: x in ('float32', 'bfloat16')) for name in ('dtype', 'data_dtype')),
-)
+_FLOATS = Kind('float32 or bfloat16', lambda x: x in ('float32', 'bfloat16'))
+_FIELDS = {
+  'kind': Kind(f'one of {", ".join(_KINDS)}', lambda x: x in _KINDS),
+  **dict.fromkeys(('rows_per_shard', 'max_user_tokens', 'max_new_tokens'), whole(1)),
+  'num_shards': whole(2),
+  **dict.fromkeys(('tv_weight', 'user_temperature'), real(0)),
+  'decay': Kind('above 0 and at most 1', lambda x: 0 < x <= 1),
+  'temperatures': Kind('numbers of at least 0', lambda x: bool(x) and all(t >= 0 for t in x)),
+  'dtype': _FLOATS,
+  'data_dtype': _FLOATS,
+}
 
 
 def check_config(config) -> type[DraftKind]:
   """The kind of the draft. All fields are checked as far as possible without the target.
 
-  Args:
-    config: The experiment, as `configs/head.py` describes.
-
   Raises:
     ValueError: A field is missing or has an invalid value.
   """
-  check_fields(config, _RULES)
+  check_fields(config, _FIELDS)
   kind = _KINDS[config.kind]
-  check_fields(config, kind.rules)
+  check_fields(config, kind.fields)
   return kind
-
-
-def _loss_weights(config) -> LossWeights:
-  fields = {
-    'cross_entropy': 'ce_weight',
-    'total_variation': 'tv_weight',
-    'log_acceptance': 'lk_weight',
-    'confidence': 'confidence_weight',
-  }
-  return LossWeights(config.decay, **{name: config[field] for name, field in fields.items() if field in config})
-
-
-def _user_files(config) -> Files:
-  return Files(tuple(filter(None, config.user_files.split(','))))
 
 
 def _target_hash(files: ModelFiles, target: Model, tokenizer: TokenizerBase) -> str:
@@ -100,7 +84,7 @@ def _target_hash(files: ModelFiles, target: Model, tokenizer: TokenizerBase) -> 
 
 
 class _Data:
-  """Shards of conversations under `WORKDIR/data`, of which the first is held out."""
+  """Shards of conversations in a folder, of which the first is held out. Hidden states are those of some layers."""
 
   def __init__(self, config, directory: epath.Path, layers: tuple[int, ...]):
     self.config, self.directory, self.layers = config, directory, layers
@@ -110,19 +94,17 @@ class _Data:
     return self.directory / f'shard_{number:05d}.npz'
 
   def _check(self, path: epath.Path, vocab_size: int) -> None:
-    num_rows, _, num_found, _ = check_shard(path, vocab_size)
+    num_rows, _, num_stored, _ = check_shard(path, vocab_size)
     num_layers = len(self.layers)
     # The last layer is the last one of every shard.
-    is_enough = num_found == num_layers or (self.layers == (-1,) and num_found)
-    if num_rows != self.config.rows_per_shard or not is_enough:
+    if num_rows != self.config.rows_per_shard or not (num_stored == num_layers or self.layers == (-1,)):
       raise ValueError(
-        f'{path} holds {num_rows} conversations with {num_found} hidden states a token; this run needs'
+        f'{path} holds {num_rows} conversations with {num_stored} hidden states a token; this run needs'
         f' {self.config.rows_per_shard} with {num_layers}'
       )
 
   @property
   def is_begun(self) -> bool:
-    """Whether there is a shard."""
     return any(self.path(number).exists() for number in range(self.config.num_shards))
 
   def identity(self) -> str:
@@ -139,13 +121,6 @@ class _Data:
     for path in map(self.path, range(config.num_shards)):
       if path.exists():
         self._check(path, target.vocab_size)
-    sizes = Sizes(
-      config.rows_per_shard,
-      config.max_user_tokens,
-      config.max_new_tokens,
-      config.user_temperature,
-      tuple(config.temperatures),
-    )
     texts_of = self._user_texts()
     try:
       self.directory.mkdir(parents=True, exist_ok=True)
@@ -156,7 +131,7 @@ class _Data:
         continue
       start = time.perf_counter()
       key = jax.random.fold_in(jax.random.key(config.seed), number)
-      shard = generate_shard(target, tokenizer, sizes, self.layers, key, texts_of(number))
+      shard = generate_shard(target, tokenizer, config, self.layers, key, texts_of(number))
       shard.save(self.path(number))
       count = int((shard.lengths - shard.starts).sum())
       print(f'shard {number} of {config.num_shards}: {count:,} tokens in {time.perf_counter() - start:.0f} s')
@@ -166,7 +141,7 @@ class _Data:
     config = self.config
     if not config.user_files:
       return lambda number: None
-    texts, size = list(_user_files(config).documents()), config.rows_per_shard
+    texts, size = list(files_of(config.user_files).documents()), config.rows_per_shard
     if len(texts) < 2 * size:
       raise ValueError(
         f'config.user_files has {len(texts)} messages, and two shards take {2 * size}; a blank line ends a message'
@@ -198,55 +173,39 @@ class _Data:
       counts += np.bincount(shard.tokens[is_own], minlength=vocab_size)[:vocab_size]
     return np.sort(np.argsort(-counts, kind='stable')[:num_ids]).astype(np.int32)
 
-  def _batches_of(self, number: int, rng: np.random.Generator) -> list[tuple[int, np.ndarray, np.ndarray]]:
-    """Rows of similar lengths and their offsets, in random order."""
-    rows, size = self.config.rows_per_shard, self.config.batch_size
-    order = np.argsort(self.shard(number).lengths + rng.integers(0, _WIDTH, rows), kind='stable')
-    groups = [order[i : i + size] for i in range(0, rows - size + 1, size)]
-    groups = [groups[i] for i in rng.permutation(len(groups))]
-    return [(number, group, rng.integers(0, _MAX_OFFSET, size)) for group in groups]
+  def batch_at(self, step: int) -> HeadBatch:
+    """The batch of a step, which depends on the seed and the step alone: rows of one shard that are of similar length.
 
-  def batches(self, first_step: int) -> Iterator[HeadBatch]:
-    """Batches from a step on, without end; they depend on the seed and the step alone."""
-    per_shard = self.config.rows_per_shard // self.config.batch_size
-    per_epoch = per_shard * (self.config.num_shards - 1)
-    epoch, at = divmod(first_step, per_epoch)
-    while True:
-      rng = np.random.default_rng((self.config.seed, epoch))
-      order = rng.permutation(np.arange(1, self.config.num_shards))
-      seeds = rng.integers(0, 2**31, len(order))
-      for place_, number in enumerate(order):
-        if at >= per_shard:
-          at -= per_shard
-          continue
-        for shard, rows, offsets in self._batches_of(int(number), np.random.default_rng(seeds[place_]))[at:]:
-          yield self.batch(shard, rows, offsets)
-        at = 0
-      epoch += 1
+    An epoch has all shards in a new order, and each of them cut into batches in another way.
+    """
+    num_rows, size, num_shards = self.config.rows_per_shard, self.config.batch_size, self.config.num_shards
+    per_shard = num_rows // size
+    epoch, place = divmod(step, per_shard * (num_shards - 1))
+    place, at = divmod(place, per_shard)
+    rng = np.random.default_rng((self.config.seed, epoch))
+    number = int(rng.permutation(np.arange(1, num_shards))[place])
+    rng = np.random.default_rng(rng.integers(0, 2**31, num_shards - 1)[place])
+    order = np.argsort(self.shard(number).lengths + rng.integers(0, _WIDTH, num_rows), kind='stable')
+    groups = rng.permutation(order[: per_shard * size].reshape(per_shard, size))
+    offsets = rng.integers(0, _MAX_OFFSET, (per_shard, size))
+    return self._batch(number, groups[at], offsets[at])
 
   def held_out(self) -> Iterator[HeadBatch]:
     size = self.config.batch_size
     order = np.argsort(self.shard(0).lengths, kind='stable')
     for start in range(0, len(order) - size + 1, size):
-      yield self.batch(0, order[start : start + size], np.arange(start, start + size))
+      yield self._batch(0, order[start : start + size], np.arange(start, start + size))
 
-  def batch(self, number: int, rows: np.ndarray, offsets: np.ndarray) -> HeadBatch:
+  def _batch(self, number: int, rows: np.ndarray, offsets: np.ndarray) -> HeadBatch:
     shard = self.shard(number)
-    longest = int(shard.lengths[rows].max())
-    width = min(-(-longest // _WIDTH) * _WIDTH, shard.tokens.shape[1])
-    rows_of = functools.partial(np.take, indices=rows, axis=0)
+    lengths = shard.lengths[rows]
+    width = min(-(-int(lengths.max()) // _WIDTH) * _WIDTH, shard.tokens.shape[1])
     tokens, features = shard.tokens[rows, :width], shard.features[rows, :width]
-    return HeadBatch(tokens, rows_of(shard.lengths), rows_of(shard.starts), features, offsets.astype(np.int32))
+    return HeadBatch(tokens, lengths, shard.starts[rows], features, offsets.astype(np.int32))
 
 
 class HeadTraining(Run):
-  """A run that trains a draft.
-
-  Args:
-    config: The experiment, as `configs/head.py` describes.
-    target_path: The target, as for `load_model`.
-    workdir: Directory for data, checkpoints, metrics and the draft.
-    allow_fallback: Whether to continue from an older checkpoint if the newest is damaged.
+  """A run that trains a draft for a target, by an experiment as `configs/head.py` describes.
 
   Raises:
     ValueError: The configuration, the target, the data or a checkpoint is unusable.
@@ -254,7 +213,7 @@ class HeadTraining(Run):
 
   def __init__(self, config, target_path: epath.PathLike, workdir: epath.Path, *, allow_fallback: bool):
     kind = check_config(config)
-    super().__init__(config, workdir)
+    super().__init__(config, workdir, allow_fallback=allow_fallback)
     self.mesh = make_config_mesh(config)
     files = open_model(target_path)
     target, self.tokenizer = files.load(dtype=config.data_dtype, weights=None, mesh=None), files.tokenizer()
@@ -272,16 +231,17 @@ class HeadTraining(Run):
         raise ValueError(f'config.init_from: {error}') from error
     self.target_name, self.vocab_size = epath.Path(target_path).name, target.vocab_size
     self.data = _Data(config, workdir / 'data', self.draft.feature_layers)
+    texts = files_of(config.user_files).describe() if config.user_files else {}
     content = {
       'the content of --target': _target_hash(files, target, self.tokenizer),
-      'the content of config.user_files': [*_user_files(config).describe().values()] if config.user_files else [],
+      'the content of config.user_files': [*texts.values()],
       'the content of config.init_from': '' if params is None else content_hash((params, self.target_ids)),
       _DATA: None,
     }
-    with self.opened(HEAD_FIELDS, 'train.head', content):
-      self._prepare(target, params, allow_fallback=allow_fallback)
+    with self.opened('train.head', content):
+      self._prepare(target, params)
 
-  def _prepare(self, target: Model, params: dict[str, Any] | None, *, allow_fallback: bool) -> None:
+  def _prepare(self, target: Model, params: dict[str, Any] | None) -> None:
     config = self.config
     unembedding = output_head_rows(target, None, config.dtype)
     if not self.record.is_there:
@@ -296,8 +256,12 @@ class HeadTraining(Run):
     frozen = jax.tree.map(lambda x: x.astype(config.dtype), self.draft.frozen_params(target))
     frozen |= {'unembedding': rows}
     self.frozen = put(frozen, jax.tree.map(lambda _: replicated(self.mesh), frozen))
-    self.optimizer = make_optimizer(config)
-    make_state = functools.partial(self._init_state, target, rows, params)
+    optimizer = make_optimizer(config)
+
+    def make_state():
+      own = self.draft.init_params(jax.random.key(config.seed), target, rows) if params is None else params
+      return new_state(own, optimizer)
+
     whole = replicated(self.mesh)
     places = jax.tree.map(lambda _: whole, jax.eval_shape(make_state))
 
@@ -305,9 +269,8 @@ class HeadTraining(Run):
       # Updates donate the state, so it shares no array with the target.
       return put(jax.tree.map(jnp.copy, make_state()), places)
 
-    self.begin(make_state, places, init=init, allow_fallback=allow_fallback)
-    self._batches = self.data.batches(self.step)
-    self._update = make_update(self.optimizer, self._differentiate, out_shardings=whole)
+    self.begin(make_state, places, init)
+    self._update = make_update(optimizer, self._differentiate, out_shardings=whole)
     self._measure = jax.jit(self._loss, out_shardings=whole)
     if is_primary():
       count = sum(x.size for x in jax.tree.leaves(self.state['params']))
@@ -324,14 +287,9 @@ class HeadTraining(Run):
   def check_result(self) -> bool:
     return self.draft.check_folder(self.result)
 
-  def _init_state(self, target: Model, rows: jax.Array, params: dict[str, Any] | None) -> dict[str, Any]:
-    if params is None:
-      params = self.draft.init_params(jax.random.key(self.config.seed), target, rows)
-    return new_state(params, self.optimizer)
-
   def _loss(self, params, frozen, batch):
-    guesses, num_depths = self.draft.guesses(params, frozen, batch), self.draft.num_depths
-    return head_loss(guesses, frozen['unembedding'], batch, num_depths=num_depths, weights=_loss_weights(self.config))
+    guesses, weights = self.draft.guesses(params, frozen, batch), LossWeights.of(self.config)
+    return head_loss(guesses, frozen['unembedding'], batch, num_depths=self.draft.num_depths, weights=weights)
 
   def _differentiate(self, state, batch, frozen):
     (loss, _), grads = jax.value_and_grad(self._loss, has_aux=True)(state['params'], frozen, batch)
@@ -349,35 +307,27 @@ class HeadTraining(Run):
       losses.append(float(loss))
       count = count + weight
       totals = {name: totals.get(name, 0.0) + weight * value for name, value in means.items()}
-    found = {'loss': float(np.mean(losses))}
+    held_out = {'loss': float(np.mean(losses))}
     for name, total in totals.items():
-      found |= {f'{name}_{depth}': float(x) for depth, x in enumerate(total / count, start=1)}
-    return found
+      held_out |= {f'{name}_{depth}': float(x) for depth, x in enumerate(total / count, start=1)}
+    return held_out
 
   def drafter(self) -> Drafter:
     """The draft as it stands, with the target's rows for an output head if it has none of its own."""
     params, frozen = jax.device_get((self.state['params'], self.frozen))
     return self.draft.drafter(params, frozen, self.target_ids, self.vocab_size)
 
-  def keep_draft(self, found: dict[str, float]) -> None:
-    """Writes the draft below WORKDIR, in the published format of its kind.
-
-    Args:
-      found: The held-out metrics.
-    """
-    if is_primary():
-      info = {'target': self.target_name, 'steps': self.step, 'held_out': found}
-      self.draft.save(self.result, self.drafter(), self.tokenizer, info)
-    multihost_utils.sync_global_devices('the draft is written')
-
   def advance(self) -> jax.Array:
-    self.state, loss = self._update(self.state, self._place(next(self._batches)), self.frozen)
+    self.state, loss = self._update(self.state, self._place(self.data.batch_at(self.step)), self.frozen)
     return loss
 
   def rates(self, seconds_per_step: float) -> dict[str, float]:
     return {'seconds_per_step': seconds_per_step}
 
-  def finish(self, found: dict[str, float] | None) -> dict[str, float]:
-    final = self.evaluate() if found is None else found
-    self.keep_draft(final)
+  def finish(self, held_out: dict[str, float] | None) -> dict[str, float]:
+    final = self.evaluate() if held_out is None else held_out
+    if is_primary():
+      info = {'target': self.target_name, 'steps': self.step, 'held_out': final}
+      self.draft.save(self.result, self.drafter(), self.tokenizer, info)
+    multihost_utils.sync_global_devices('the draft is written')
     return final

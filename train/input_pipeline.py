@@ -8,7 +8,6 @@ import hashlib
 import itertools
 import json
 import os
-import uuid
 import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any, cast
@@ -19,6 +18,7 @@ from etils import epath
 from jax.sharding import NamedSharding
 
 from spectr_jax.io.foreign import is_remote, object_of, one_of, open_file, read_object, whole
+from spectr_jax.io.new_files import new_folder
 from spectr_jax.io.tokenizer import Tokenizer
 from train.text_sources import TextSource
 
@@ -50,28 +50,12 @@ class PackedText:
     return (len(self.tokens) - 1) // seq_len
 
   def check(self, seq_len: int, part: str) -> None:
-    """Refuses a text shorter than one row.
-
-    Args:
-      seq_len: Tokens in a row.
-      part: The name of the text, for the message.
-
-    Raises:
-      ValueError: The text is shorter than one row.
-    """
+    """Refuses a text shorter than one row, with a `ValueError` that calls it by `part`."""
     if self.num_rows(seq_len) < 1:
       raise ValueError(f'{part} text of {len(self.tokens)} tokens is shorter than one row of {seq_len} and its target')
 
   def rows(self, indices: np.ndarray, seq_len: int) -> np.ndarray:
-    """The rows with the given indices: inputs and, shifted by one, targets.
-
-    Args:
-      indices: int `[...]`, indices of rows.
-      seq_len: Tokens in a row.
-
-    Returns:
-      int32 `[..., seq_len + 1]`.
-    """
+    """Rows `[..., seq_len + 1]`, int32, by indices `[...]`: inputs and, shifted by one, targets."""
     return self.tokens[indices[..., None] * seq_len + np.arange(seq_len + 1)].astype(np.int32)
 
 
@@ -85,12 +69,7 @@ def _encode(tokenizer: Tokenizer, documents: Iterable[str]) -> Iterator[tuple[np
 
 
 def encode_documents(tokenizer: Tokenizer, documents: Iterable[str]) -> PackedText:
-  """Encodes and packs documents in memory.
-
-  Args:
-    tokenizer: The tokenizer.
-    documents: The documents' texts.
-  """
+  """Encodes and packs documents in memory."""
   pieces = list(_encode(tokenizer, documents))
   tokens = [tokens for tokens, _ in pieces] or [np.zeros(0, np.uint16)]
   return PackedText(np.concatenate(tokens), sum(size for _, size in pieces))
@@ -109,11 +88,7 @@ def _write(directory: epath.Path, part: str, pieces: Iterator[tuple[np.ndarray, 
 
 
 def _read(directory: epath.Path, part: str, written: dict, vocab_size: int) -> PackedText:
-  """The packed text of a part, mapped into memory if it is a local file.
-
-  Raises:
-    ValueError: The file differs from what was written.
-  """
+  """The packed text of a part, mapped into memory if it is a local file; `ValueError` if it is not what was written."""
   path, dtype = directory / f'{part}.bin', np.dtype(written['dtype'])
   with open_file(path) as file:
     size = path.stat().length if is_remote(path) else os.fstat(file.fileno()).st_size
@@ -152,9 +127,15 @@ def load_packed(
   path = cache_dir / f'packed_{hashlib.sha256(identity.encode()).hexdigest()[:16]}'
   if not path.exists():
     try:
-      _encode_to(path, source, tokenizer)
+      with new_folder(path, overwrite=False) as folder:
+        written = {part: _write(folder, part, _encode(tokenizer, source.documents(part))) for part in _PARTS}
+        (folder / 'index.json').write_text(json.dumps(written))
     except OSError as error:
-      raise ValueError(f'cannot write {path}: {error.strerror or error}') from error
+      if not path.exists():  # else another process was the first to finish
+        raise ValueError(f'cannot write {path}: {error.strerror or error}') from error
+    except ValueError:
+      if not path.exists():
+        raise
   try:
     index = read_object(path / 'index.json', _INDEX)
     missing = [f'{part}/{name}' for part in _PARTS for name in _PART if (index.get(part) or {}).get(name) is None]
@@ -166,37 +147,13 @@ def load_packed(
   return train, held_out
 
 
-def _encode_to(path: epath.Path, source: TextSource, tokenizer: Tokenizer) -> None:
-  """Encodes a source. Several processes may encode the same text: the first to finish renames its copy to `path`."""
-  unfinished = path.parent / f'{path.name}.unfinished-{uuid.uuid4().hex[:8]}'
-  unfinished.mkdir(parents=True)
-  try:
-    written = {part: _write(unfinished, part, _encode(tokenizer, source.documents(part))) for part in _PARTS}
-    (unfinished / 'index.json').write_text(json.dumps(written))
-    try:
-      unfinished.rename(path)
-    except OSError:
-      if not path.exists():
-        raise
-  finally:
-    if unfinished.exists():
-      unfinished.rmtree()
-
-
 @functools.lru_cache(maxsize=2)  # a batch may reach into the next epoch
 def _order(num_rows: int, seed: int, epoch: int) -> np.ndarray:
   return np.random.Generator(np.random.Philox([seed, epoch])).permutation(num_rows)
 
 
 def batch_rows(num_rows: int, step: int, *, batch_size: int, seed: int) -> np.ndarray:
-  """The rows of a step's batch, int64 `[batch_size]`. Each epoch visits all rows in a new random order.
-
-  Args:
-    num_rows: Number of rows, at least one.
-    step: The step, from 0.
-    batch_size: Rows in a batch.
-    seed: Seed of the order.
-  """
+  """The rows of a step's batch, int64 `[batch_size]`. Each epoch visits all rows in a new random order."""
   places = np.arange(step * batch_size, (step + 1) * batch_size)
   rows = np.empty(batch_size, np.int64)
   for epoch in np.unique(places // num_rows):
@@ -215,7 +172,7 @@ def batch_at(
   num_microbatches: int,
   sharding: NamedSharding,
 ) -> jax.Array:
-  """The batch of a step, with the given sharding. Every process reads its own rows only.
+  """The batch of a step, int32 `[A, batch_size / A, seq_len + 1]`. Every process reads its own rows only.
 
   Args:
     text: Packed text with at least one row.
@@ -225,14 +182,7 @@ def batch_at(
     seed: Seed of the order.
     num_microbatches: A, number of parts over which gradients are accumulated. It divides `batch_size`.
     sharding: Sharding of the result.
-
-  Returns:
-    int32 `[A, batch_size / A, seq_len + 1]`.
-
-  Raises:
-    ValueError: The text is shorter than one row.
   """
-  text.check(seq_len, 'training')
   rows = batch_rows(text.num_rows(seq_len), step, batch_size=batch_size, seed=seed).reshape(num_microbatches, -1)
   return jax.make_array_from_callback(
     (*rows.shape, seq_len + 1), sharding, lambda index: text.rows(rows[index[:2]], seq_len)

@@ -30,11 +30,11 @@ _SPLITS = {'train': 'train', 'held_out': 'test'}
 _READ_AT_ONCE = 4096
 
 
-def _require(*modules: str):
-  """The module TensorFlow Datasets, after a check that its requirements are installed."""
+def _tfds():
+  """The module TensorFlow Datasets, after a check that what it requires is installed."""
   import importlib.util
 
-  missing = [name for name in ('tensorflow_datasets', 'importlib_resources', 'array_record', *modules)
+  missing = [name for name in ('tensorflow_datasets', 'importlib_resources', 'array_record')
              if importlib.util.find_spec(name) is None]  # fmt: skip
   if missing:
     raise ValueError(f"source lm1b needs {', '.join(missing)}: install this project's extra, pip install -e '.[lm1b]'")
@@ -67,15 +67,11 @@ class Lm1b:
 
   @functools.cached_property
   def _prepared(self):
-    """The prepared data set, or None if it does not exist.
-
-    Raises:
-      ValueError: The data set cannot be read.
-    """
+    """The prepared data set, or None if it does not exist; a `ValueError` if it cannot be read."""
     path = self._root / 'lm1b' / VERSION
     if not (path / 'dataset_info.json').exists():
       return None
-    builder = _require().builder_from_directory(path)
+    builder = _tfds().builder_from_directory(path)
     file_format = builder.info.file_format.value
     if file_format != 'array_record':
       raise ValueError(
@@ -88,12 +84,9 @@ class Lm1b:
   def _extracted(self) -> dict[str, list[epath.Path]] | None:
     """The files of each part of the extracted archive, or None if the archive is not extracted."""
     for root in (self._root, self._root / FOLDER):
-      found = {
-        part: sorted(path for path in (root / folder).glob(f'{prefix}*') if path.is_file())
-        for part, (folder, prefix) in _FILES.items()
-      }
-      if all(found.values()):
-        return found
+      files = {part: sorted((root / folder).glob(f'{prefix}*')) for part, (folder, prefix) in _FILES.items()}
+      if all(files.values()):
+        return files
     return None
 
   def _check(self) -> None:
@@ -133,18 +126,11 @@ class Lm1b:
     return {'lm1b/form': form, 'lm1b/files': hashlib.sha256('\n'.join(described).encode()).hexdigest()}
 
 
-def check_archive(path: epath.PathLike, sha256: str, notify: Callable[[int, int], None] = lambda done, total: None):
-  """Compares an archive with its checksum.
+def check_archive(path: epath.Path, sha256: str, notify: Callable[[int, int], None]) -> None:
+  """Compares an archive with its SHA-256; a `ValueError` if there is no such file, or the checksum differs.
 
-  Args:
-    path: The archive.
-    sha256: The expected SHA-256.
-    notify: Called with the bytes read so far and the bytes in total.
-
-  Raises:
-    ValueError: There is no such file, or its checksum differs.
+  `notify` is called with the bytes read so far and the bytes in total.
   """
-  path = epath.Path(path)
   if not path.is_file():
     raise ValueError(f'no archive at {path}: download {ARCHIVE} from {HOMEPAGE}')
   digest, done, total = hashlib.sha256(), 0, path.stat().length
@@ -168,57 +154,43 @@ def _sentences(archive: epath.Path, part: str) -> Iterator[tuple[str, dict[str, 
           yield f'{name}_{index}', {'text': line}
 
 
-@functools.cache
-def _builder_class():
-  tfds = _require()
-
-  with tfds.core.registered.skip_registration():
-
-    class Lm1b(tfds.core.GeneratorBasedBuilder):
-      """LM1B from its archive, without TensorFlow."""
-
-      VERSION = tfds.core.Version(VERSION)
-      MANUAL_DOWNLOAD_INSTRUCTIONS = f'{ARCHIVE} from {HOMEPAGE}'
-
-      def _info(self):
-        return tfds.core.DatasetInfo(
-          builder=self,
-          features=tfds.features.FeaturesDict({'text': tfds.features.Text()}),
-          supervised_keys=('text', 'text'),
-          homepage='http://www.statmt.org/lm-benchmark/',
-        )
-
-      def _split_generators(self, dl_manager):
-        archive = epath.Path(dl_manager.manual_dir) / ARCHIVE
-        return {split: self._generate_examples(archive, part) for part, split in _SPLITS.items()}
-
-      def _generate_examples(self, archive, part):
-        return _sentences(archive, part)
-
-  return Lm1b
-
-
 def prepare(manual_dir: epath.PathLike, data_dir: epath.PathLike) -> epath.Path:
-  """Prepares `data_dir/lm1b/1.1.0` from the archive in `manual_dir`. The real archive takes minutes.
+  """Prepares `data_dir/lm1b/1.1.0` from the archive in `manual_dir`, which takes minutes, and returns its directory.
 
-  Args:
-    manual_dir: Directory of the archive, which `check_archive` has checked.
-    data_dir: Directory to write to. An interrupted run leaves nothing that looks like a complete data set.
-
-  Returns:
-    The directory of the data set.
+  An interrupted run leaves nothing that looks like a complete data set.
 
   Raises:
     ValueError: The data set already exists, or the archive cannot be read.
   """
-  tfds = _require()
-  builder = _builder_class()(data_dir=epath.Path(data_dir).expanduser(), file_format='array_record')
+  tfds = _tfds()
+  archive = epath.Path(manual_dir).expanduser() / ARCHIVE
+
+  with tfds.core.registered.skip_registration():
+
+    class Lm1b(tfds.core.GeneratorBasedBuilder):
+      """LM1B from its archive. The builder of TensorFlow Datasets has the same result, and needs TensorFlow."""
+
+      VERSION = tfds.core.Version(VERSION)
+
+      def _info(self):
+        features = tfds.features.FeaturesDict({'text': tfds.features.Text()})
+        return tfds.core.DatasetInfo(
+          builder=self, features=features, supervised_keys=('text', 'text'), homepage=HOMEPAGE
+        )
+
+      def _split_generators(self, dl_manager):
+        del dl_manager
+        return {split: self._generate_examples(part) for part, split in _SPLITS.items()}
+
+      def _generate_examples(self, part):
+        return _sentences(archive, part)
+
+  builder = Lm1b(data_dir=epath.Path(data_dir).expanduser(), file_format='array_record')
   path = epath.Path(builder.data_path)
   if path.exists():
     raise ValueError(f'{path} exists and is not overwritten')
-  options = tfds.download.DownloadConfig(manual_dir=epath.Path(manual_dir).expanduser(), try_download_gcs=False)
   try:
-    builder.download_and_prepare(download_config=options)
+    builder.download_and_prepare(download_config=tfds.download.DownloadConfig(try_download_gcs=False))
   except (tarfile.TarError, EOFError, OSError, UnicodeDecodeError) as error:
-    raise ValueError(f'cannot prepare {path} from {epath.Path(manual_dir) / ARCHIVE}: {error}') from error
+    raise ValueError(f'cannot prepare {path} from {archive}: {error}') from error
   return path

@@ -4,8 +4,6 @@ With several processes each runs this command: those of a TPU pod find each othe
 `--coordinator_address`, `--num_processes` and `--process_id`.
 """
 
-import train.needs  # isort: skip
-
 from absl import flags
 from etils import epath
 
@@ -29,13 +27,9 @@ def run():
 
 
 def next_flags(folder: epath.Path, config) -> list[str]:
-  """Flags with which `decode.main` takes what was trained: as a draft beside its teacher, else as a target alone.
+  """Flags with which `decode.main` takes a trained model: as a draft beside its teacher, else as a target alone.
 
   The prompt is short, and so is the text, since the context may be.
-
-  Args:
-    folder: The trained model.
-    config: The experiment.
   """
   room = ['--prompt=A', *([] if config.seq_len >= 80 else [f'--max_new_tokens={max(config.seq_len // 2, 1)}'])]
   if config.distill_from:

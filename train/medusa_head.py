@@ -12,30 +12,22 @@ import numpy as np
 
 from spectr_jax.draft import Drafter, medusa_drafter
 from spectr_jax.draft.medusa_drafter import MedusaConfig, config_of, head_output, output_kernel, param_shapes
+from spectr_jax.io.foreign import whole
 from spectr_jax.io.load import ModelFiles
 from spectr_jax.model import Model
 from spectr_jax.models.causal_lm_config import CausalLMConfig
-from train.config_rules import at_least
 from train.draft_kind import Head, cast
 from train.head_step import Guesses, HeadBatch, guesses_ahead
 
 
 @dataclasses.dataclass(frozen=True)
 class MedusaKind(Head):
-  """Medusa heads, a `DraftKind`. They guess all tokens, since their format has no reduced vocabulary.
+  """Medusa heads, a `DraftKind`. They guess all tokens, since their format has no reduced vocabulary."""
 
-  Attributes:
-    config: The heads.
-  """
-
-  rules = at_least(1, 'num_unrolled')
+  fields = {'num_unrolled': whole(1)}
   config_of = staticmethod(config_of)
 
   config: MedusaConfig
-
-  @staticmethod
-  def sizes_of(config: MedusaConfig) -> dict[str, Any]:
-    return {name: value for name, value in vars(config).items() if name != 'dtype'}
 
   @property
   def num_depths(self) -> int:

@@ -13,20 +13,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from spectr_jax.draft import Drafter, one_pass_drafter
+from spectr_jax.draft import one_pass_drafter
 from spectr_jax.draft.one_pass_drafter import config_of
+from spectr_jax.io.foreign import Kind, real, whole
 from spectr_jax.io.heads.save import one_pass_spec
 from spectr_jax.io.load import ModelFiles
 from spectr_jax.model import Model
 from spectr_jax.models import causal_lm, one_pass
 from spectr_jax.models.causal_lm_config import CausalLMConfig
-from spectr_jax.models.head import random_params
 from spectr_jax.models.one_pass_config import MARKOV_KINDS, Markov, OnePassConfig
-from train.config_rules import at_least, finite_at_least_0
-from train.draft_kind import FeatureHead, begin_features, block_config, cast
-from train.eagle3_head import feature_layers
+from train.draft_kind import FeatureHead, as_float32, begin_features, block_config, feature_layers
 from train.head_step import Guesses, HeadBatch
 
 
@@ -59,12 +56,7 @@ def run_blocks(
 
 
 def one_pass_config(config, target: CausalLMConfig, mask_id: int) -> OnePassConfig:
-  """The sizes of an experiment's network.
-
-  Args:
-    config: The experiment, as `configs/head.py` describes.
-    target: The target's sizes.
-    mask_id: The token that fills the slots behind the last token.
+  """The sizes of an experiment's network, whose slots behind the last token are filled with `mask_id`.
 
   Raises:
     ValueError: There is no such network for this target, or it could not be written.
@@ -105,10 +97,6 @@ def _principal(embedding: jax.Array, rank: int) -> jax.Array:
   return centered @ (directions * jnp.sign(largest) / jnp.sqrt(jnp.maximum(variances, 1e-12)))
 
 
-def _as_float32(params: Any) -> Any:
-  return jax.tree.map(lambda x: x.astype(jnp.float32), params)
-
-
 @dataclasses.dataclass(frozen=True)
 class OnePassKind(FeatureHead):
   """A network that guesses a block in one pass, a `DraftKind`.
@@ -119,21 +107,19 @@ class OnePassKind(FeatureHead):
       The final norm begins as the target's in any case.
   """
 
-  rules = (
-    *at_least(1, 'num_layers', 'block_size', 'vocab_size'),
-    *finite_at_least_0('mlp_dim', 'markov_rank', 'ce_weight', 'lk_weight', 'confidence_weight'),
-    ('markov_kind', f'one of {", ".join(MARKOV_KINDS)}', lambda x: x in MARKOV_KINDS),
-    ('mask_id', 'a token, or -1', lambda x: x >= -1),
-  )
+  fields = {
+    **dict.fromkeys(('num_layers', 'block_size', 'vocab_size'), whole(1)),
+    **dict.fromkeys(('mlp_dim', 'markov_rank'), whole()),
+    **dict.fromkeys(('ce_weight', 'lk_weight', 'confidence_weight'), real(0)),
+    'markov_kind': Kind(f'one of {", ".join(MARKOV_KINDS)}', lambda x: x in MARKOV_KINDS),
+    'mask_id': whole(-1),
+  }
   config_of = staticmethod(config_of)
+  param_shapes = staticmethod(one_pass.param_shapes)
+  make_drafter = staticmethod(one_pass_drafter)
 
   config: OnePassConfig
   from_target: bool
-
-  @staticmethod
-  def sizes_of(config: OnePassConfig) -> dict[str, Any]:
-    sizes = vars(config.backbone) | vars(config)
-    return {name: value for name, value in sizes.items() if name not in ('backbone', 'dtype', 'cache_dtype')}
 
   @property
   def num_ids(self) -> int | None:
@@ -154,15 +140,8 @@ class OnePassKind(FeatureHead):
     return cls(one_pass_config(config, target, mask_id), config.from_target)
 
   def init_params(self, key: jax.Array, target: Model, unembedding: jax.Array) -> dict[str, Any]:
-    config = self.config
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), one_pass.param_shapes(config))
-    params = random_params(key, shapes)
-    del params['target_ids']
-    if config.has_unembedding:
-      params['unembedding'] = unembedding.astype(jnp.float32)
-    else:
-      del params['unembedding']
-    params['final_norm'] = _as_float32(target.params['final_norm'])
+    config, params = self.config, self.random_params(key, unembedding)
+    params['final_norm'] = as_float32(target.params['final_norm'])
     if config.markov is not None:
       embedding = self.frozen_params(target)['embedding'].astype(jnp.float32)
       params['markov']['embedding'] = _principal(embedding, config.markov.rank)
@@ -177,13 +156,13 @@ class OnePassKind(FeatureHead):
     """Sets layers to the target's last ones, and the context to the last hidden state that is read, normed."""
     backbone, num_layers = self.config.backbone, causal_lm.config_of(target).num_layers
     for i in range(backbone.num_layers):
-      own, layer = params[f'layer_{i}'], _as_float32(target.params[f'layer_{num_layers - backbone.num_layers + i}'])
+      own, layer = params[f'layer_{i}'], as_float32(target.params[f'layer_{num_layers - backbone.num_layers + i}'])
       own['attention'] |= layer['attention']
       own['attention_norm'] = layer['attention_norm']
       if layer['mlp']['down']['kernel'].shape[0] == backbone.mlp_dim:
         own |= {'mlp': layer['mlp'], 'mlp_norm': layer['mlp_norm']}
     params['features']['kernel'] = begin_features(params['features']['kernel'], backbone.embed_dim)
-    params['features_norm'] = _as_float32(target.params[f'layer_{num_layers - 1}']['attention_norm'])
+    params['features_norm'] = as_float32(target.params[f'layer_{num_layers - 1}']['attention_norm'])
 
   def guesses(self, params: Mapping[str, Any], frozen: Mapping[str, Any], batch: HeadBatch) -> list[Guesses]:
     config, depth = self.config, self.num_depths
@@ -222,19 +201,13 @@ class OnePassKind(FeatureHead):
     return [Guesses(tuple(products), jnp.where(ahead < 0, -1, ahead % depth), by_entry(confidence))]
 
   def _read_before(self, params: Mapping[str, Any], before: jax.Array, outputs: jax.Array) -> jax.Array:
-    """What the bias of every slot is a product of, `[B, A, W, rank]`, given the tokens of the text before each slot."""
+    """The factor of every slot's bias, `[B, A, W, rank]`, given the tokens of the text before each slot."""
     assert self.config.markov is not None
     if self.config.markov.kind != 'rnn':
       return one_pass.read_before(params, self.config, before, outputs, None)[0]
     state: jax.Array | None = jnp.zeros_like(before[:, :, 0])
-    found = []
+    slots = []
     for slot in range(self.config.num_slots):
       mixed, state = one_pass.read_before(params, self.config, before[:, :, slot], outputs[:, :, slot], state)
-      found.append(mixed)
-    return jnp.stack(found, axis=2)
-
-  def drafter(
-    self, params: Mapping[str, Any], frozen: Mapping[str, Any], target_ids: np.ndarray | None, vocab_size: int
-  ) -> Drafter:
-    params = {'unembedding': frozen['unembedding'], **params, 'target_ids': target_ids}
-    return one_pass_drafter(cast(params, one_pass.param_shapes(self.config)), self.config, vocab_size)
+      slots.append(mixed)
+    return jnp.stack(slots, axis=2)

@@ -34,13 +34,7 @@ class Entry:
 
 
 def state_entries(config, model_config: TransformerConfig, mesh: Mesh) -> list[Entry]:
-  """Every array of the train state, with the size of its shards.
-
-  Args:
-    config: The experiment, as `configs/base.py` describes.
-    model_config: Sizes of the transformer.
-    mesh: The mesh.
-  """
+  """Every array of an experiment's train state, with the size of its shards on the mesh."""
   state = jax.eval_shape(lambda: init_state(0, make_optimizer(config), model_config))
   places = jax.tree.leaves(shardings(mesh, state))
   entries = []
@@ -53,26 +47,14 @@ def state_entries(config, model_config: TransformerConfig, mesh: Mesh) -> list[E
 
 
 def attention_flops(config: TransformerConfig, num_rows: int, seq_len: int) -> float:
-  """Floating-point operations of attention's products in a forward pass, as `attend_causally` computes them.
-
-  Args:
-    config: Sizes of the transformer.
-    num_rows: Rows of the batch.
-    seq_len: Tokens in a row.
-  """
+  """Floating-point operations of attention's products in a forward pass, as `attend_causally` computes them."""
   ends = [min(start + CAUSAL_BLOCK, seq_len) for start in range(0, seq_len, CAUSAL_BLOCK)]
   num_keys = sum((end - start) * end for start, end in zip([0, *ends], ends)) / seq_len  # that a query reads
   return num_rows * seq_len * config.num_layers * 4 * num_keys * config.embed_dim
 
 
 def forward_flops(config: TransformerConfig, num_rows: int, seq_len: int) -> float:
-  """Floating-point operations of the products of a forward pass, with attention as `attention_flops` counts it.
-
-  Args:
-    config: Sizes of the transformer.
-    num_rows: Rows of the batch.
-    seq_len: Tokens in a row.
-  """
+  """Floating-point operations of the products of a forward pass, with attention as `attention_flops` counts it."""
   per_layer = 2 * (4 * config.embed_dim**2 + 2 * config.embed_dim * config.mlp_dim)
   of_tokens = num_rows * seq_len * (config.num_layers * per_layer + 2 * config.vocab_size * config.embed_dim)
   return of_tokens + attention_flops(config, num_rows, seq_len)
@@ -83,12 +65,6 @@ def train_flops(config: TransformerConfig, num_rows: int, seq_len: int, *, remat
 
   The backward pass has twice the operations of the forward pass. With `remat` the forward pass of the blocks runs once
   more.
-
-  Args:
-    config: Sizes of the transformer.
-    num_rows: Rows of the batch.
-    seq_len: Tokens in a row.
-    remat: Whether blocks are recomputed for their gradients.
   """
   forward = forward_flops(config, num_rows, seq_len)
   head = 2 * num_rows * seq_len * config.vocab_size * config.embed_dim
@@ -96,13 +72,7 @@ def train_flops(config: TransformerConfig, num_rows: int, seq_len: int, *, remat
 
 
 def describe(config, model_config: TransformerConfig, mesh: Mesh) -> str:
-  """The plan as lines of text: the mesh, a table of parameters, and bytes per device of the whole train state.
-
-  Args:
-    config: The experiment, as `configs/base.py` describes.
-    model_config: Sizes of the transformer.
-    mesh: The mesh.
-  """
+  """The plan as lines of text: the mesh, a table of parameters, and bytes per device of the whole train state."""
   entries = state_entries(config, model_config, mesh)
   params = [entry for entry in entries if entry.path.startswith('params/')]
   rows = config.batch_size // config.num_microbatches

@@ -1,7 +1,5 @@
 """Prepares LM1B: `python -m train.prepare_data --manual_dir=DIR_OF_THE_ARCHIVE [--data_dir=DIR]`."""
 
-import train.needs  # noqa: F401  # isort: skip
-
 import functools
 
 from absl import flags

@@ -19,13 +19,11 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from common.command_line import parse_sizes
-from spectr_jax.io.foreign import is_remote
 from spectr_jax.io.new_files import NewFile, only_writer
 from spectr_jax.sharding import DATA, is_primary, make_mesh
-from train import sealed
-from train.checkpoint import Checkpoints, is_finite
-from train.metrics import MetricWriter
-from train.run_record import Rule, RunRecord, note
+from train.checkpoint import Checkpoints, is_finite, steps_in
+from train.metric_writer import MetricWriter
+from train.run_record import RunRecord
 
 # Shows the metrics of a step, and the held-out ones where the step was evaluated.
 Show: TypeAlias = Callable[[dict[str, float], dict[str, float] | None], None]
@@ -36,7 +34,7 @@ class Outcome:
   """The end of a run.
 
   Attributes:
-    step: Number of steps done. If `config.patience` is set, the steps of the best model.
+    step: Number of steps done. With `config.patience`, the steps of the best model.
     held_out: The final held-out metrics, or None if the run was stopped before its end.
     folder: Where what was trained is; outcomes are equal wherever they are.
   """
@@ -47,14 +45,10 @@ class Outcome:
 
 
 def make_config_mesh(config, devices=None) -> Mesh:
-  """The mesh that `config.mesh` describes. It must be possible to shard batches over it, or microbatches.
-
-  Args:
-    config: The experiment, of a model or of a head.
-    devices: The devices; None for all of `jax.devices()`.
+  """The mesh that `config.mesh` describes, of some devices or all of `jax.devices()`.
 
   Raises:
-    ValueError: There is no such mesh, or a batch cannot be sharded over it.
+    ValueError: There is no such mesh, or the batches of the experiment, or its microbatches, cannot be sharded over it.
   """
   mesh, rows = make_mesh(parse_sizes(config.mesh), devices), config.batch_size // config.get('num_microbatches', 1)
   if rows % mesh.shape[DATA]:
@@ -98,6 +92,12 @@ def _termination(every: int) -> Iterator[Callable[[int], bool]]:
       signal.signal(number, handler)
 
 
+def _note(line: str) -> None:
+  """Tells users something about their run in one line, in the first process only."""
+  if line and is_primary():
+    print(line, flush=True)
+
+
 class Run(abc.ABC):
   """A training run: its state, its checkpoints and its log. What is trained is a subclass's.
 
@@ -107,18 +107,20 @@ class Run(abc.ABC):
     state: Arrays by name, all that a checkpoint has; `step` is one of them.
     step: Number of steps done, known without waiting for the devices.
     record: The settings of the run.
+    has_data: Whether WORKDIR has data that a run has written with its own settings.
   """
 
-  def __init__(self, config, workdir: epath.Path):
-    self.config, self.workdir = config, workdir
+  has_data = False
+
+  def __init__(self, config, workdir: epath.Path, *, allow_fallback: bool):
+    self.config, self.workdir, self._allow_fallback = config, workdir, allow_fallback
     self._lock = contextlib.ExitStack()
 
   @contextlib.contextmanager
-  def opened(self, table: Mapping[str, Rule], trains: str, content: Mapping[str, Any]) -> Iterator[None]:
+  def opened(self, trains: str, content: Mapping[str, Any]) -> Iterator[None]:
     """Takes the WORKDIR for this run, until `run` has ended or what follows here fails.
 
     Args:
-      table: The fields of the experiment, as for `RunRecord`.
       trains: The command that trains.
       content: As for `RunRecord`.
 
@@ -126,41 +128,29 @@ class Run(abc.ABC):
       ValueError: Another run writes to the WORKDIR, it was begun with other settings, or something stands in it that
         the run would have to replace and must not.
     """
-    self._make_workdir()
+    try:
+      self.workdir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+      raise ValueError(f'cannot write to {self.workdir}: {error.strerror or error}') from error
     checkpoints = self.workdir / 'checkpoints'
     try:
       if is_primary():
         self._lock.enter_context(only_writer(checkpoints))
         if checkpoints.is_dir():
           NewFile(checkpoints / 'checkpoint').discard()  # it can be written: said now and not after hours
-      steps, has_result = sealed.steps_in(checkpoints), self.check_result()
-      is_started = bool(steps) or self.has_data
-      self.record = RunRecord(self.workdir, self.config, table, trains, content)
+      steps, has_result = steps_in(checkpoints), self.check_result()
+      self.record = RunRecord(self.workdir, self.config, trains, content)
       if (steps or has_result) and not self.record.is_there:
         what, it = ('checkpoints', 'them') if steps else ('a result', 'it')
         raise ValueError(f'{self.workdir} has {what}, and no training wrote {it} there: take another --workdir')
       MetricWriter.check(self.workdir, is_ours=self.record.is_there)
-      if not (is_started or has_result):
+      if not (steps or has_result or self.has_data):
         self.record.forget()
       self.record.check()
       yield
     except BaseException:
       self._lock.close()
       raise
-
-  def _make_workdir(self) -> None:
-    try:
-      self.workdir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-      raise ValueError(f'cannot write to {self.workdir}: {error.strerror or error}') from error
-    aside = self.workdir / 'damaged_checkpoints'
-    if not is_remote(aside) and os.path.lexists(aside) and (os.path.islink(aside) or not os.path.isdir(aside)):
-      raise ValueError(f'{aside} is not a folder: move it to another place')
-
-  @property
-  def has_data(self) -> bool:
-    """Whether WORKDIR has data that a run has written with its own settings; by itself it has none."""
-    return False
 
   @property
   @abc.abstractmethod
@@ -169,22 +159,15 @@ class Run(abc.ABC):
 
   @abc.abstractmethod
   def check_result(self) -> bool:
-    """Whether WORKDIR has the result of a run already.
+    """True if WORKDIR has the result of a run already; a `ValueError` if what is trained could not be written."""
 
-    Raises:
-      ValueError: What is trained could not be written.
-    """
-
-  def begin(
-    self, make_state: Callable[[], Any], sharding: Any, *, init: Callable[[], Any] | None = None, allow_fallback: bool
-  ) -> None:
-    """Takes the state of the newest checkpoint, or makes one.
+  def begin(self, make_state: Callable[[], Any], sharding: Any, init: Callable[[], Any] | None = None) -> None:
+    """Takes the state of the newest checkpoint, or makes one with shardings, a tree of the same structure.
 
     Args:
       make_state: Makes the state of a new run.
-      sharding: A tree of shardings of the same structure.
-      init: Makes it with these shardings; None to compile `make_state`.
-      allow_fallback: Whether to continue from an older checkpoint if the newest is damaged.
+      sharding: The shardings.
+      init: Makes the state with them; None to compile `make_state`.
 
     Raises:
       ValueError: The newest checkpoint is damaged or of another configuration, or a file cannot be written.
@@ -193,16 +176,16 @@ class Run(abc.ABC):
     try:
       shapes = jax.eval_shape(make_state)
       like = jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, sharding)
-      state = self.checkpoints.restore(like, allow_fallback=allow_fallback)
+      state = self.checkpoints.restore(like, allow_fallback=self._allow_fallback)
       step = 0 if state is None else int(state['step'])
       self.record.check()
-      note(self.record.write(step))
+      _note(self.record.write(step))
       self._writer = MetricWriter(self.workdir, step) if is_primary() else None
     except BaseException:
       self.checkpoints.close()
       raise
     if self.checkpoints.unchecked:
-      note(f'checkpoint {self.checkpoints.unchecked} has no checksums: it is read without a check')
+      _note(f'checkpoint {self.checkpoints.unchecked} has no checksums: it is read without a check')
     if state is None:
       state = (init or jax.jit(make_state, out_shardings=sharding))()
     self.state: dict[str, Any] = state
@@ -224,33 +207,24 @@ class Run(abc.ABC):
   def evaluate(self) -> dict[str, float]:
     """Held-out metrics of the current parameters."""
 
-  def keep_if_best(self, found: dict[str, float]) -> None:
+  def keep_if_best(self, held_out: dict[str, float]) -> None:
     """Called after every evaluation; does nothing by itself."""
-    del found
+    del held_out
 
   @abc.abstractmethod
-  def finish(self, found: dict[str, float] | None) -> dict[str, float]:
-    """Writes what was trained, and returns the final held-out metrics.
-
-    Args:
-      found: Those of the last step, if it was evaluated just now.
-    """
+  def finish(self, held_out: dict[str, float] | None) -> dict[str, float]:
+    """Writes what was trained, and returns the final held-out metrics: `held_out` if the last step has some."""
 
   @contextlib.contextmanager
   def showing(self) -> Iterator[Show]:
-    """What shows the run to the user while it goes on: here a line per step that is logged."""
+    """A function that shows the run to the user while it goes on: here a line per step that is logged."""
 
-    def show(metrics, found):
-      metrics |= {f'held_out_{name}': value for name, value in (found or {}).items()}
+    def show(metrics, held_out):
+      metrics |= {f'held_out_{name}': value for name, value in (held_out or {}).items()}
       if is_primary():
         print(f'step {self.step}: ' + ', '.join(f'{name} {value:.3f}' for name, value in metrics.items()), flush=True)
 
     yield show
-
-  def _check_losses(self, first_step: int, losses: list[float]) -> None:
-    for step, loss in enumerate(losses, start=first_step):
-      if not math.isfinite(loss):
-        raise ValueError(f'loss is {loss} at step {step}: stopped; {self._what_is_saved()}')
 
   def _what_is_saved(self) -> str:
     last, unchecked = self.checkpoints.last_step, self.checkpoints.unchecked
@@ -279,7 +253,7 @@ class Run(abc.ABC):
   def _train(self) -> dict[str, float] | None:
     """Trains, and returns the final held-out metrics, or None if the run was stopped before its end."""
     config = self.config
-    losses, since, stop_now, found = [], time.perf_counter(), False, None
+    losses, since, stop_now, held_out = [], time.perf_counter(), False, None
     with (
       _termination(config.log_every) as is_told_to_stop,
       self.showing() as show,
@@ -288,7 +262,7 @@ class Run(abc.ABC):
       while not self.is_over and not stop_now:
         losses.append(self.advance())
         self.step += 1
-        found = None
+        held_out = None
         is_last = self.step == config.num_steps
         stop_now = is_told_to_stop(self.step)
         save_now = is_last or stop_now or self.step % config.checkpoint_every == 0
@@ -296,18 +270,20 @@ class Run(abc.ABC):
         if not (save_now or eval_now or self.step % config.log_every == 0):
           continue
         losses = [float(loss) for loss in losses]
-        self._check_losses(self.step - len(losses) + 1, losses)
+        for step, loss in enumerate(losses, start=self.step - len(losses) + 1):
+          if not math.isfinite(loss):
+            raise ValueError(f'loss is {loss} at step {step}: stopped; {self._what_is_saved()}')
         # The loss belongs to the parameters before the step. It can be finite although the step's result is not.
         if (save_now or eval_now) and not is_finite(self.state):
           raise ValueError(f'parameters are not finite after step {self.step}: stopped; {self._what_is_saved()}')
         metrics = {'train_loss': float(np.mean(losses))} | self.rates((time.perf_counter() - since) / len(losses))
         if eval_now:
-          found = self.evaluate()
-          self.keep_if_best(found)
-        show(dict(metrics), found)
-        self._log(metrics | {f'held_out_{name}': value for name, value in (found or {}).items()})
+          held_out = self.evaluate()
+          self.keep_if_best(held_out)
+        show(dict(metrics), held_out)
+        self._log(metrics | {f'held_out_{name}': value for name, value in (held_out or {}).items()})
         if save_now or self.is_over:
           self.checkpoints.save(self.state)
         losses, since = [], time.perf_counter()
       # SIGTERM does not interrupt this, since the run ends here anyway.
-      return self.finish(found) if self.is_over else None
+      return self.finish(held_out) if self.is_over else None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import train.needs  # noqa: F401  # isort: skip
-
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -19,7 +17,7 @@ from spectr_jax.kernels.packed_attention import arrange_packed, attend_packed
 from spectr_jax.models.layers import unembed
 from spectr_jax.models.transformer import Transformer, TransformerConfig, init_params
 from spectr_jax.sharding import DATA, divide_rows, replicated, shardings, shards_in_program
-from train.blocks import sum_over_blocks
+from train.block_sums import sum_over_blocks
 
 _BLOCK_LOGITS = 2**25  # numbers of the logits that exist at a time on a device
 _PLAIN_LOGITS = 64.0  # exponentials of smaller ones can be added up as they are, in float32 over a billion tokens
@@ -109,14 +107,7 @@ def _packed(params, inputs, learner: Learner, dropout_key: jax.Array | None = No
 
 
 def packed_logits(params, inputs, learner: Learner, dropout_key: jax.Array | None = None) -> jax.Array:
-  """Logits `[B, T, V]` after every token of packed documents `[B, T]`.
-
-  Args:
-    params: Parameters of the transformer.
-    inputs: int32 `[B, T]`, packed documents.
-    learner: The transformer.
-    dropout_key: One typed key, or None for no dropout.
-  """
+  """Logits `[B, T, V]` after every token of packed documents, int32 `[B, T]`; without a key there is no dropout."""
   return _packed(params, inputs, learner, dropout_key)[0]
 
 
@@ -125,20 +116,13 @@ def _taught_by(learner: Learner, teacher: Teacher) -> Learner:
   return Learner(teacher.config, learner.bos_id, learner.mesh)
 
 
-def _losses(logits, targets, teacher_logits, teacher_weight):
-  """The losses `[B, T]` of `token_losses`, from logits `[B, T, V]`; those of the teacher may be None."""
-  if teacher_logits is None:
-    return optax.softmax_cross_entropy_with_integer_labels(logits, targets)
-  log_probs = jax.nn.log_softmax(logits)
-  losses = teacher_weight * optax.losses.kl_divergence_with_log_targets(log_probs, jax.nn.log_softmax(teacher_logits))
-  if teacher_weight < 1:
-    losses -= (1 - teacher_weight) * jnp.take_along_axis(log_probs, targets[..., None], axis=-1)[..., 0]
-  return losses
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def head_losses(embedding, features, targets, teacher_logits, teacher_weight: float = 0.0) -> jax.Array:
-  """The losses of `token_losses` and their gradients, in few passes over logits.
+  """The loss `[B, T]` of each token, in nats, with gradients in few passes over logits.
+
+  It is the negative log-likelihood of the target token. With a teacher it is a weighted mean of that and of the
+  divergence KL(teacher's distribution || own distribution): a draft should match the target's distributions, and the
+  text holds only one sample of each.
 
   The gradient by the logits is p - q, with p the model's distribution and q what it learns. A token's gradient scales
   the features and their gradient, which are D wide, in place of p - q, which is V wide. So XLA computes p - q inside
@@ -149,22 +133,16 @@ def head_losses(embedding, features, targets, teacher_logits, teacher_weight: fl
     features: `[B, T, D]`, the inputs of the output head.
     targets: int32 `[B, T]`.
     teacher_logits: `[B, T, V]`, without a gradient, or None.
-    teacher_weight: Weight of the divergence from the teacher's distributions, 0 without a teacher.
-
-  Returns:
-    `[B, T]`.
+    teacher_weight: Weight of the divergence, 0 without a teacher.
   """
   return _head_forward(embedding, features, targets, teacher_logits, teacher_weight)[0]
 
 
 def log_total(logits: jax.Array) -> jax.Array:
-  """`jax.nn.logsumexp` over the last axis, without a pass over logits of its own if all are small.
+  """`jax.nn.logsumexp` of `[..., V]`, without a pass over logits of its own if all are small.
 
   Exponentials of small logits are added up as they are. On TPUs that is part of the product that computes the logits,
   where those of differences to the largest logit are another pass.
-
-  Args:
-    logits: `[..., V]`.
   """
   if shards_in_program(logits.shape[-1]) > 1:  # devices would have to agree on whether all are small
     return jax.nn.logsumexp(logits, axis=-1)
@@ -204,30 +182,6 @@ def _head_backward(teacher_weight, residuals, gradient):
 head_losses.defvjp(_head_forward, _head_backward)
 
 
-def token_losses(params, rows, learner: Learner, teacher: Teacher | None = None):
-  """The loss of each target token, in nats: its negative log-likelihood.
-
-  With a teacher, the loss is a weighted mean of the divergence KL(teacher's distribution || own distribution), with
-  weight `teacher.weight`, and the negative log-likelihood. A draft should match the target's distributions, and
-  the text holds only one sample of each.
-
-  Args:
-    params: Parameters of the transformer.
-    rows: int32 `[B, T + 1]`, packed documents.
-    learner: The transformer.
-    teacher: The teacher, or None.
-
-  Returns:
-    Losses `[B, T]`, 0 where there is no target, and weights `[B, T]`, 1 where there is one and 0 elsewhere.
-  """
-  inputs, targets = rows[:, :-1], rows[:, 1:]
-  logits, other = packed_logits(params, inputs, learner), None
-  if teacher is not None:
-    other = packed_logits(teacher.params, inputs, _taught_by(learner, teacher))
-  weights = (targets != learner.bos_id).astype(jnp.float32)
-  return _losses(logits, targets, other, teacher and teacher.weight) * weights, weights
-
-
 def summed_losses(
   params,
   rows,
@@ -237,10 +191,15 @@ def summed_losses(
   dropout_key: jax.Array | None = None,
   unroll: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-  """The sums of `token_losses` and of their weights, for training: the logits of some tokens exist at a time.
+  """The sum of the losses of all tokens that have a target, see `head_losses`, and the number of these tokens.
+
+  The logits of some tokens exist at a time.
 
   Args:
-    params, rows, learner, teacher: As in `token_losses`.
+    params: Parameters of the transformer.
+    rows: int32 `[B, T + 1]`, packed documents.
+    learner: The transformer.
+    teacher: The teacher, or None.
     dropout_key: One typed key, or None for no dropout.
     unroll: Whether the loop over blocks is unrolled, for the compiler's count of operations.
   """
@@ -272,26 +231,21 @@ def summed_losses(
   return of_rows(params['embedding'], features, constants, data).sum(), weights.sum()
 
 
-def overlaps(params, rows, learner: Learner, teacher: Teacher):
-  """The overlap 1 - TV of the model's and the teacher's distributions, `[B, T]`, and weights `[B, T]`.
+def summed_overlaps(params, rows, learner: Learner, teacher: Teacher) -> tuple[jax.Array, jax.Array]:
+  """The sum of the overlaps 1 - TV of the model's and the teacher's distributions, and the number of tokens.
 
-  The overlap is the probability that a single draft token is accepted at temperature 1. It is 0 where there is no
-  target. Arguments are those of `token_losses`.
+  The overlap is the probability that a single draft token is accepted at temperature 1. Arguments are those of
+  `summed_losses`.
   """
   inputs, targets = rows[:, :-1], rows[:, 1:]
   own = jax.nn.softmax(packed_logits(params, inputs, learner))
   other = jax.nn.softmax(packed_logits(teacher.params, inputs, _taught_by(learner, teacher)))
   weights = (targets != learner.bos_id).astype(jnp.float32)
-  return jnp.minimum(own, other).sum(-1) * weights, weights
+  return jnp.sum(jnp.minimum(own, other).sum(-1) * weights), weights.sum()
 
 
 def new_state(params: Any, optimizer: optax.GradientTransformation) -> dict[str, Any]:
-  """The state of a run before its first step: parameters, those of the optimizer, and the step.
-
-  Args:
-    params: The parameters.
-    optimizer: The optimizer.
-  """
+  """The state of a run before its first step: parameters, those of the optimizer, and the step."""
   return {'params': params, 'opt_state': optimizer.init(params), 'step': jnp.zeros((), jnp.int32)}
 
 
@@ -315,17 +269,11 @@ def make_update(optimizer: optax.GradientTransformation, differentiate: Callable
 
 
 def init_state(seed: int, optimizer: optax.GradientTransformation, model_config: TransformerConfig) -> dict[str, Any]:
-  """The initial state of a model: that of `new_state`, and the best held-out loss so far with its step.
-
-  Args:
-    seed: Seed of the parameters.
-    optimizer: The optimizer.
-    model_config: Sizes of the transformer.
-  """
+  """The initial state of a model: that of `new_state`, and the best held-out loss so far with its step."""
   return new_state(init_params(jax.random.key(seed), model_config), optimizer) | {
     'best_loss': jnp.asarray(jnp.finfo(jnp.float32).max),  # not inf, which would be a sign of trouble
     'best_step': jnp.zeros((), jnp.int32),
-    # Checkpoints without this entry have kernels `[out, in]`, some of the same shape. They are refused.
+    # A part of every checkpoint. Without it a state has kernels `[out, in]`, some of the same shape, and does not fit.
     'layout_in_out': jnp.ones((), jnp.int32),
   }
 
@@ -338,10 +286,10 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 def make_train_step(
   optimizer: optax.GradientTransformation, learner: Learner, *, seed: int = 0, unroll: bool = False
 ) -> Callable:
-  """The update of a model, as of `make_update`: its batches are rows, its constants a teacher or None.
+  """The update of a model, as of `make_update`: its batches are rows `[A, B, T + 1]`, its constants a teacher or None.
 
-  Rows are `[A, B, T + 1]`. The gradients of A microbatches are added up, weighted by their numbers of targets. So, up
-  to rounding, the update is that of one batch of A x B rows.
+  The gradients of A microbatches are added up, weighted by their numbers of targets. So, up to rounding, the update is
+  that of one batch of A x B rows.
 
   Args:
     optimizer: The optimizer.

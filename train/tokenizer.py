@@ -1,7 +1,5 @@
 """Trains a tokenizer: `python -m train.tokenizer --config=configs/NAME.py`."""
 
-import train.needs  # noqa: F401  # isort: skip
-
 from absl import flags
 from etils import epath
 from ml_collections import config_flags

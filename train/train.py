@@ -16,6 +16,7 @@ from rich import console
 
 from common.progress_bar import ProgressBar
 from spectr_jax.io.checksums import content_hash
+from spectr_jax.io.foreign import Kind, whole
 from spectr_jax.io.model_files import files_of_model, load_transformer, save_model
 from spectr_jax.io.new_files import check_new_folder
 from spectr_jax.io.tokenizer import Tokenizer
@@ -24,22 +25,21 @@ from spectr_jax.models.transformer import TransformerConfig, config_of, transfor
 from spectr_jax.sharding import is_primary, put, shardings
 from train import plan
 from train.checkpoint import reason_of
-from train.config_rules import at_least, check_fields, finite_at_least_0
 from train.evaluate import evaluate
 from train.input_pipeline import batch_at, load_packed
 from train.run import Outcome, Run, Show, make_config_mesh
-from train.run_record import MODEL_FIELDS
+from train.run_record import check_fields
 from train.step import Learner, Teacher, batch_sharding, init_state, make_optimizer, make_train_step
 from train.text_sources import TextSource, make_source
 
-_RULES = (
-  *at_least(1, 'seq_len', 'num_microbatches', 'eval_batches'),
-  *finite_at_least_0('patience'),
-  ('dropout', 'at least 0 and below 1', lambda x: 0 <= x < 1),
-  ('held_out_percent', 'above 0 and below 100', lambda x: 0 < x < 100),
-  ('distill_weight', 'above 0 and at most 1', lambda x: 0 < x <= 1),
-  ('distill_dtype', "float32, bfloat16 or empty for the teacher's own", lambda x: x in ('', 'float32', 'bfloat16')),
-)
+_FIELDS = {
+  **dict.fromkeys(('seq_len', 'num_microbatches', 'eval_batches'), whole(1)),
+  'patience': whole(),
+  'dropout': Kind('at least 0 and below 1', lambda x: 0 <= x < 1),
+  'held_out_percent': Kind('above 0 and below 100', lambda x: 0 < x < 100),
+  'distill_weight': Kind('above 0 and at most 1', lambda x: 0 < x <= 1),
+  'distill_dtype': Kind("float32, bfloat16 or empty for the teacher's own", lambda x: x in ('', 'float32', 'bfloat16')),
+}
 
 
 def check_config(config) -> TransformerConfig:
@@ -48,7 +48,7 @@ def check_config(config) -> TransformerConfig:
   Raises:
     ValueError: A field has an invalid value.
   """
-  check_fields(config, _RULES)
+  check_fields(config, _FIELDS)
   if config.batch_size % config.num_microbatches:
     raise ValueError(
       f'config.batch_size {config.batch_size} must be a multiple of config.num_microbatches {config.num_microbatches}'
@@ -60,15 +60,7 @@ def check_config(config) -> TransformerConfig:
 
 
 def check_teacher(config, teacher_config: TransformerConfig) -> None:
-  """Refuses a teacher whose sizes do not fit `config`.
-
-  Args:
-    config: The experiment, as `configs/base.py` describes.
-    teacher_config: Sizes of the teacher.
-
-  Raises:
-    ValueError: The teacher has another vocabulary or a shorter context.
-  """
+  """Refuses a teacher of another vocabulary or a shorter context than those of `config`, with a `ValueError`."""
   if teacher_config.vocab_size != config.vocab_size:
     raise ValueError(
       f'{config.distill_from} has {teacher_config.vocab_size} tokens, config.vocab_size is {config.vocab_size}'
@@ -82,12 +74,8 @@ def check_teacher(config, teacher_config: TransformerConfig) -> None:
 def read_teacher(config, tokenizer: Tokenizer) -> Model | None:
   """The teacher that `config.distill_from` names; None if the field is empty.
 
-  Args:
-    config: The experiment, as `configs/base.py` describes.
-    tokenizer: The learner's tokenizer.
-
   Raises:
-    ValueError: There is no such model, or it has another tokenizer or a shorter context.
+    ValueError: There is no such model, or it has another tokenizer than the learner or a shorter context.
   """
   if not config.distill_from:
     return None
@@ -99,13 +87,7 @@ def read_teacher(config, tokenizer: Tokenizer) -> Model | None:
 
 
 def make_teacher(config, model: Model, mesh: Mesh) -> Teacher:
-  """A teacher, sharded over the mesh.
-
-  Args:
-    config: The experiment, as `configs/base.py` describes.
-    model: The teacher.
-    mesh: The mesh.
-  """
+  """The teacher of an experiment, sharded over the mesh."""
   return Teacher(put(model.params, shardings(mesh, model.params)), config_of(model), config.distill_weight)
 
 
@@ -113,7 +95,7 @@ class _Training(Run):
   """A run that trains a transformer on text."""
 
   def __init__(self, config, workdir: epath.Path, *, allow_fallback: bool):
-    super().__init__(config, workdir)
+    super().__init__(config, workdir, allow_fallback=allow_fallback)
     self.model_config = check_config(config)
     self.tokenizer = Tokenizer.load(config.tokenizer)
     if self.tokenizer.vocab_size != config.vocab_size:
@@ -129,10 +111,10 @@ class _Training(Run):
       'the content of config.tokenizer': self.tokenizer.fingerprint,
       'the content of config.distill_from': content_hash(teacher.params) if teacher else '',
     }
-    with self.opened(MODEL_FIELDS, 'train.main', content):
-      self._prepare(source, origin, teacher, allow_fallback=allow_fallback)
+    with self.opened('train.main', content):
+      self._prepare(source, origin, teacher)
 
-  def _prepare(self, source: TextSource, origin: dict[str, str], teacher: Model | None, *, allow_fallback: bool):
+  def _prepare(self, source: TextSource, origin: dict[str, str], teacher: Model | None):
     config, self.origin = self.config, origin
     optimizer = make_optimizer(config)
     make_state = functools.partial(init_state, config.seed, optimizer, self.model_config)
@@ -144,7 +126,7 @@ class _Training(Run):
     self.teacher = None if teacher is None else make_teacher(config, teacher, self.mesh)
     self.learner = Learner(self.model_config, self.tokenizer.bos_id, self.mesh, config.remat, config.dropout)
     self.train_step = make_train_step(optimizer, self.learner, seed=config.seed)
-    self.begin(make_state, self.sharding, allow_fallback=allow_fallback)
+    self.begin(make_state, self.sharding)
     # The host keeps its own copies, so that no step waits for the one before it.
     self.best_loss, self.best_step = float(self.state['best_loss']), int(self.state['best_step'])
     if is_primary():
@@ -159,9 +141,8 @@ class _Training(Run):
     return self.workdir / 'model'
 
   def check_result(self) -> bool:
-    path = self.result
-    check_new_folder(path, ('model.json', 'tokenizer.json', 'params'), owned=files_of_model)
-    return (path / 'model.json').exists()
+    check_new_folder(self.result, ('model.json', 'tokenizer.json', 'params'), owned=files_of_model)
+    return (self.result / 'model.json').exists()
 
   @property
   def is_over(self) -> bool:
@@ -203,41 +184,40 @@ class _Training(Run):
   def showing(self) -> Iterator[Show]:
     bar = ProgressBar(console.Console(quiet=not is_primary()), transient=False)
 
-    def show(metrics, found):
+    def show(metrics, held_out):
       said = f'loss {metrics["train_loss"]:.3f}  {metrics["tokens_per_second"]:,.0f} tokens/s'
       bar.show('training', self.step, self.config.num_steps, said)
-      if found:
-        bar.console.print(f'step {self.step}: held-out ' + ', '.join(f'{k} {v:.3f}' for k, v in found.items()))
+      if held_out:
+        bar.console.print(f'step {self.step}: held-out ' + ', '.join(f'{k} {v:.3f}' for k, v in held_out.items()))
 
     bar.show('training', self.step, self.config.num_steps, 'compiling the first step')
     with bar:
       yield show
 
-  def keep_model(self, step: int, found: dict[str, float]) -> None:
+  def keep_model(self, step: int, held_out: dict[str, float]) -> None:
     """Writes the current model to `WORKDIR/model`."""
     params = multihost_utils.process_allgather(self.state['params'], tiled=True)
     if is_primary():
       model = transformer_model(params, self.model_config)
-      info = {'text': self.origin, 'steps': step, 'held_out': found}
-      path = self.result
+      info = {'text': self.origin, 'steps': step, 'held_out': held_out}
       try:
-        save_model(path, model, self.tokenizer, info=info, overwrite=True)
+        save_model(self.result, model, self.tokenizer, info=info, overwrite=True)
       except Exception as error:  # storage may raise any type
         raise ValueError(
-          f'cannot write {path} ({reason_of(error)}); what was there and the checkpoints are kept'
+          f'cannot write {self.result} ({reason_of(error)}); what was there and the checkpoints are kept'
         ) from error
     multihost_utils.sync_global_devices('the model is written')
 
-  def keep_if_best(self, found: dict[str, float]) -> None:
-    if self.config.patience and found['loss'] < self.best_loss:
-      best = {'best_loss': np.float32(found['loss']), 'best_step': np.int32(self.step)}
+  def keep_if_best(self, held_out: dict[str, float]) -> None:
+    if self.config.patience and held_out['loss'] < self.best_loss:
+      best = {'best_loss': np.float32(held_out['loss']), 'best_step': np.int32(self.step)}
       self.best_loss, self.best_step = float(best['best_loss']), self.step
       self.state |= put(best, {name: self.sharding[name] for name in best})
-      self.keep_model(self.step, found)
+      self.keep_model(self.step, held_out)
 
-  def finish(self, found: dict[str, float] | None) -> dict[str, float]:
+  def finish(self, held_out: dict[str, float] | None) -> dict[str, float]:
     """Evaluates the model on all held-out text and writes it. With `config.patience` this is the best model."""
-    del found  # of some held-out text
+    del held_out  # of some held-out text
     if self.config.patience and self.best_step:
       best = load_transformer(self.result)[0].params
       self.state['params'], self.step = put(best, self.sharding['params']), self.best_step
@@ -260,7 +240,7 @@ def train(config, workdir: epath.PathLike, *, allow_fallback: bool = False) -> O
     allow_fallback: Whether to continue from an older checkpoint if the newest is damaged.
 
   Returns:
-    The step at the end and the final held-out metrics.
+    The step at the end, the final held-out metrics and the folder of the model.
 
   Raises:
     ValueError: The configuration, its files or a checkpoint is unusable, or the loss is not finite.

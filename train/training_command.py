@@ -1,8 +1,6 @@
-"""What `train.main` and `train.head` share: their flags, joining other processes, and how a run ends."""
+"""The common part of `train.main` and `train.head`: flags, joining other processes, and the end of a run."""
 
 from __future__ import annotations
-
-import train.needs  # noqa: F401  # isort: skip
 
 import shlex
 from collections.abc import Callable, Sequence

@@ -37,9 +37,6 @@ ELSEWHERE = Drafting('race_traversal', 2, 8)
 def kind_of(target: str, draft: str) -> str:
   """The kind of a draft, one of `ON_CPU`.
 
-  Args:
-    target, draft: As in `DecodeOptions`.
-
   Raises:
     ValueError: A file of a head is damaged.
   """
@@ -78,8 +75,8 @@ def with_default_drafting(values: Mapping[str, Any], platform: str | None = None
   default = default_drafting(values['target'], values['draft'], platform)
   if 'num_drafts' in values or values['tree'] != ('chains',):
     default = dataclasses.replace(default, method=ELSEWHERE.method)
-  found = {'method': (default.method,), 'num_drafts': (default.num_drafts,), 'draft_length': (default.draft_length,)}
-  return found | values
+  defaults = {'method': (default.method,), 'num_drafts': (default.num_drafts,), 'draft_length': (default.draft_length,)}
+  return defaults | values
 
 
 def _in_words(name: str) -> str:

@@ -40,13 +40,7 @@ _FIELDS = {
 
 
 def part_path(path: str | os.PathLike, index: int, count: int) -> pathlib.Path:
-  """The file of one process: `path` itself for a single one, else `name-00000-of-00002.jsonl` beside it.
-
-  Args:
-    path: The file of the whole run.
-    index: Index of the process.
-    count: Number of processes.
-  """
+  """The file of one process: `path` itself for a single one, else `name-00000-of-00002.jsonl` beside it."""
   path = pathlib.Path(path)
   return path if count == 1 else path.with_name(f'{path.stem}-{index:05}-of-{count:05}{path.suffix}')
 
@@ -60,32 +54,24 @@ def index_path(path: str | os.PathLike) -> pathlib.Path:
 def check_parts(path: str | os.PathLike, count: int) -> None:
   """Refuses continuations of another number of processes, which would be decoded again.
 
-  Args:
-    path: The file of the whole run.
-    count: Number of processes.
-
   Raises:
     ValueError: There are such, or something else stands at the path of the index.
   """
   path, index = pathlib.Path(path), index_path(path)
   try:
-    found = read_object(index, {'parts': list_of(TEXT)}).get('parts') if index.exists() else _part_names(path, count)
+    names = read_object(index, {'parts': list_of(TEXT)}).get('parts') if index.exists() else _part_names(path, count)
   except ValueError:
-    found = None
-  if found is None and count > 1:
+    names = None
+  if names is None and count > 1:
     raise ValueError(f'generations: {index} is no index of parts; move it away')
-  if found is not None and found != _part_names(path, count):
-    raise ValueError(f'generations: {index} is of {len(found)} parts, and this run has {count} processes')
+  if names is not None and names != _part_names(path, count):
+    raise ValueError(f'generations: {index} is of {len(names)} parts, and this run has {count} processes')
   if count > 1 and path.exists() and path.stat().st_size:
     raise ValueError(f'generations: {path} is of one process, and this run has {count} processes')
 
 
 def write_index(path: str | os.PathLike, count: int) -> None:
   """Writes the index that names the parts of `path`, if there are several.
-
-  Args:
-    path: The file of the whole run.
-    count: Number of processes.
 
   Raises:
     ValueError: As for `check_parts`; or the index cannot be written.
@@ -108,14 +94,14 @@ def _is_same(one: Any, other: Any) -> bool:
   return one == other and isinstance(one, bool) == isinstance(other, bool)
 
 
-def _differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+def _differences(written: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
   """What differs of the fields that are wanted, those of `run` one by one."""
   differences = []
   for name, value in wanted.items():
-    if name == 'run' and isinstance(found.get(name), dict):
-      differences += _differences(found[name], value)
-    elif not _is_same(found.get(name), value):
-      differences.append(f'{name} {shown(found.get(name))}, and this run {shown(value)}')
+    if name == 'run' and isinstance(written.get(name), dict):
+      differences += _differences(written[name], value)
+    elif not _is_same(written.get(name), value):
+      differences.append(f'{name} {shown(written.get(name))}, and this run {shown(value)}')
   return differences
 
 
@@ -247,10 +233,7 @@ class GenerationFile:
     return entry['seed'], entry['index'], entry['sample']
 
   def append(self, entry: Mapping[str, Any]) -> None:
-    """Writes a continuation.
-
-    Args:
-      entry: What it has beside the settings.
+    """Writes what a continuation has beside the settings.
 
     Raises:
       ValueError: The continuation cannot be written. Earlier ones are complete.

@@ -11,7 +11,7 @@ from etils import epath
 from spectr_jax.auto.timing import draft, time_in_turns
 from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.loop import decode_rounds, judge, noise_keys, score
-from spectr_jax.engine.sharding import on_platform_of
+from spectr_jax.engine.sharding import tracing_with
 from spectr_jax.engine.state import DecodeState
 from spectr_jax.io.new_files import NewFile
 from spectr_jax.proposal import Proposal
@@ -42,13 +42,13 @@ def profile(decoder: Decoder, state: DecodeState, directory: epath.PathLike, num
 
 @jax.jit
 def _score(decoder: Decoder, state: DecodeState, proposal: Proposal):
-  with on_platform_of(decoder.sharding):
+  with tracing_with(decoder.sharding):
     return score(decoder, state, proposal).logits
 
 
 @jax.jit
 def _judge(decoder: Decoder, state: DecodeState, proposal: Proposal, logits):
-  with on_platform_of(decoder.sharding):
+  with tracing_with(decoder.sharding):
     return judge(decoder, state, noise_keys(decoder, state)[1], proposal, logits)[1]
 
 
@@ -70,4 +70,4 @@ def time_parts(decoder: Decoder, state: DecodeState, num_runs: int = 15) -> dict
     'target': functools.partial(_score, decoder, state, proposal),
     'verification': functools.partial(_judge, decoder, state, proposal, logits),
   }
-  return {part: float(np.median(found)) for part, found in time_in_turns(calls, num_runs).items()}
+  return {part: float(np.median(seconds)) for part, seconds in time_in_turns(calls, num_runs).items()}

@@ -12,13 +12,9 @@ MIN_UNITS = 3
 
 
 def ratio(numerators: np.ndarray, denominators: np.ndarray) -> float:
-  """The ratio over all prompts: `sum(numerators) / sum(denominators)`.
+  """The ratio over all prompts: `sum(numerators) / sum(denominators)`, `[P]` each, one value per prompt.
 
   For tokens and target calls this is block efficiency. For accepted tokens and optima it is the share of the optimum.
-
-  Args:
-    numerators: `[P]`, one per prompt.
-    denominators: `[P]`, one per prompt.
   """
   return float(np.sum(numerators) / np.sum(denominators))
 
@@ -31,15 +27,11 @@ def _student_quantile(num_degrees: int) -> float:
 
 
 def ratio_interval(numerators: np.ndarray, denominators: np.ndarray) -> tuple[float, float] | None:
-  """The 95% confidence interval of `ratio` over prompts.
+  """The 95% confidence interval of `ratio` over prompts, of arrays `[P]`.
 
   The prompts are the sample, and the estimate is a ratio of two sums. So its variance is that of the residuals
   `numerator - ratio * denominator` (delta method), with Student's t for few prompts. Several continuations of one
   prompt are one unit of the sample: add them up first.
-
-  Args:
-    numerators: `[P]`, one per prompt.
-    denominators: `[P]`, one per prompt.
 
   Returns:
     The low and high end, or None for fewer than `MIN_UNITS` prompts.
@@ -92,8 +84,6 @@ def compare(first: tuple[np.ndarray, np.ndarray], second: tuple[np.ndarray, np.n
 def acceptance_by_position(accepted_by_depth: np.ndarray, calls: np.ndarray) -> list[float]:
   """The share of rounds that kept at least d + 1 drafted tokens, at index d.
 
-  Args:
-    accepted_by_depth: `[P, L]`, the number of rounds of each prompt that kept at least d + 1 drafted tokens.
-    calls: `[P]`, the number of rounds of each prompt.
+  `accepted_by_depth` is `[P, L]`, the number of such rounds of each prompt, `calls` is `[P]`, that of all rounds.
   """
   return (np.sum(accepted_by_depth, axis=0) / np.sum(calls)).tolist()

@@ -1,7 +1,8 @@
 """The fields of `DecodeOptions` as flags, for the commands that take them."""
 
+from __future__ import annotations
+
 import dataclasses
-import typing
 from typing import Any
 
 from absl import flags
@@ -9,49 +10,45 @@ from absl import flags
 from common import command_line, help_text
 from decode.experiment.options import DecodeOptions
 
-_TYPES = typing.get_type_hints(DecodeOptions)
+_FIELDS = dataclasses.fields(DecodeOptions)
 _DEFINE = {
-  str: flags.DEFINE_string,
-  int: flags.DEFINE_integer,
-  float: flags.DEFINE_float,
-  bool: flags.DEFINE_bool,
-  tuple[str, ...]: flags.DEFINE_list,
-  tuple[int, ...]: flags.DEFINE_list,
+  'str': flags.DEFINE_string,
+  'int': flags.DEFINE_integer,
+  'float': flags.DEFINE_float,
+  'bool': flags.DEFINE_bool,
+  'tuple[str, ...]': flags.DEFINE_list,
+  'tuple[int, ...]': flags.DEFINE_list,
 }
 
 
-def _type(name: str):
-  """The type of a field; for `T | None` it is T."""
-  arguments = typing.get_args(_TYPES[name])
-  return arguments[0] if type(None) in arguments else _TYPES[name]
+def _type_of(field: dataclasses.Field) -> str:
+  """The type of a field as it is annotated; for `T | None` it is T."""
+  return field.type.removesuffix(' | None')
 
 
-def _define(field: dataclasses.Field) -> flags.FlagHolder:
-  define = flags.DEFINE_multi_string if field.metadata['is_repeated'] else _DEFINE[_type(field.name)]
+def _define(field: dataclasses.Field) -> None:
+  define = flags.DEFINE_multi_string if field.metadata['is_repeated'] else _DEFINE[_type_of(field)]
   default = list(map(str, field.default)) if isinstance(field.default, tuple) else field.default
-  flag = define(field.name, default, field.metadata['help'])
-  help_text.in_group(field.metadata['group'], flag)
-  return flag
+  help_text.in_group(field.metadata['group'], define(field.name, default, field.metadata['help']))
 
 
-_FLAGS = tuple(map(_define, dataclasses.fields(DecodeOptions)))
+for _field in _FIELDS:
+  _define(_field)
 
 
-def _value(flag):
-  value = flags.FLAGS[flag.name].value  # None where a command took the default away
+def _value(field: dataclasses.Field) -> Any:
+  value = flags.FLAGS[field.name].value  # None where a command took the default away
   if not isinstance(value, list):
     return value
-  if flag.name == 'stop':  # blanks count
+  if field.name == 'stop':  # blanks count
     return tuple(value)
   values = tuple(entry.strip() for entry in value)
-  if _type(flag.name) == tuple[str, ...]:
-    return values
-  return command_line.parse_numbers(flag.name, values)
+  return values if _type_of(field) == 'tuple[str, ...]' else command_line.parse_numbers(field.name, values)
 
 
 def read_values() -> dict[str, Any]:
   """The fields that the flags give, by name, without those that have no default in this command and are not given."""
-  values = {flag.name: _value(flag) for flag in _FLAGS}
+  values = {field.name: _value(field) for field in _FIELDS}
   return {name: value for name, value in values.items() if value is not None}
 
 

@@ -69,12 +69,7 @@ def excerpt(value: Any) -> str:
 
 
 def _field(entry: Any, name: str, kind: type = str) -> Any:
-  """A field of a JSON object.
-
-  Args:
-    entry: The object.
-    name: The field.
-    kind: The type it must have.
+  """A field of a JSON object, which must have a type.
 
   Raises:
     ValueError: The entry is no object, or has no such field, or one of another type.
@@ -135,9 +130,6 @@ def split_set(text: epath.PathLike) -> tuple[PromptSet | None, epath.Path]:
   """The set and the file that `SET:FILE` names; None and the file for a path alone.
 
   `scheme://` begins a path, and so does the name of a file that exists.
-
-  Args:
-    text: `SET:FILE`, or a path.
 
   Raises:
     ValueError: There is no such set, or the path is on an unknown file system.

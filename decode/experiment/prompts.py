@@ -93,10 +93,11 @@ def _parse_entry(entry, index: int, origin: str) -> Prompt:
 
 def _parse_published(entry, index: int, origin: str, prompt_set: PromptSet) -> Prompt:
   try:
-    found = prompt_set.parse(entry)
+    published = prompt_set.parse(entry)
   except ValueError as error:
     raise ValueError(f'{origin}: {error}; an entry of {prompt_set.title} is {prompt_set.form}') from error
-  return Prompt(found.turns[0], index, index if found.id is None else found.id, origin, found.task, found.turns)
+  prompt_id = index if published.id is None else published.id
+  return Prompt(published.turns[0], index, prompt_id, origin, published.task, published.turns)
 
 
 def _parse_json(text: str, origin: str, wanted: str) -> Any:
@@ -181,24 +182,14 @@ def read_prompts(path: epath.PathLike) -> list[Prompt]:
 
 
 def take_first(prompts: Sequence[Prompt], num_prompts: int) -> list[Prompt]:
-  """The first prompts.
-
-  Args:
-    prompts: The prompts.
-    num_prompts: The largest number of prompts to take.
-  """
+  """The first prompts, at most so many."""
   return list(prompts[:num_prompts])
 
 
 def take_evenly(prompts: Sequence[Prompt], num_prompts: int, *, group: Callable[[Prompt], str]) -> list[Prompt]:
-  """Equally many prompts of every group, spread over the group, in the order of the file.
+  """Equally many prompts of every group, spread over the group, in the order of the file; at most so many.
 
   A group that has too few gives all it has, and the others give more. Of a remainder, earlier groups give one more.
-
-  Args:
-    prompts: The prompts.
-    num_prompts: The largest number of prompts to take.
-    group: The group of a prompt.
   """
   places: dict[str, list[int]] = {}
   for place, prompt in enumerate(prompts):
@@ -214,19 +205,14 @@ def take_evenly(prompts: Sequence[Prompt], num_prompts: int, *, group: Callable[
 
 
 def as_conversations(prompts: Sequence[Prompt], system: str | None = None) -> list[Prompt]:
-  """The prompts as conversations: a text becomes a turn of the user.
-
-  Args:
-    prompts: The prompts.
-    system: The system message of conversations that have none of their own, or None.
-  """
-  found = []
+  """The prompts as conversations: a text becomes a turn of the user; `system` is for those without such a message."""
+  rendered = []
   for prompt in prompts:
     messages = prompt.messages or ({'role': 'user', 'content': prompt.text},)
     if system is not None and messages[0]['role'] != 'system':
       messages = ({'role': 'system', 'content': system}, *messages)
-    found.append(dataclasses.replace(prompt, messages=messages))
-  return found
+    rendered.append(dataclasses.replace(prompt, messages=messages))
+  return rendered
 
 
 def _encode_chat(prompt: Prompt, tokenizer: TokenizerBase) -> list[int]:
@@ -264,13 +250,7 @@ def longest_prompt(max_new_tokens: int, max_length: int | None) -> float:
 def without_long(
   prompts: Sequence[Prompt], tokenizer: TokenizerBase, *, max_new_tokens: int, max_length: int | None
 ) -> list[Prompt]:
-  """The prompts that leave room for `max_new_tokens`.
-
-  Args:
-    prompts: The prompts.
-    tokenizer: The models' tokenizer.
-    max_new_tokens: Number of new tokens to leave room for.
-    max_length: The models' limit for prompt plus continuation, in tokens, or None for no limit.
+  """The prompts that leave room for `max_new_tokens`, see `longest_prompt`.
 
   Raises:
     ValueError: No prompt leaves enough room.
@@ -286,13 +266,7 @@ def without_long(
 
 
 def check_known(ids: Sequence[int], tokenizer: TokenizerBase, vocab_size: int | None, where: str) -> None:
-  """Checks that a target has the tokens of a prompt, which are those of its tokenizer.
-
-  Args:
-    ids: The prompt's ids.
-    tokenizer: The tokenizer.
-    vocab_size: The number of the target's ids, or None for all that the tokenizer has.
-    where: The prompt, for messages.
+  """Checks that a target of `vocab_size` ids, None for any, has the tokens of a prompt; `where` is for messages.
 
   Raises:
     ValueError: There is no token, or the target does not have one.

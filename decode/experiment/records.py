@@ -17,21 +17,22 @@ import numpy as np
 
 from decode.experiment.options import DecodeOptions
 from decode.experiment.prompts import Prompt
-from decode.experiment.results import DecodeRun, Measurement, Summary
+from decode.experiment.results import DecodeRun, Measurement
 from decode.experiment.settings import Setting
 from decode.experiment.workload import Workload
 from spectr_jax import Continuation, StopStrings, finish_reason
 from spectr_jax.auto.prediction import Prediction
-from spectr_jax.io.content import hash_content
+from spectr_jax.io.load import hash_content
 from spectr_jax.io.tokenizer import TokenizerBase
 
 _PARTS = 'round', 'draft', 'target', 'verification', 'rest'  # of `seconds_per_round`
 
 
-def _result(summary: Summary, run: DecodeRun, seed: int) -> dict:
+def _result(run: DecodeRun, measurement: Measurement) -> dict:
+  summary = run.summarize(measurement.setting, (measurement.seed,))
   return describe_setting(run.options, summary.setting) | {
     'num_nodes': summary.setting.tree.num_nodes,
-    'seed': seed,
+    'seed': measurement.seed,
     'num_prompts': len(run.prompts),
     'tokens': summary.num_tokens,
     'target_calls': summary.num_calls,
@@ -47,9 +48,9 @@ def _result(summary: Summary, run: DecodeRun, seed: int) -> dict:
   }
 
 
-def _prediction(found: Prediction) -> dict:
-  setting = found.setting
-  fields = dataclasses.asdict(dataclasses.replace(found, setting=None))
+def _prediction(prediction: Prediction) -> dict:
+  setting = prediction.setting
+  fields = dataclasses.asdict(dataclasses.replace(prediction, setting=None))
   return {
     'method': setting.method.name,
     'num_drafts': setting.num_drafts,
@@ -67,10 +68,10 @@ def to_json(run: DecodeRun) -> str:
   at least d + 1 drafted tokens. `acceptance` holds, by method, the rates that `optimal` trees were chosen from.
   `predictions` holds the settings that `auto` chose from, the fastest first.
   """
-  results = [_result(run.summarize(found.setting, (found.seed,)), run, found.seed) for found in run.measurements]
+  results = [_result(run, measurement) for measurement in run.measurements]
   content = {'run': run.info, 'acceptance': run.acceptance, 'results': results}
   if run.predictions:
-    content['predictions'] = [_prediction(found) for found in run.predictions]
+    content['predictions'] = [_prediction(each) for each in run.predictions]
   return json.dumps(content, indent=2, allow_nan=False) + '\n'
 
 
@@ -81,9 +82,9 @@ def to_csv(run: DecodeRun) -> str:
   Each line ends with the paths of both models.
   """
   rows, models = [], run.info['models']
-  for found in run.measurements:
+  for measurement in run.measurements:
     row = {}
-    for name, value in _result(run.summarize(found.setting, (found.seed,)), run, found.seed).items():
+    for name, value in _result(run, measurement).items():
       if name.endswith('_ci95'):
         row |= dict(zip((f'{name}_low', f'{name}_high'), value or ('', '')))
       elif name == 'seconds_per_round':
@@ -99,12 +100,7 @@ def to_csv(run: DecodeRun) -> str:
 
 
 def describe_setting(options: DecodeOptions, setting: Setting) -> dict[str, Any]:
-  """The values that a setting's continuations share, as JSON values.
-
-  Args:
-    options: The run's options.
-    setting: The setting.
-  """
+  """The values that a setting's continuations share, as JSON values."""
   return {
     'method': setting.method.name,
     'is_lossless': setting.method.is_lossless,
@@ -122,22 +118,12 @@ def describe_continuation(
   prompt: Prompt,
   seed: int,
   sample: int,
-  found: Continuation,
+  continuation: Continuation,
   tokenizer: TokenizerBase,
   stop: StopStrings | None,
 ) -> dict[str, Any]:
-  """A continuation as JSON values.
-
-  Args:
-    setting: The result of `describe_setting`.
-    prompt: The prompt.
-    seed: The seed.
-    sample: The index of the sample among those of this prompt and seed.
-    found: The continuation.
-    tokenizer: The models' tokenizer.
-    stop: The texts that end continuations, or None.
-  """
-  tokens = found.tokens.tolist()
+  """A continuation as JSON values, below those of `describe_setting`."""
+  tokens = continuation.tokens.tolist()
   entry = {
     'id': prompt.id,
     'prompt': prompt.text,
@@ -146,10 +132,10 @@ def describe_continuation(
     'sample': sample,
     'tokens': tokens,
     'text': tokenizer.decode(tokens) if stop is None else stop.text_of(tokens),
-    'target_calls': found.num_target_calls,
-    'finish_reason': found.finish_reason,
+    'target_calls': continuation.num_target_calls,
+    'finish_reason': continuation.finish_reason,
   }
-  return entry if found.logprobs is None else entry | {'logprobs': _numbers(found.logprobs)}
+  return entry if continuation.logprobs is None else entry | {'logprobs': _numbers(continuation.logprobs)}
 
 
 def _numbers(values: np.ndarray) -> list[float | None]:
@@ -160,14 +146,7 @@ def _numbers(values: np.ndarray) -> list[float | None]:
 def continuation_of(
   measurement: Measurement, row: int, tokenizer: TokenizerBase, stop: StopStrings | None
 ) -> Continuation:
-  """One row of a measurement, without padding.
-
-  Args:
-    measurement: The measurement.
-    row: The row.
-    tokenizer: The models' tokenizer.
-    stop: The texts that end continuations, or None.
-  """
+  """One row of a measurement, without padding."""
   length = measurement.lengths[row]
   return Continuation(
     row,
@@ -182,12 +161,12 @@ def continuation_of(
 def to_jsonl(run: DecodeRun) -> str:
   """The continuations as JSONL, one line per setting, seed, prompt and sample."""
   lines, texts = [], (run.tokenizer, run.options.make_stop(run.tokenizer))
-  for found in run.measurements:
-    setting = describe_setting(run.options, found.setting)
-    for row in range(len(found.lengths)):
+  for measurement in run.measurements:
+    setting = describe_setting(run.options, measurement.setting)
+    for row in range(len(measurement.lengths)):
       place, sample = divmod(row, run.options.num_samples)
-      continuation = continuation_of(found, row, *texts)
-      line = describe_continuation(setting, run.prompts[place], found.seed, sample, continuation, *texts)
+      continuation = continuation_of(measurement, row, *texts)
+      line = describe_continuation(setting, run.prompts[place], measurement.seed, sample, continuation, *texts)
       lines.append(json.dumps(line, ensure_ascii=False) + '\n')
   return ''.join(lines)
 
@@ -230,10 +209,6 @@ def options_of(part: Part) -> list[str]:
 def describe_run(work: Workload, setting: Setting) -> dict[str, Any]:
   """The values that all lines of a run share, as JSON values: those of the files that are read by their content.
 
-  Args:
-    work: Models and prompts.
-    setting: The setting.
-
   Raises:
     ValueError: A file cannot be read.
   """
@@ -258,8 +233,8 @@ def describe_run(work: Workload, setting: Setting) -> dict[str, Any]:
 
 def describe_prompt(prompt: Prompt) -> dict[str, Any]:
   """What a line says about its prompt, as JSON values. Texts do not say which messages a conversation has."""
-  found = {'id': prompt.id, 'prompt': prompt.text}
-  return found | ({'messages': _hash([dict(message) for message in prompt.messages])} if prompt.messages else {})
+  described = {'id': prompt.id, 'prompt': prompt.text}
+  return described | ({'messages': _hash([dict(message) for message in prompt.messages])} if prompt.messages else {})
 
 
 def _hash(content: Any) -> str:

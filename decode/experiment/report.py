@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 from rich import box
@@ -13,7 +13,7 @@ from rich.text import Text
 from common.printable import printable
 from decode.experiment import metrics
 from decode.experiment.console import make_console
-from decode.experiment.results import DecodeRun, Measurement
+from decode.experiment.results import DecodeRun, Measurement, Summary
 from decode.experiment.workload import model_title
 from spectr_jax import ORIGIN_BONUS, ORIGIN_CORRECTION, ORIGIN_DRAFT
 from spectr_jax.auto.prediction import Prediction
@@ -56,10 +56,6 @@ def fitting_table(run: DecodeRun, console: Console) -> Table:
   """The table of results that fits the console: acceptance by position gives way first, then what lines below say too.
 
   Whatever gives way, a setting's tree alone may take several lines.
-
-  Args:
-    run: The run.
-    console: The console.
   """
   forms = [{'num_positions': number} for number in range(_NUM_POSITIONS, -1, -1)]
   for name in ('has_lossless', 'has_ranges', 'has_nodes'):
@@ -94,41 +90,34 @@ def make_table(
     has_nodes: Whether a column has the numbers of nodes, where there are trees.
   """
   has_trees = any(setting.spec is not None and setting.spec.name != 'chains' for setting in run.settings)
-  columns = [('method', 'left'), *[('lossless', 'left')] * has_lossless, ('K', 'right'), ('L', 'right')]
-  if has_trees:
-    columns += [*[('nodes', 'right')] * has_nodes, ('tree', 'left')]
-  columns += [('tokens per\ntarget call', 'left'), *[('acceptance\nby position', 'left')] * (num_positions > 0)]
-  if run.options.share_of_optimum:
-    columns.append(('share of\noptimum', 'left'))
-  has_ranges = has_ranges and any(run.summarize(setting).speedup is not None for setting in run.settings)
-  columns += [('tokens/s', 'right'), ('speed-up', 'right'), *[('95% range', 'left')] * has_ranges]
+  has_ranges = has_ranges and any(summary.speedup is not None for summary in run.summaries.values())
+
+  def share(summary: Summary) -> str:
+    value = summary.share_of_optimum
+    return '-' if value is None else _with_interval(value, summary.share_interval)
+
+  # Name, alignment, whether it is shown, and the cell of a setting with its results.
+  columns = (
+    ('method', 'left', True, lambda s, _: s.method.name + ('' if has_lossless or s.method.is_lossless else ' (!)')),
+    ('lossless', 'left', has_lossless, lambda s, _: 'yes' if s.method.is_lossless else 'no'),
+    ('K', 'right', True, lambda s, _: str(s.num_drafts or '-')),
+    ('L', 'right', True, lambda s, _: str(s.draft_length or '-')),
+    ('nodes', 'right', has_trees and has_nodes, lambda s, _: str(s.tree.num_nodes or '-')),
+    ('tree', 'left', has_trees, lambda s, _: s.tree_name),
+    ('tokens per\ntarget call', 'left', True, lambda _, r: _with_interval(r.block_efficiency, r.interval)),
+    ('acceptance\nby position', 'left', num_positions, lambda _, r: _shares(r.acceptance_by_position, num_positions)),
+    ('share of\noptimum', 'left', run.options.share_of_optimum, lambda _, r: share(r)),
+    ('tokens/s', 'right', True, lambda _, r: f'{r.tokens_per_second:,.0f}'),
+    ('speed-up', 'right', True, lambda _, r: '-' if r.speedup is None else f'{r.speedup:.2f}x'),
+    ('95% range', 'left', has_ranges, lambda _, r: _range(r.speedup_interval)),
+  )
+  columns = [column for column in columns if column[2]]
   padding = (0, 1) if has_lossless else (0, 1, 0, 0)
   table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=padding)
-  for name, justify in columns:
+  for name, justify, *_ in columns:
     table.add_column(name, justify=justify, no_wrap=name != 'tree')
-  for setting in run.settings:
-    summary = run.summarize(setting)
-    is_lossless = setting.method.is_lossless
-    cells = [
-      setting.method.name + ('' if has_lossless or is_lossless else ' (!)'),
-      *['yes' if is_lossless else 'no'] * has_lossless,
-      str(setting.num_drafts or '-'),
-      str(setting.draft_length or '-'),
-    ]
-    if has_trees:
-      cells += [*[str(setting.tree.num_nodes or '-')] * has_nodes, setting.tree_name]
-    cells.append(_with_interval(summary.block_efficiency, summary.interval))
-    if num_positions:
-      cells.append(_shares(summary.acceptance_by_position, num_positions))
-    if run.options.share_of_optimum:
-      share = summary.share_of_optimum
-      cells.append('-' if share is None else _with_interval(share, summary.share_interval))
-    cells += [
-      f'{summary.tokens_per_second:,.0f}',
-      '-' if summary.speedup is None else f'{summary.speedup:.2f}x',
-      *[_range(summary.speedup_interval)] * has_ranges,
-    ]
-    table.add_row(*cells)
+  for setting, summary in run.summaries.items():
+    table.add_row(*(cell(setting, summary) for *_, cell in columns))
   return table
 
 
@@ -143,114 +132,97 @@ def make_prediction_table(predictions: list[Prediction], *, has_parts: bool = Tr
     has_parts: Whether columns have the times of a round's parts.
   """
   shown = predictions[:_NUM_PREDICTIONS]
-  shown += [found for found in predictions[_NUM_PREDICTIONS:] if not found.setting.tree.num_nodes]
-  alone = next(found for found in predictions if not found.setting.tree.num_nodes)
+  shown += [each for each in predictions[_NUM_PREDICTIONS:] if not each.setting.tree.num_nodes]
+  alone = next(each for each in predictions if not each.setting.tree.num_nodes)
   table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
   table.add_column('predicted', no_wrap=has_parts)
   parts = ('draft', 'target', 'rest') if has_parts else ()
   for name in ('tokens per\ntarget call', *(f'{part}\nms' for part in parts), 'tokens/s', 'speed-up'):
     table.add_column(name, justify='right', no_wrap=True)
-  for found in shown:
+  for each in shown:
     table.add_row(
-      str(found.setting),
-      f'{found.tokens_per_call:.2f}',
-      *(f'{1e3 * getattr(found, f"{part}_seconds"):.2f}' for part in parts),
-      f'{found.tokens_per_second:,.0f}',
-      f'{found.tokens_per_second / alone.tokens_per_second:.2f}x',
+      str(each.setting),
+      f'{each.tokens_per_call:.2f}',
+      *(f'{1e3 * getattr(each, f"{part}_seconds"):.2f}' for part in parts),
+      f'{each.tokens_per_second:,.0f}',
+      f'{each.tokens_per_second / alone.tokens_per_second:.2f}x',
     )
   return table
 
 
 def explain_choice(predictions: list[Prediction]) -> str:
   """A sentence that says which setting `auto` chose, and from how many."""
-  best, num_seen = predictions[0], sum(found.is_observed for found in predictions)
+  best, num_seen = predictions[0], sum(each.is_observed for each in predictions)
   return (
     f'auto takes {best.setting}, the fastest of {len(predictions)} lossless settings by prediction; {num_seen} were'
     ' decoded on calibration prompts, the others follow from runs with longer drafts.'
   )
 
 
-def explain_bias(run: DecodeRun) -> list[str]:
+def explain_bias(run: DecodeRun) -> Iterator[str]:
   """One line for each method that is not lossless, with the reason."""
-  methods = dict.fromkeys(setting.method for setting in run.settings if not setting.method.is_lossless)
-  return [
-    f"{method.name} is not lossless, its text does not have the target's distribution: {method.bias}."
-    for method in methods
-  ]
+  for method in dict.fromkeys(setting.method for setting in run.settings if not setting.method.is_lossless):
+    yield f"{method.name} is not lossless, its text does not have the target's distribution: {method.bias}."
 
 
-def explain_slow(run: DecodeRun) -> list[str]:
+def explain_slow(run: DecodeRun) -> Iterator[str]:
   """One line for each setting slower than autoregressive decoding: the cost and the tokens of a round."""
-  lines = []
-  for setting in run.settings:
-    summary = run.summarize(setting)
+  for setting, summary in run.summaries.items():
     num_nodes = setting.tree.num_nodes + 1
     if not setting.tree.num_nodes or summary.speedup is None or summary.speedup >= 1:
       continue
     cost = run.node_costs[num_nodes]
-    lines.append(
+    yield (
       f'{setting} is slower here: a round takes {summary.round_cost:.1f} times as long as an autoregressive step and'
       f" yields {summary.tokens_per_round:.1f} tokens per row; on this {run.info['device']['platform']} the target's"
       f' call alone takes {cost:.1f} times as long for {num_nodes} nodes as for 1.'
     )
-  return lines
 
 
-def explain_missing_baseline(run: DecodeRun) -> list[str]:
+def explain_missing_baseline(run: DecodeRun) -> Iterator[str]:
   """A line where no setting says how fast decoding without a draft is."""
-  if any(run.summarize(setting).speedup is not None for setting in run.settings):
-    return []
-  return ['speed-up is relative to autoregressive, which is not among the methods; add it to --method to compare.']
+  if all(summary.speedup is None for summary in run.summaries.values()):
+    yield 'speed-up is relative to autoregressive, which is not among the methods; add it to --method to compare.'
 
 
-def explain_ranges(run: DecodeRun) -> list[str]:
+def explain_ranges(run: DecodeRun) -> Iterator[str]:
   """A line where speed-ups or tokens per call have no interval, and why."""
-  summaries, lines = [run.summarize(setting) for setting in run.settings if setting.tree.num_nodes], []
+  summaries = [summary for setting, summary in run.summaries.items() if setting.tree.num_nodes]
   enough = f'and it takes {metrics.MIN_UNITS}'
   if any(each.speedup is not None and each.speedup_interval is None for each in summaries):
-    lines.append(
+    yield (
       f'speed-ups have no 95% range: it is over batches, of which this run has {run.num_batches}, {enough}; a smaller'
       ' --batch_size or more --num_prompts make more.'
     )
   if any(each.interval is None for each in summaries):
-    lines.append(
+    yield (
       f'tokens per target call have no interval: it is over prompts, of which this run has {len(run.prompts)},'
       f' {enough}.'
     )
-  return lines
 
 
-def explain_hidden_ranges(run: DecodeRun) -> list[str]:
+def explain_hidden_ranges(run: DecodeRun) -> Iterator[str]:
   """One line for each speed-up with an interval, for tables without a column of them."""
-  found = [(setting, run.summarize(setting)) for setting in run.settings]
-  return [
-    f'{setting}: speed-up {each.speedup:.2f}x, 95% range {_range(each.speedup_interval)}.'
-    for setting, each in found
-    if each.speedup_interval is not None
-  ]
+  for setting, each in run.summaries.items():
+    if each.speedup_interval is not None:
+      yield f'{setting}: speed-up {each.speedup:.2f}x, 95% range {_range(each.speedup_interval)}.'
 
 
-def explain_parts(run: DecodeRun) -> list[str]:
+def explain_parts(run: DecodeRun) -> Iterator[str]:
   """One line for each setting whose parts were timed."""
-  lines = []
-  for setting in run.settings:
-    parts = run.summarize(setting).seconds_per_round
-    if parts:
+  for setting, summary in run.summaries.items():
+    if parts := summary.seconds_per_round:
       each = ', '.join(f'{part} {1e3 * seconds:.2f}' for part, seconds in parts.items() if part != 'round')
-      lines.append(
+      yield (
         f'{setting}: a round takes {1e3 * parts["round"]:.2f} ms, of which {each}; parts are timed as programs of their'
         ' own, the rest is what is left.'
       )
-  return lines
 
 
 def split_by_origin(tokens: np.ndarray, origins: np.ndarray, tokenizer: TokenizerBase) -> list[tuple[str, int]]:
-  """The text of each token with the token's origin. The token that completes a character has all of its bytes.
+  """The text of each of T tokens with its origin, from arrays `[T]` as in `Generation`.
 
-  Args:
-    tokens: int `[T]`, without padding.
-    origins: int `[T]`, as in `spectr_jax.Generation`.
-    tokenizer: The tokenizer.
+  The token that completes a character has all of its bytes.
   """
   stream = TextStream(tokenizer)
   pieces = [(stream.add([token]), int(origin)) for token, origin in zip(tokens, origins)]
@@ -262,31 +234,26 @@ def split_by_origin(tokens: np.ndarray, origins: np.ndarray, tokenizer: Tokenize
 
 def sample_measurement(run: DecodeRun) -> Measurement:
   """The measurement whose first continuation is shown: of the last setting that drafts, else of the last setting."""
-  first_seed = [found for found in run.measurements if found.seed == run.options.seed]
-  return ([found for found in first_seed if found.setting.tree.num_nodes] or first_seed)[-1]
+  first_seed = [measurement for measurement in run.measurements if measurement.seed == run.options.seed]
+  return ([measurement for measurement in first_seed if measurement.setting.tree.num_nodes] or first_seed)[-1]
 
 
 def make_sample(run: DecodeRun, *, is_colored: bool) -> Text:
-  """The first prompt's continuation below a legend, with tokens marked by origin.
-
-  Args:
-    run: The run.
-    is_colored: Whether to mark origins by color, else by brackets and braces.
-  """
-  found = sample_measurement(run)
-  has_guesses = bool(found.setting.tree.num_nodes)
+  """The first prompt's continuation below a legend, with tokens marked by origin: by color, or else by brackets."""
+  measurement = sample_measurement(run)
+  has_guesses = bool(measurement.setting.tree.num_nodes)
 
   def mark(text, origin):
     before, after = ('', '') if is_colored or not has_guesses else _MARKS[origin]
     return Text(before + text + after, style=_STYLES[origin] if is_colored and has_guesses else '')
 
-  length = found.lengths[0]
-  shown = Text(f'A continuation by {found.setting}' + ': ' * has_guesses)
+  length = measurement.lengths[0]
+  shown = Text(f'A continuation by {measurement.setting}' + ': ' * has_guesses)
   for place, (origin, meaning) in enumerate(_MEANINGS.items() if has_guesses else ()):
     shown.append(', ' if place else '').append_text(mark(meaning, origin))
   shown.append('\n' + printable(run.prompts[0].text), style='dim' if is_colored else '')
   shown.append('' if is_colored else ' ...\n')
-  for text, origin in split_by_origin(found.tokens[0, :length], found.origins[0, :length], run.tokenizer):
+  for text, origin in split_by_origin(measurement.tokens[0, :length], measurement.origins[0, :length], run.tokenizer):
     shown.append_text(mark(printable(text), origin))
   return shown
 
@@ -317,19 +284,19 @@ def _headline(run: DecodeRun) -> str:
   )
 
 
-def explain_gain(run: DecodeRun) -> list[str]:
+def explain_gain(run: DecodeRun) -> Iterator[str]:
   """A line with what the fastest lossless setting that drafts gains, if speeds were compared on enough batches."""
-  found = {setting: run.summarize(setting) for setting in run.settings}
-  compared = [each for each in found.values() if each.speedup_interval is not None and each.setting.method.is_lossless]
+  summaries = run.summaries
+  compared = [each for each in summaries.values() if each.speedup_interval and each.setting.method.is_lossless]
   if not compared:
-    return []
-  best, alone = max(compared, key=lambda each: each.speedup), found[baseline_of(run.settings)]
+    return
+  best, alone = max(compared, key=lambda each: each.speedup), summaries[baseline_of(run.settings)]
   subject = str(best.setting) if best.speedup >= 1 else f'Nothing gains here: the fastest, {best.setting},'
-  return [
+  yield (
     f'{subject} decodes {best.speedup:.2f} times as fast as the target alone ({_range(best.speedup_interval)}):'
     f' {best.tokens_per_second:,.0f} tokens/s for {alone.tokens_per_second:,.0f}, {best.block_efficiency:.2f} tokens'
     " per call of the target, with exactly the target's distribution."
-  ]
+  )
 
 
 def print_report(run: DecodeRun, console: Console | None = None, *, more: str = '') -> None:
@@ -355,10 +322,11 @@ def print_report(run: DecodeRun, console: Console | None = None, *, more: str = 
   console.print(table)
   console.print()
   is_hidden = '95% range' not in [column.header for column in table.columns]
-  lines = explain_hidden_ranges(run) if is_hidden else []
-  for explain in (explain_bias, explain_missing_baseline, explain_ranges, explain_slow, explain_parts):
-    lines += explain(run)
-  for line in lines + describe_groups(run.info['timed_together']):
+  explanations = explain_bias, explain_missing_baseline, explain_ranges, explain_slow, explain_parts
+  for explain in (*[explain_hidden_ranges] * is_hidden, *explanations):
+    for line in explain(run):
+      console.print(line + '\n', **print_options)
+  for line in describe_groups(run.info['timed_together']):
     console.print(line + '\n', **print_options)
   console.print(make_sample(run, is_colored=console.color_system is not None), **print_options)
   if more:

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from decode.auto.acceptance import Acceptance, has_independent_children
 from decode.experiment import metrics
+from decode.experiment.optimal_trees import Acceptance, has_independent_children
 from decode.experiment.options import DecodeOptions
 from decode.experiment.prompts import Prompt
 from decode.experiment.settings import Setting
@@ -44,11 +44,7 @@ class Measurement(Generation):
     return float(self.batch_seconds.sum())
 
   def take(self, rows: np.ndarray) -> Measurement:
-    """The results of some prompts, where every batch is one prompt.
-
-    Args:
-      rows: int `[N]`, indices of prompts.
-    """
+    """The results of some prompts by index, int `[N]`, where every batch is one prompt."""
     names = {field.name for field in dataclasses.fields(self)} - {'setting', 'seed', 'rounds'}
     taken = jax.tree.map(lambda array: array[rows], {name: getattr(self, name) for name in names})
     return dataclasses.replace(self, **taken, rounds=int(taken['num_target_calls'].sum()))
@@ -110,7 +106,7 @@ class DecodeRun:
     tokenizer: The models' tokenizer.
     settings: The settings that were run: the grid with all trees chosen.
     measurements: One per setting and seed.
-    acceptance: The rates by method that `optimal` trees were chosen from; see `decode.auto.acceptance`.
+    acceptance: The rates by method that `optimal` trees were chosen from; see `decode.experiment.optimal_trees`.
     node_costs: Time of a target call by its number of tokens, relative to a call on one token; only for settings slower
       than autoregressive decoding.
     part_seconds: Seconds of a round's parts by setting, see `decode.experiment.latency.time_parts`; empty if not
@@ -131,13 +127,10 @@ class DecodeRun:
 
   def _of(self, setting: Setting | None, seeds) -> list[Measurement]:
     seeds = self.options.seeds if seeds is None else seeds
-    return [found for found in self.measurements if found.seed in seeds and found.setting == setting]
+    return [each for each in self.measurements if each.seed in seeds and each.setting == setting]
 
   def take(self, rows: np.ndarray) -> DecodeRun:
-    """The same run on some of its prompts.
-
-    Args:
-      rows: int `[N]`, indices of prompts.
+    """The same run on some of its prompts by index, int `[N]`.
 
     Raises:
       ValueError: Prompts or samples were decoded together, so that none has a time of its own.
@@ -146,7 +139,7 @@ class DecodeRun:
       raise ValueError(f'samples are timed together: num_samples must be 1, got {self.options.num_samples}')
     if min(self.options.batch_size, len(self.prompts)) > 1:
       raise ValueError(f'prompts are timed by batch: batch_size must be 1, got {self.options.batch_size}')
-    measurements = [found.take(rows) for found in self.measurements]
+    measurements = [each.take(rows) for each in self.measurements]
     return dataclasses.replace(self, prompts=[self.prompts[row] for row in rows], measurements=measurements)
 
   @property
@@ -159,11 +152,7 @@ class DecodeRun:
     return values.reshape(len(self.prompts), self.options.num_samples).sum(axis=1)
 
   def batch_speeds(self, setting: Setting, seeds=None) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
-    """Tokens and seconds of each batch, for the setting and, if it was run, for autoregressive decoding.
-
-    Args:
-      setting: The setting.
-      seeds: Seeds to add up; None for all.
+    """Tokens and seconds of each batch, over some or all seeds, and those of autoregressive decoding if it was run.
 
     Returns:
       One pair of arrays `[number of batches]` for the setting, and one for autoregressive decoding if that was run.
@@ -172,30 +161,30 @@ class DecodeRun:
     own, baseline = self._of(setting, seeds), self._of(baseline_of(self.settings), seeds)
 
     def tokens(group):
-      return np.add.reduceat(self._per_prompt(sum(found.lengths for found in group)), starts)
+      return np.add.reduceat(self._per_prompt(sum(each.lengths for each in group)), starts)
 
-    speeds = tokens(own), sum(found.batch_seconds for found in own)
-    return (speeds, (tokens(baseline), sum(found.baseline_seconds for found in own))) if baseline else (speeds,)
+    speeds = tokens(own), sum(each.batch_seconds for each in own)
+    return (speeds, (tokens(baseline), sum(each.baseline_seconds for each in own))) if baseline else (speeds,)
+
+  @property
+  def summaries(self) -> dict[Setting, Summary]:
+    """The results of every setting, over all seeds."""
+    return {setting: self.summarize(setting) for setting in self.settings}
 
   def summarize(self, setting: Setting, seeds=None) -> Summary:
-    """The results of one setting.
-
-    Args:
-      setting: The setting.
-      seeds: Seeds to combine; None for all.
-    """
+    """The results of one setting over some seeds, or all."""
     own, baseline = self._of(setting, seeds), self._of(baseline_of(self.settings), seeds)
-    num_rounds, seconds = sum(found.rounds for found in own), sum(found.seconds for found in own)
+    num_rounds, seconds = sum(each.rounds for each in own), sum(each.seconds for each in own)
     speedup, speedup_interval, round_cost = None, None, None
     if baseline:
       speeds, others = self.batch_speeds(setting, seeds)
       speedup = metrics.ratio(*speeds) / metrics.ratio(*others)
       if len(speeds[0]) >= metrics.MIN_UNITS and setting != baseline_of(self.settings):
         speedup_interval = metrics.compare(speeds, others)[1:]
-      round_cost = seconds / num_rounds / (float(others[1].sum()) / sum(found.rounds for found in baseline))
+      round_cost = seconds / num_rounds / (float(others[1].sum()) / sum(each.rounds for each in baseline))
     # The continuations of one prompt are one unit of the sample.
-    tokens = self._per_prompt(sum(found.lengths for found in own))
-    calls = self._per_prompt(sum(found.num_target_calls for found in own))
+    tokens = self._per_prompt(sum(each.lengths for each in own))
+    calls = self._per_prompt(sum(each.num_target_calls for each in own))
     parts = self.part_seconds.get(setting, {})
     if parts:
       whole = seconds / num_rounds
@@ -204,8 +193,8 @@ class DecodeRun:
     share, share_interval = None, None
     is_compared = setting.method.max_drafts is None and has_independent_children(setting.method)
     if self.options.share_of_optimum and is_compared:
-      accepted = self._per_prompt(sum(found.statistics.accepts.sum((1, 2)) for found in own))
-      optimum = self._per_prompt(sum(found.statistics.optimum for found in own))
+      accepted = self._per_prompt(sum(each.statistics.accepts.sum((1, 2)) for each in own))
+      optimum = self._per_prompt(sum(each.statistics.optimum for each in own))
       share = metrics.ratio(accepted, optimum)
       share_interval = metrics.within(metrics.ratio_interval(accepted, optimum), 0)
     return Summary(
@@ -214,7 +203,7 @@ class DecodeRun:
       num_calls=int(calls.sum()),
       block_efficiency=metrics.ratio(tokens, calls),
       interval=metrics.within(metrics.ratio_interval(tokens, calls), 1, setting.tree.max_depth + 1),
-      acceptance_by_position=metrics.acceptance_by_position(sum(found.accepted_by_depth for found in own), calls),
+      acceptance_by_position=metrics.acceptance_by_position(sum(each.accepted_by_depth for each in own), calls),
       seconds=seconds,
       num_rounds=num_rounds,
       tokens_per_second=int(tokens.sum()) / seconds,

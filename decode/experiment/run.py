@@ -13,9 +13,9 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 import spectr_jax
-from decode.auto.acceptance import choose_trees, read_acceptance
-from decode.auto.prediction import predict_all
 from decode.experiment import latency
+from decode.experiment.auto_choice import predict_all
+from decode.experiment.optimal_trees import choose_trees, read_acceptance
 from decode.experiment.options import DecodeOptions
 from decode.experiment.prompts import take_first
 from decode.experiment.results import DecodeRun, Measurement
@@ -36,7 +36,7 @@ def _measure_node_costs(workload: Workload, trees: list[TokenTree], num_runs: in
   shapes = {tree.num_nodes + 1: (tree, num_rows) for tree in (TokenTree(), *trees)}
   calls = timing.forward_calls(workload.target, shapes, cache_size=workload.cache_size, sharding=workload.sharding)
   times = timing.time_in_turns(calls, num_runs)
-  medians = {size: float(np.median(found)) for size, found in times.items()}
+  medians = {size: float(np.median(seconds)) for size, seconds in times.items()}
   return {size: median / medians[1] for size, median in medians.items()}
 
 
@@ -45,11 +45,6 @@ def measure(workload: Workload, settings: list[Setting], notify: Notify) -> Deco
 
   If the programs do not fit in one process, settings are split into groups that run one after another. The settings of
   a group take turns. Every group includes autoregressive decoding if that is one of the settings.
-
-  Args:
-    workload: Models and prompts.
-    settings: The settings.
-    notify: Called with the current activity, batches done and batches in total.
 
   Raises:
     ValueError: A model gives logits that are not finite.
@@ -77,7 +72,7 @@ def measure(workload: Workload, settings: list[Setting], notify: Notify) -> Deco
       name = str(setting).replace(' ', '_').replace(':', '_')
       latency.profile(decoder, state, epath.Path(options.profile_dir) / name)
 
-  found = {}
+  measured = {}
   for group in in_groups(settings, prepare, baseline=baseline, is_joint=workload.is_joint):
     groups.append([str(setting) for setting in group])
     seconds: dict[tuple[Setting, int], list[float]] = collections.defaultdict(list)
@@ -92,12 +87,12 @@ def measure(workload: Workload, settings: list[Setting], notify: Notify) -> Deco
       jax.block_until_ready(generation)
       seconds[setting, seed].append(time.perf_counter() - start)
       generations[setting, seed].append(fetch(generation))
-      done += (setting, seed) not in found
-    for setting, seed in seconds.keys() - found.keys():
+      done += (setting, seed) not in measured
+    for setting, seed in seconds.keys() - measured.keys():
       parts, beside = generations[setting, seed], seconds.get((baseline, seed))
       # The batches joined, without the padding copies of the last one.
       every: Generation = jax.tree.map(lambda *arrays: np.concatenate(arrays)[:num_rows], *parts)
-      found[setting, seed] = Measurement(
+      measured[setting, seed] = Measurement(
         **vars(every),
         setting=setting,
         seed=seed,
@@ -105,7 +100,7 @@ def measure(workload: Workload, settings: list[Setting], notify: Notify) -> Deco
         baseline_seconds=None if beside is None else np.array(beside),
         rounds=sum(int(part.num_target_calls.max()) for part in parts),
       )
-  measurements = [found[setting, seed] for setting in settings for seed in options.seeds]
+  measurements = [measured[setting, seed] for setting in settings for seed in options.seeds]
   info = workload.info | {'timed_together': groups}
   run = DecodeRun(options, info, prompts, workload.tokenizer, settings, measurements, part_seconds=part_seconds)
   is_slow = np.array([bool(each.tree.num_nodes) and (run.summarize(each).speedup or 1) < 1 for each in settings])

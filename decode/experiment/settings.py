@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 
 from common.command_line import parse_name_and_ints
-from decode.experiment.options import GROWTHS, DecodeOptions
+from decode.experiment.model_options import GROWTHS, MethodOptions
 from spectr_jax import METHODS, Method, TokenTree, auto
 from spectr_jax.suggestion import did_you_mean
 
@@ -73,6 +73,11 @@ class Setting(auto.Setting):
   shape: str = ''
 
   @property
+  def budget(self) -> int | None:
+    """The most nodes of a tree that is still to be chosen for `optimal`; None of other trees."""
+    return self.spec.numbers[0] if self.spec is not None and self.spec.name == 'optimal' else None
+
+  @property
   def tree_name(self) -> str:
     if self.spec is None:
       return 'none'
@@ -88,7 +93,7 @@ def _num_prefix_nodes(factors: tuple[int, ...]) -> int:
   return sum(math.prod(factors[: depth + 1]) for depth in range(len(factors)))
 
 
-def _on_tree(method: Method, spec: TreeSpec, options: DecodeOptions) -> Iterator[Setting]:
+def _on_tree(method: Method, spec: TreeSpec, options: MethodOptions) -> Iterator[Setting]:
   if spec.name == 'chains':
     most = math.inf if method.max_drafts is None else method.max_drafts
     for length in options.draft_length:
@@ -117,13 +122,8 @@ def _check_size(num_nodes: int, what: str) -> None:
     raise ValueError(f'{what} must be at most {MAX_NODES}, got {num_nodes}')
 
 
-def settings_of(method: Method, options: DecodeOptions, *, skip_unfit: bool = False) -> list[Setting]:
-  """The settings of a method: one for every tree of the options.
-
-  Args:
-    method: The method.
-    options: The options, which give trees, K and L.
-    skip_unfit: Whether to leave out trees that the method cannot use.
+def settings_of(method: Method, options: MethodOptions, *, skip_unfit: bool = False) -> list[Setting]:
+  """The settings of a method: one for every tree of the options, or for those that it can use.
 
   Raises:
     ValueError: A tree is too large, or the method's theory does not cover it.
@@ -151,7 +151,7 @@ def settings_of(method: Method, options: DecodeOptions, *, skip_unfit: bool = Fa
   return settings
 
 
-def expand(options: DecodeOptions) -> list[Setting]:
+def expand(options: MethodOptions) -> list[Setting]:
   """The grid in the order given, without duplicates, which arise if a method ignores K or L.
 
   The trees of `optimal` are still empty, since they depend on measurements.
@@ -162,7 +162,7 @@ def expand(options: DecodeOptions) -> list[Setting]:
   return list(dict.fromkeys(setting for method in options.methods for setting in settings_of(method, options)))
 
 
-def only_setting(options: DecodeOptions) -> Setting:
+def only_setting(options: MethodOptions) -> Setting:
   """The only setting of the options, for commands that run no grid.
 
   Raises:
@@ -173,6 +173,6 @@ def only_setting(options: DecodeOptions) -> Setting:
   settings = expand(options)
   if len(settings) != 1:
     raise ValueError(f'one method, K, L and tree at a time, got {len(settings)}: {", ".join(map(str, settings))}')
-  if settings[0].spec is not None and settings[0].spec.name == 'optimal':
+  if settings[0].budget is not None:
     raise ValueError('optimal trees are chosen by decode.main; name the shape that it printed, such as prefix:4,2,1')
   return settings[0]

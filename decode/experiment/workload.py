@@ -16,21 +16,19 @@ import numpy as np
 from jax.sharding import Mesh
 
 import spectr_jax
+from common.text_files import Files
 from decode.experiment.options import ROOT, DecodeOptions
 from decode.experiment.prompts import Prompt, encode_prompts, take_first, without_long
 from decode.experiment.settings import Setting
-from spectr_jax import Drafter, Generation, Model, StopStrings, lookup_corpus
-from spectr_jax.auto.trial import batches_of
+from spectr_jax import Drafter, Generation, Model, SamplingParams, StopStrings, lookup_corpus
+from spectr_jax.auto.trial import Batches, take_keys
 from spectr_jax.draft import as_drafter, lookup_beside, lookup_drafter
-from spectr_jax.engine.decoder import Decoder, choose_cache_size
 from spectr_jax.engine.result import NotFiniteError
 from spectr_jax.engine.sharding import DecodeSharding
-from spectr_jax.engine.state import DecodeState
 from spectr_jax.io.heads.load import HeadFiles, open_head
 from spectr_jax.io.tokenizer import TokenizerBase, check_same_tokens
 from spectr_jax.kernels import native
-from spectr_jax.models.int8 import is_int8
-from train.text_sources import Files
+from spectr_jax.kernels.int8 import is_int8
 
 # Of the corpus that lookup searches.
 _MOST_DOCUMENTS, _MOST_CHARACTERS = 2**22, 2**30
@@ -100,7 +98,7 @@ def _load_head(options: DecodeOptions, head: HeadFiles, target: Model) -> tuple[
   info = {
     'path': portable(options.draft_model),
     'num_params': head.num_params,
-    'dtype': jax.tree.leaves(drafter.params)[0].dtype.name,
+    'dtype': jax.tree.leaves(drafter)[0].dtype.name,
     'head': head.format,
   }
   return drafter.for_decoding(), info
@@ -188,9 +186,6 @@ def find_head(target: str, draft: str) -> HeadFiles | None:
 
   A head among the tensors of a model counts only where that model is the target: any other is a draft as a whole.
 
-  Args:
-    target, draft: Paths or names of the models; that of the draft may be empty.
-
   Raises:
     ValueError: A file of the head is damaged.
   """
@@ -199,12 +194,7 @@ def find_head(target: str, draft: str) -> HeadFiles | None:
 
 
 def model_title(model: dict[str, Any], *, has_dtype: bool = False) -> str:
-  """The path and the size of a model, the format of a head, the type of quantized weights; or those of a corpus.
-
-  Args:
-    model: Its description by `load_models`.
-    has_dtype: Whether to name the type it computes in.
-  """
+  """The path and the size of a model as `load_models` describes it, the format of a head; or those of a corpus."""
   if 'num_tokens' in model:
     return f'{model["path"]} ({model["num_tokens"]:,} tokens)'
   parts = [f'{model["num_params"] / 1e6:.1f}M', *([model['dtype']] if has_dtype else [])]
@@ -238,23 +228,13 @@ def describe_machine(num_devices: int = 1) -> dict[str, Any]:
 
 
 def describe(options: DecodeOptions, models: dict[str, Any]) -> dict[str, Any]:
-  """Flags, versions, device and models, as JSON values.
-
-  Args:
-    options: The options.
-    models: Descriptions of the models, from `load_models`.
-  """
+  """Flags, versions, device and models, as JSON values."""
   flags = dataclasses.asdict(options) | {'target': portable(options.target), 'draft': portable(options.draft)}
   return {'flags': flags} | describe_machine(jax.device_count() if options.mesh else 1) | {'models': models}
 
 
 def row_keys(seed: int, prompts: list[Prompt]) -> jax.Array:
-  """One key per prompt, which depends only on the seed and the prompt's index in its file.
-
-  Args:
-    seed: The seed.
-    prompts: The prompts.
-  """
+  """One key per prompt, which depends only on the seed and the prompt's index in its file."""
   return _fold_in_indices(np.uint32(seed), np.array([prompt.index for prompt in prompts], np.int32))
 
 
@@ -264,24 +244,16 @@ def _fold_in_indices(seed: jax.Array, indices: jax.Array) -> jax.Array:
   return jax.vmap(lambda index: jax.random.fold_in(key, index))(indices)
 
 
-@jax.jit
-def _take(keys: jax.Array, rows: jax.Array) -> jax.Array:
-  return keys[rows]
-
-
 @dataclasses.dataclass(frozen=True)
-class Workload:
+class Workload(Batches):
   """Models and P prompts, with the models already sharded over the devices.
 
   Attributes:
     options: The options.
-    target, draft: The models. The draft is None if no method drafts, and a `Drafter` if guesses come from the text or
-      from a head.
+    draft: None if no method drafts, and a `Drafter` if guesses come from the text or from a head.
     tokenizer: The models' tokenizer.
     info: The description of the run, see `describe`.
     prompts: The prompts.
-    tokens, lengths: The prompts' token ids, int32 `[P, longest]`, and lengths, int32 `[P]`.
-    sharding: The sharding of the work, None for one device.
   """
 
   options: DecodeOptions
@@ -307,7 +279,7 @@ class Workload:
       ValueError: Prompts or models are unusable; the message says why.
     """
     every = options.read_prompts()
-    sharding = options.make_sharding(is_local=is_local)
+    sharding = options.make_sharding(options.batch_size, is_local=is_local)
     models = load_models(options, sharding)
     target, draft, tokenizer = models.target, models.draft, models.tokenizer
     room = {'max_new_tokens': options.max_new_tokens, 'max_length': models.context_length}
@@ -317,14 +289,9 @@ class Workload:
     if sharding is not None:  # shards models once, not with every batch
       is_model = isinstance(draft, Model)
       target, drafter = sharding.put_models(target, as_drafter(draft))
-      draft = drafter.params if drafter is not None and is_model else drafter
+      draft = drafter.model if drafter is not None and is_model else drafter
     info = describe(options, models.info) | {'num_long_prompts': len(every) - len(fitting)}
     return cls(options, target, draft, tokenizer, info, prompts, tokens, lengths, sharding)
-
-  @property
-  def is_joint(self) -> bool:
-    """True if several processes decode together."""
-    return self.sharding is not None and len({device.process_index for device in self.sharding.mesh.devices.flat}) > 1
 
   @property
   def batch_size(self) -> int:
@@ -332,19 +299,25 @@ class Workload:
     return size if self.sharding is None else self.sharding.round_up(size)
 
   @property
-  def batches(self) -> list[np.ndarray]:
-    """Indices of the prompts of each batch, see `batches_of`."""
-    return batches_of(len(self.prompts), self.batch_size)
+  def max_new_tokens(self) -> int:
+    return self.options.max_new_tokens
+
+  @property
+  def sampling(self) -> SamplingParams:
+    return self.options.sampling
+
+  @property
+  def eos_ids(self) -> tuple[int, ...]:
+    return self.tokenizer.eos_ids
+
+  @property
+  def logprobs(self) -> bool:
+    return self.options.logprobs
 
   def take(self, num_prompts: int) -> Workload:
     """The same workload with the first `num_prompts` prompts only."""
     firsts = {name: getattr(self, name)[:num_prompts] for name in ('prompts', 'tokens', 'lengths')}
     return dataclasses.replace(self, **firsts)
-
-  @property
-  def cache_size(self) -> int:
-    """Committed tokens that a row's caches hold."""
-    return choose_cache_size(self.target, self.draft, self.tokens.shape[1] + self.options.max_new_tokens)
 
   def keys(self, seed: int) -> jax.Array:
     """One key per prompt."""
@@ -354,39 +327,6 @@ class Workload:
   def stop(self) -> StopStrings | None:
     """The texts that end a continuation, or None."""
     return self.options.make_stop(self.tokenizer)
-
-  def _request(self, setting: Setting, statistics: bool) -> dict[str, Any]:
-    return {
-      'method': setting.method,
-      'tree': setting.tree,
-      'max_new_tokens': self.options.max_new_tokens,
-      'eos_id': self.tokenizer.eos_ids,
-      'statistics': statistics,
-      'sharding': self.sharding,
-      'logprobs': self.options.logprobs,
-    }
-
-  def decoder(self, setting: Setting, *, statistics: bool = False) -> Decoder:
-    """The decoder of a setting.
-
-    Args:
-      setting: The setting.
-      statistics: Whether to collect statistics of the positions visited.
-    """
-    draft = setting.drafter(self.draft)
-    return Decoder.make(self.target, draft, cache_size=self.cache_size, **self._request(setting, statistics))
-
-  def init(self, decoder: Decoder, keys: jax.Array, rows: np.ndarray, *, num_samples: int = 1) -> DecodeState:
-    """The state of a batch before its first round.
-
-    Args:
-      decoder: A decoder of this workload.
-      keys: `[P]`, one key per prompt.
-      rows: int `[B]`, indices of the batch's prompts.
-      num_samples: Samples of each prompt.
-    """
-    request = {'num_samples': num_samples, 'sampling': self.options.sampling}
-    return spectr_jax.init_decode(decoder, _take(keys, rows), self.tokens[rows], self.lengths[rows], **request)
 
   def generate(
     self, setting: Setting, keys: jax.Array, rows: np.ndarray, *, statistics: bool = False, num_samples: int = 1
@@ -403,10 +343,23 @@ class Workload:
     Raises:
       ValueError: A model gives logits that are not finite; the message names setting and prompt.
     """
-    request = self._request(setting, statistics) | {'sampling': self.options.sampling}
-    request |= {'num_samples': num_samples, 'stop': None if statistics else self.stop}
-    prompts = self.tokens[rows], self.lengths[rows]
     try:
-      return spectr_jax.generate(_take(keys, rows), self.target, setting.drafter(self.draft), *prompts, **request)
+      return spectr_jax.generate(
+        take_keys(keys, rows),
+        self.target,
+        setting.drafter(self.draft),
+        self.tokens[rows],
+        self.lengths[rows],
+        method=setting.method,
+        tree=setting.tree,
+        max_new_tokens=self.max_new_tokens,
+        num_samples=num_samples,
+        sampling=self.sampling,
+        eos_id=self.eos_ids,
+        stop=None if statistics else self.stop,
+        statistics=statistics,
+        logprobs=self.logprobs,
+        sharding=self.sharding,
+      )
     except NotFiniteError as error:
       raise ValueError(f'{setting}, prompt {self.prompts[rows[error.row // num_samples]].id}: {error}') from error

@@ -98,11 +98,7 @@ class Request:
     return next(iter(self.drafts.values()))
 
   def decode_options(self, **options) -> DecodeOptions:
-    """Options of decoding with these models, prompts and sizes.
-
-    Args:
-      **options: Fields of `DecodeOptions`, which override those of the request.
-    """
+    """Options of decoding with these models, prompts and sizes; keyword arguments override those of the request."""
     own = {
       'target': self.target,
       'draft': self.draft,
@@ -166,10 +162,7 @@ class Exhibit(abc.ABC):
     return self.has_prompts or self.is_simulated
 
   def choose_sizes(self, given: Mapping[str, Any]) -> Sizes:
-    """The default sizes with the given ones in their place.
-
-    Args:
-      given: Sizes by name; None keeps the default.
+    """The default sizes with the given ones in their place; None keeps the default.
 
     Raises:
       ValueError: A size is given that this exhibit does not use.
@@ -185,9 +178,6 @@ class Exhibit(abc.ABC):
   def choose_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
     """The default options with the given ones in their place.
 
-    Args:
-      given: Options by name.
-
     Raises:
       ValueError: An option is given that this exhibit does not have.
     """
@@ -197,11 +187,7 @@ class Exhibit(abc.ABC):
     return {**self.options, **given}
 
   def run(self, request: Request, notify: Notify) -> Results:
-    """Measures the rows, after every check that needs no measuring.
-
-    Args:
-      request: Models, prompts and sizes.
-      notify: Called with progress.
+    """Measures the rows, after every check that needs no measuring, and calls `notify` with progress.
 
     Raises:
       ValueError: A model or a file of prompts is unusable, or there are several drafts where one is taken.
@@ -213,13 +199,7 @@ class Exhibit(abc.ABC):
     return self.measure(request, notify)
 
   def files(self, name: str, request: Request, results: Results) -> dict[str, str | bytes]:
-    """Contents of the files to write, by file name: data, Markdown, and the picture twice.
-
-    Args:
-      name: The exhibit's name.
-      request: Models, prompts and sizes.
-      results: The outcome of `run`.
-    """
+    """Contents of the files to write, by file name: data, Markdown, and the picture twice."""
     about = self.describe(request, results)
     return {
       f'{name}.{self.data_format}': self.to_data(name, request, results),
@@ -281,11 +261,7 @@ def method_label(setting: Setting) -> str:
 
 
 def describe_sizes(used: Mapping[str, Any]) -> list[str]:
-  """Each size as `name value`, several values separated by commas.
-
-  Args:
-    used: Sizes by name.
-  """
+  """Each size as `name value`, several values separated by commas."""
   texts = {
     name: ','.join(f'{number:g}' for number in value) if isinstance(value, tuple) else str(value)
     for name, value in used.items()

@@ -8,8 +8,10 @@ import io
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 
+from decode.experiment import metrics
 from decode.experiment.workload import portable
 from decode.papers import plots
 from decode.papers.exhibit import Exhibit, Request, Results, Row, describe_sizes
@@ -96,34 +98,23 @@ def low_high(interval: tuple[float, float] | None) -> Row:
   return {'low': low, 'high': high}
 
 
-def select(rows: Sequence[Row], **where: Any) -> list[Row]:
-  """The rows that have the given values.
+def ratio_columns(sums: np.ndarray, counts: np.ndarray) -> Row:
+  """Columns `value`, the ratio of two totals over prompts, and `low` and `high`, its 95% interval."""
+  return {'value': metrics.ratio(sums, counts)} | low_high(metrics.ratio_interval(sums, counts))
 
-  Args:
-    rows: The rows.
-    **where: Values by column.
-  """
+
+def select(rows: Sequence[Row], **where: Any) -> list[Row]:
+  """The rows that have the given values, by column."""
   return [row for row in rows if all(row[name] == value for name, value in where.items())]
 
 
 def column(rows: Sequence[Row], name: str, **where: Any) -> list:
-  """One column of the rows that have the given values.
-
-  Args:
-    rows: The rows.
-    name: The column.
-    **where: Values by column.
-  """
+  """One column of the rows that have the given values."""
   return [row[name] for row in select(rows, **where)]
 
 
 def by_value(rows: Sequence[Mapping[str, Any]], name: str) -> dict[Any, list]:
-  """Rows by their value in a column, values in the order of the rows.
-
-  Args:
-    rows: The rows.
-    name: The column.
-  """
+  """Rows by their value in a column, values in the order of the rows."""
   groups: dict[Any, list] = {}
   for row in rows:
     groups.setdefault(row[name], []).append(row)

@@ -59,13 +59,7 @@ def _is_printed(setting: Setting) -> bool:
 
 
 def _beside(setting: Setting, measured: Mapping[str, Value], printed: Sequence[_Printed]) -> Row:
-  """Columns of each measured quantity and of its published value.
-
-  Args:
-    setting: The setting.
-    measured: Values by quantity.
-    printed: Published values by method, of each quantity.
-  """
+  """Columns of each measured quantity and of its published value, which stand by method in `printed`."""
   method = setting.method.name if _is_printed(setting) else None
   row: Row = {}
   for (name, value), by_method in zip(measured.items(), printed, strict=True):
@@ -84,12 +78,8 @@ def _published_set(sets: Mapping[str, Any], prompts: str, default: str) -> str:
 def compare_sets(prompts: str, length: int) -> tuple[str | None, _Printed, _Printed]:
   """The entries of Table 1 to compare a set of prompts with.
 
-  Args:
-    prompts: Name of the set.
-    length: L.
-
   Returns:
-    Name of the paper's row, its block efficiencies and its speed-ups by method; None and empty for other L.
+    Name of the paper's row, its block efficiencies and its speed-ups by method; None and empty for another L.
   """
   for (target, printed_length), sets in published.COMPARISON.items():
     if printed_length == length:
@@ -108,10 +98,7 @@ def _compare_lengths(target: str, prompts: str, length: int) -> tuple[str | None
 def _measure_comparison(find: Callable, request: Request, notify: Notify) -> Results:
   """Block efficiency and speed-up by prompt set, L, K and method; of several sets also the average.
 
-  Args:
-    find: `compare_sets`, or a function like it.
-    request: Models, prompts and sizes.
-    notify: Called with progress.
+  `find` is `compare_sets`, or a function like it.
   """
   results, measured = Results(), {}
   for prompts, run in decode_sets(request, notify, results, method=METHODS, temperature=_TEMPERATURE):

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from decode.auto.acceptance import LONGEST_CHAIN, kept_bounds
 from decode.experiment import metrics
-from decode.experiment.laws import written_log_probs
+from decode.experiment.distributions import written_log_probs
+from decode.experiment.optimal_trees import LONGEST_CHAIN, kept_bounds
 from decode.experiment.run import measure, run_decode
 from decode.experiment.settings import Setting, TreeSpec
 from decode.experiment.workload import Workload
@@ -131,9 +131,9 @@ def _setting(name: str, factors: Factors) -> Setting:
 
 def settings_of_grid(num_nodes: int) -> dict[str, list[Setting]]:
   """Settings of each method whose trees have at most `num_nodes` nodes; those of single drafts come from `ALONE`."""
-  found = {name: [_setting(name, factors) for factors in shapes] for name, shapes in GRID.items()}
-  found = {name: own + found.get(ALONE.get(name), []) for name, own in found.items()}
-  return {name: [each for each in own if each.tree.num_nodes <= num_nodes] for name, own in found.items()}
+  settings = {name: [_setting(name, factors) for factors in shapes] for name, shapes in GRID.items()}
+  settings = {name: own + settings.get(ALONE.get(name), []) for name, own in settings.items()}
+  return {name: [each for each in own if each.tree.num_nodes <= num_nodes] for name, own in settings.items()}
 
 
 def bound_trees(num_nodes: int) -> list[TokenTree]:
@@ -160,20 +160,14 @@ def _bounds(workload: Workload, texts: Sequence[np.ndarray], trees: Sequence[Tok
   return {tree: (metrics.ratio(tokens, own), metrics.ratio_interval(tokens, own)) for tree, own in calls.items()}
 
 
-def _rows_of(method: str, num_nodes: int, found: dict[TokenTree, tuple]) -> list[Row]:
-  """A row for each tree of a method.
-
-  Args:
-    method: The method, or `BOUND`.
-    num_nodes: The most nodes that the trees may have.
-    found: Tokens per call and their interval, by tree.
-  """
-  best = max(found, key=lambda tree: found[tree][0])
+def _rows_of(method: str, num_nodes: int, yields: dict[TokenTree, tuple]) -> list[Row]:
+  """A row for each tree of a method, or of `BOUND`, with tokens per call and their interval by tree."""
+  best = max(yields, key=lambda tree: yields[tree][0])
   return [
     {'method': method, 'nodes': num_nodes, 'shape': shape_name(tree), 'is best': int(tree == best)}
     | {'tokens per call': tokens}
     | low_high(interval)
-    for tree, (tokens, interval) in found.items()
+    for tree, (tokens, interval) in yields.items()
   ]
 
 
@@ -193,7 +187,7 @@ def _compute_ladder(request: Request, notify: Notify) -> Results:
       rows += _rows_of(name, number, {tree: (each.block_efficiency, each.interval) for tree, each in own.items()})
   notify('the bound on what was decoded', 0, 1)
   own = settings_of_grid(budgets[-1])[BEST]
-  texts = [found.tokens for found in run.measurements if found.setting in own]
+  texts = [measurement.tokens for measurement in run.measurements if measurement.setting in own]
   bounds = _bounds(workload, texts, list(dict.fromkeys(tree for number in budgets for tree in bound_trees(number))))
   for number in budgets:
     rows += _rows_of(BOUND, number, {tree: bounds[tree] for tree in bound_trees(number)})

@@ -65,15 +65,7 @@ def scale_of(values: Iterable[Hashable]) -> dict[Hashable, dict[str, Any]]:
 def bare_panels(
   number: int, *, figsize: tuple[float, float], dpi: int, rows: int = 1, sharey: bool = False
 ) -> tuple[Any, list[Any]]:
-  """A figure without a display, and its panels row by row.
-
-  Args:
-    number: Panels in each row.
-    figsize: Width and height, in inches.
-    dpi: Dots per inch.
-    rows: Rows of panels.
-    sharey: Whether all panels have the same vertical axis.
-  """
+  """A figure without a display, of a width and height in inches, and its panels row by row, `number` in each row."""
   from matplotlib.backends.backend_agg import FigureCanvasAgg
   from matplotlib.figure import Figure
 
@@ -90,8 +82,7 @@ def panels(
   Args:
     number: Panels in each row.
     rows: Rows of panels.
-    width: Of a panel, in inches.
-    height: Of a panel, in inches.
+    width, height: Of a panel, in inches.
     sharey: Whether all panels have the same vertical axis.
   """
   figsize = width * number, height * rows
@@ -103,15 +94,7 @@ def panels(
 
 
 def name_axes(axes, *, x: str, y: str = '', title: str = '', **more) -> None:
-  """Labels the axes of a panel.
-
-  Args:
-    axes: The panel.
-    x: Label of the horizontal axis.
-    y: Label of the vertical axis.
-    title: Text above the panel.
-    **more: As `Axes.set` takes it.
-  """
+  """Labels the axes of a panel; further arguments are those of `Axes.set`."""
   axes.set_title(title, fontsize=_TEXT_SIZE + 1)
   axes.set_xlabel(x, fontsize=_TEXT_SIZE)
   axes.set_ylabel(y, fontsize=_TEXT_SIZE)
@@ -119,13 +102,7 @@ def name_axes(axes, *, x: str, y: str = '', title: str = '', **more) -> None:
 
 
 def number_ticks(axes, values: Iterable[float], *, base: int = 2) -> None:
-  """Makes the horizontal axis logarithmic, with plain numbers as ticks.
-
-  Args:
-    axes: The panel.
-    values: Places of the ticks; of more than six, only the powers of `base`.
-    base: Base of the logarithm.
-  """
+  """Makes the horizontal axis logarithmic, with plain numbers as ticks: of more than six only powers of `base`."""
   values = sorted(set(values))
   axes.set_xscale('log', base=base)
   shown = [value for value in values if math.log(value, base).is_integer()] if len(values) > 6 else values
@@ -134,18 +111,10 @@ def number_ticks(axes, values: Iterable[float], *, base: int = 2) -> None:
 
 
 def draw_line(axes, rows: Sequence[Mapping[str, Any]], *, x: str, y: str, label: str, band: bool = False, **style):
-  """Draws one line through the rows, ordered by `x`, with intervals from `low` to `high` where rows have them.
+  """Draws one line through the rows, ordered by column `x`, with intervals from `low` to `high` where rows have them.
 
-  Intervals of `x` are from `left` to `right`.
-
-  Args:
-    axes: The panel.
-    rows: The points; rows whose `y` is None are left out.
-    x: Column of the horizontal axis.
-    y: Column of the vertical axis.
-    label: Name in the legend.
-    band: Whether intervals are one band instead of bars.
-    **style: As `Axes.plot` takes it.
+  Intervals of `x` are from `left` to `right`. Rows whose `y` is None are left out. With `band` intervals are one band
+  instead of bars. The style is that of `Axes.plot`.
   """
   rows = sorted((row for row in rows if row[y] is not None), key=lambda row: row[x])
   xs, ys = [row[x] for row in rows], [row[y] for row in rows]
@@ -174,16 +143,9 @@ def _sides(value: float, low: float, high: float) -> list[list[float]]:
 def draw_lines(
   axes, rows: Sequence[Mapping[str, Any]], *, x: str, y: str, by: str, style: Callable[[Any], Style] = style_of, **more
 ) -> None:
-  """Draws a line for each value of a column, in the order of the rows; see `draw_line`.
+  """Draws a line for each value of the column `by`, in the order of the rows; see `draw_line`.
 
-  Args:
-    axes: The panel.
-    rows: The points of all lines.
-    x: Column of the horizontal axis.
-    y: Column of the vertical axis.
-    by: Column that tells lines apart.
-    style: Look of a line by its value in that column.
-    **more: Further style of all lines.
+  A line's look is `style` of its value, and all have the further style.
   """
   for value in dict.fromkeys(row[by] for row in rows):
     own = [row for row in rows if row[by] == value]
@@ -191,13 +153,7 @@ def draw_lines(
 
 
 def legend(figure, axes, *, title: str = '') -> None:
-  """Puts one legend below all panels, with every name once: beside them it would leave them little of a narrow page.
-
-  Args:
-    figure: The figure.
-    axes: The panel or panels.
-    title: Text above the names.
-  """
+  """Puts one legend below all panels, with every name once: beside them it would leave them little of a narrow page."""
   entries = {}
   for each in axes if isinstance(axes, list) else [axes]:
     handles, labels = each.get_legend_handles_labels()
@@ -210,19 +166,8 @@ def legend(figure, axes, *, title: str = '') -> None:
   figure.legend(entries.values(), entries, loc='outside lower center', ncols=columns, **text)
 
 
-def to_png(figure, *, title: str) -> bytes:
-  """The figure as PNG; arguments as of `to_image`."""
-  return to_image(figure, title=title, kind='png')
-
-
 def to_image(figure, *, title: str, kind: str) -> bytes:
-  """The figure as a file.
-
-  Args:
-    figure: The figure.
-    title: Text above all panels.
-    kind: `png` or `svg`.
-  """
+  """The figure under a title, as `png` or `svg`."""
   width = int(figure.get_figwidth() * 13)
   figure.suptitle('\n'.join(textwrap.wrap(title, width)), fontsize=_TEXT_SIZE + 2, parse_math=False)
   return save(figure, kind)

@@ -10,14 +10,13 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from decode.experiment import metrics
-from decode.experiment.laws import target_texts, written_laws
+from decode.experiment.distributions import target_texts, written_distributions
 from decode.experiment.run import measure
 from decode.experiment.settings import settings_of
 from decode.experiment.workload import Workload
 from decode.papers import plots
 from decode.papers.exhibit import Request, Results, Row, Sizes
-from decode.papers.figure import Figure, by_value, column, low_high, select
+from decode.papers.figure import Figure, by_value, column, low_high, ratio_columns, select
 from decode.papers.published import YIN
 from spectr_jax import METHODS, theory, with_epsilon
 from spectr_jax.auto.trial import Notify
@@ -214,45 +213,41 @@ _TV, _REJECTION, _LIKELIHOOD, _WIN_RATE, _TOKENS = (
 )  # fmt: skip
 
 
-def _ratio_columns(sums: np.ndarray, counts: np.ndarray) -> Row:
-  return {'value': metrics.ratio(sums, counts)} | low_high(metrics.ratio_interval(sums, counts))
-
-
 def _exact_rows(workload: Workload, epsilons: Sequence[float], seed: int) -> list[Row]:
   """Bias and rejections at the positions of the target's own texts, computed from both models' distributions."""
   tokens = target_texts(workload, seed)
   sums = {(line, epsilon): np.zeros(len(tokens)) for line in (OPT, UNO, _REJECTION) for epsilon in epsilons}
-  for rows, (p, q) in written_laws(workload, (workload.draft, workload.target), tokens):
+  for rows, (p, q) in written_distributions(workload, (workload.draft, workload.target), tokens):
     p, q = (np.asarray(probs, np.float64) for probs in (p, q))
     p, q = (probs / probs.sum(axis=-1, keepdims=True) for probs in (p, q))
     is_there = tokens[rows] >= 0
     for epsilon in epsilons:
       accept = theory.over_acceptance(p, q, epsilon)
-      found = {
+      by_line = {
         OPT: theory.minimal_bias(p, q, accept),
         UNO: theory.total_variation(theory.emitted_law(p, accept, q), q),
         _REJECTION: theory.rejection_prob(p, accept),
       }
-      for line, values in found.items():
+      for line, values in by_line.items():
         sums[line, epsilon][rows] += (values * is_there).sum(axis=1)
   counts = (tokens >= 0).sum(axis=1)
   return [
     {'quantity': _REJECTION if line == _REJECTION else _TV, 'method': 'both' if line == _REJECTION else line}
     | {'epsilon': epsilon}
-    | _ratio_columns(own, counts)
+    | ratio_columns(own, counts)
     for (line, epsilon), own in sums.items()
   ]
 
 
 def _log_likelihood(workload: Workload, tokens: np.ndarray) -> np.ndarray:
   """Log-likelihood `[prompts]` under the target of continuations `[prompts, max_new_tokens]`, in nats."""
-  found = np.zeros(len(tokens))
-  for rows, [q] in written_laws(workload, (workload.target,), tokens):
+  likelihoods = np.zeros(len(tokens))
+  for rows, [q] in written_distributions(workload, (workload.target,), tokens):
     own = tokens[rows]
     probs = np.take_along_axis(np.asarray(q), np.maximum(own, 0)[..., None], axis=-1)[..., 0]
     # The draft may draw a token of probability 0, which alone would decide the comparison.
-    found[rows] = (np.log(np.maximum(probs.astype(np.float64), 1e-12)) * (own >= 0)).sum(axis=1)
-  return found
+    likelihoods[rows] = (np.log(np.maximum(probs.astype(np.float64), 1e-12)) * (own >= 0)).sum(axis=1)
+  return likelihoods
 
 
 def _wins(first: np.ndarray, second: np.ndarray) -> np.ndarray:
@@ -273,14 +268,14 @@ def _compute_over_acceptance(request: Request, notify: Notify) -> Results:
   alone = settings_of(METHODS[TARGET], options)[0]
   run = measure(workload, [alone, *settings.values()], notify)
   scores, lengths = collections.defaultdict(list), collections.defaultdict(list)
-  for found in run.measurements:
-    scores[found.setting].append(_log_likelihood(workload, found.tokens))
-    lengths[found.setting].append(found.lengths)
+  for measurement in run.measurements:
+    scores[measurement.setting].append(_log_likelihood(workload, measurement.tokens))
+    lengths[measurement.setting].append(measurement.lengths)
   # `[seeds, prompts]` by setting.
-  scores, lengths = ({key: np.stack(each) for key, each in found.items()} for found in (scores, lengths))
+  scores, lengths = ({key: np.stack(each) for key, each in parts.items()} for parts in (scores, lengths))
 
   def likelihood_row(method, epsilon, setting):
-    columns = _ratio_columns(scores[setting].sum(axis=0), lengths[setting].sum(axis=0))
+    columns = ratio_columns(scores[setting].sum(axis=0), lengths[setting].sum(axis=0))
     return {'quantity': _LIKELIHOOD, 'method': method, 'epsilon': epsilon} | columns
 
   for (name, epsilon), setting in settings.items():
@@ -292,7 +287,7 @@ def _compute_over_acceptance(request: Request, notify: Notify) -> Results:
     rows.append(likelihood_row(TARGET, epsilon, alone))
     won = _wins(*(scores[each] / lengths[each] for each in (settings[OPT, epsilon], settings[UNO, epsilon])))
     row = {'quantity': _WIN_RATE, 'method': OPT, 'epsilon': epsilon}
-    rows.append(row | _ratio_columns(won.sum(axis=0), np.full(won.shape[1], len(won))))
+    rows.append(row | ratio_columns(won.sum(axis=0), np.full(won.shape[1], len(won))))
   return Results(rows)
 
 

@@ -69,13 +69,13 @@ def _fitting(drafts: Mapping[str, str], options: Mapping[str, Any]) -> tuple[dic
   every, trees = _methods(options['method']), options['tree']
   if len(drafts) == 1:
     return dict.fromkeys(drafts, {'method': every, 'tree': trees}), []
-  found, lines = {}, []
+  taken, lines = {}, []
   for name, path in drafts.items():
     methods, kept = fitting(path, every, trees)
-    found[name] = {'method': methods, 'tree': kept}
+    taken[name] = {'method': methods, 'tree': kept}
     if missing := [each for each in (*every, *trees) if each not in (*methods, *kept)]:
       lines.append(f'{name}: without {", ".join(missing)}, which its guesses are not for')
-  return found, lines
+  return taken, lines
 
 
 def _rows_by_task(prompts: Sequence[Prompt]) -> dict[str, np.ndarray]:
@@ -87,9 +87,7 @@ def _rows_by_task(prompts: Sequence[Prompt]) -> dict[str, np.ndarray]:
 def _speed_columns(run: DecodeRun, setting: Setting) -> Row:
   """Speed and speed-up by Spec-Bench's definition: means over prompts of each prompt's tokens per second.
 
-  Args:
-    run: A run whose batches are one prompt each.
-    setting: A setting of the run.
+  The run's batches are one prompt each.
   """
   speeds, others = ((tokens / seconds, np.ones(len(tokens))) for tokens, seconds in run.batch_speeds(setting))
   interval = (
@@ -102,14 +100,7 @@ def _speed_columns(run: DecodeRun, setting: Setting) -> Row:
 
 
 def _measured_row(run: DecodeRun, setting: Setting, task: str, draft: str) -> Row:
-  """A row of measurements.
-
-  Args:
-    run: The run on the prompts of the task.
-    setting: A setting of the run.
-    task: The task's name.
-    draft: The draft's name.
-  """
+  """A row of measurements of a setting, from the run on the prompts of a task."""
   summary = run.summarize(setting)
   row: Row = {'task': task, 'of': HERE, 'prompts': len(run.prompts)} | setting_columns(setting, draft=draft)
   row |= {
@@ -122,12 +113,7 @@ def _measured_row(run: DecodeRun, setting: Setting, task: str, draft: str) -> Ro
 
 
 def _published_rows(task: str, columns: Sequence[str]) -> list[Row]:
-  """The leaderboard's rows of a task; it prints the mean accepted tokens over all prompts only.
-
-  Args:
-    task: The task's name, or `overall`.
-    columns: The columns of all rows.
-  """
+  """The leaderboard's rows of a task; it prints the mean accepted tokens over all prompts only."""
   rows = []
   for method, (speedups, accepted) in published.SPEC_BENCH.items():
     row: Row = dict.fromkeys(columns) | {'task': task, 'of': _LEADERBOARD, 'method': method, 'temperature': 0.0}
@@ -149,12 +135,7 @@ def _describe_sample(prompts: Sequence[Prompt]) -> list[str]:
 
 
 def _measure(request: Request, notify: Notify) -> Results:
-  """Every setting on every task and overall, then the leaderboard's row of that task.
-
-  Args:
-    request: Models, prompts, sizes and options.
-    notify: Called with progress.
-  """
+  """Every setting on every task and overall, then the leaderboard's row of that task."""
   _check_prompts(request)
   results = Results()
   pick = functools.partial(take_evenly, group=_task_of)

@@ -53,11 +53,7 @@ def _median(values: np.ndarray) -> Value:
 def _measure_latency(role: str, printed: Mapping, request: Request, notify: Notify) -> Results:
   """Time of a call on K drafts of L tokens, over the target's on one draft of four.
 
-  Args:
-    role: The model that is timed, target or draft.
-    printed: Published relative latencies by draft length and batch size.
-    request: Models, prompts and sizes.
-    notify: Called with progress.
+  The model that is timed is the target or the draft, and printed latencies are by draft length and batch size.
   """
   options = request.decode_options()
   models = load_models(options)
@@ -116,11 +112,8 @@ def _latency_table(number: int, role: str, printed: Mapping) -> Table:
 def _measure_efficiency(columns: Mapping[str, str], request: Request, notify: Notify) -> Results:
   """Block efficiency by draft, method, K and L.
 
-  Args:
-    columns: Published drafts by the name of their column. A draft that has the name of a published one is also put
-      beside that one, in the column `paper`.
-    request: Models, prompts and sizes.
-    notify: Called with progress.
+  Published drafts are by the name of their column. A draft that has the name of a published one is also put beside that
+  one, in the column `paper`.
   """
   results = Results()
   by_name = {name.lower(): printed for name, printed in published.BLOCK_EFFICIENCY.items()}

@@ -193,12 +193,7 @@ def _labelled(notify: Notify, label: str) -> Notify:
 
 
 def setting_columns(setting: Setting, **before) -> Row:
-  """Columns that name a setting: method, K and L.
-
-  Args:
-    setting: The setting.
-    **before: Columns that stand before these.
-  """
+  """Columns that name a setting: method, K and L, behind the columns `before`."""
   return {**before, 'method': method_label(setting), 'K': setting.num_drafts, 'L': setting.draft_length}
 
 

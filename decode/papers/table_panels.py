@@ -169,15 +169,7 @@ def _name_axes(axes, panel: Panel) -> None:
 
 
 def draw(panels: Sequence[Panel], rows: Sequence[Row], *, title: str, footer: str, kind: str = 'png') -> bytes:
-  """A picture of the panels, side by side.
-
-  Args:
-    panels: The panels, from left to right.
-    rows: Rows of the table.
-    title: Text above all panels.
-    footer: Text below them.
-    kind: `png` or `svg`.
-  """
+  """A picture of the panels, side by side, between a title and a footer, as `png` or `svg`."""
   figure, axes = plots.bare_panels(len(panels), figsize=(max(7, 5.5 * len(panels)), 5.5), dpi=120)
   for each, panel in zip(axes, panels):
     shown = [row for row in rows if all(row.get(column) == value for column, value in panel.where.items())]

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import collections
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from decode.experiment import metrics
-from decode.experiment.laws import target_texts, written_laws
+from decode.experiment.distributions import target_texts, written_distributions
 from decode.experiment.workload import Workload
 from decode.papers import plots
 from decode.papers.exhibit import Request, Results, Row, Sizes
-from decode.papers.figure import Figure, by_value, column, low_high, select
+from decode.papers.figure import Figure, by_value, column, ratio_columns, select
 from decode.papers.published import YIN
 from spectr_jax import theory
 from spectr_jax.auto.trial import Notify
@@ -31,16 +32,7 @@ def _compiled(rule):
 
 
 def acceptances(draft_probs, target_probs, num_drafts: int) -> dict[str, np.ndarray]:
-  """Acceptance probability of n candidates by rule, computed in float64.
-
-  Args:
-    draft_probs: `[..., V]`, the draft's distributions.
-    target_probs: `[..., V]`, the target's.
-    num_drafts: n.
-
-  Returns:
-    float64 `[...]` of each of `RULES`.
-  """
+  """Acceptance probability of n candidates of distributions `[..., V]` by rule of `RULES`, float64 `[...]`."""
   with jax.enable_x64(True):
     pair = np.asarray(draft_probs, np.float64), np.asarray(target_probs, np.float64)
     return {name: np.asarray(_compiled(rule)(*pair, num_drafts)) for name, rule in RULES.items()}
@@ -64,20 +56,13 @@ def _bernoulli(ones) -> np.ndarray:
 
 
 def _acceptance_rows(draft, targets: dict[float, np.ndarray], variable: str, request: Request) -> Results:
-  """Acceptance by rule, target and number of candidates.
-
-  Args:
-    draft: `[V]`, the draft's distribution.
-    targets: The target's distributions `[V]` by the value that they are drawn over.
-    variable: Column of that value.
-    request: Gives the numbers of candidates.
-  """
+  """Acceptance by rule, target and number of candidates; targets `[V]` are by their value in the column `variable`."""
   probs = np.stack(list(targets.values()))
-  found = {n: acceptances(np.broadcast_to(draft, probs.shape), probs, n) for n in request.sizes.num_drafts}
+  accepted = {n: acceptances(np.broadcast_to(draft, probs.shape), probs, n) for n in request.sizes.num_drafts}
   return Results(
     [
-      {'rule': rule, variable: value, 'k': n, 'acceptance': float(found[n][rule][index])}
-      for rule in RULES for index, value in enumerate(targets) for n in found
+      {'rule': rule, variable: value, 'k': n, 'acceptance': float(accepted[n][rule][index])}
+      for rule in RULES for index, value in enumerate(targets) for n in accepted
     ]
   )  # fmt: skip
 
@@ -152,10 +137,10 @@ def _compute_improvement(request: Request, notify: Notify) -> Results:
   cases = [(_BERNOULLI_PANEL, u, _bernoulli(u), _bernoulli(0.5)) for u in _BATCH_BERNOULLIS]
   cases += [(_UNIFORM_PANEL, r, _uniform(UNIFORM_SIZE), _uniform(round(UNIFORM_SIZE / r))) for r in _BATCH_RATIOS]
   for panel, parameter, draft, target in cases:
-    found = theory.batch_improvement(draft, target, numbers)
+    improvements = theory.batch_improvement(draft, target, numbers)
     rows += [
       {'panel': panel, 'parameter': parameter, 'M': number, 'improvement': float(value)}
-      for number, value in zip(numbers, found)
+      for number, value in zip(numbers, improvements)
     ]
   return Results(rows)
 
@@ -198,18 +183,14 @@ def _tell_improvement(rows: Sequence[Row]) -> str:
 # The prompt that the paper names.
 PROMPT = 'He said he also has asked prosecutors to'
 _NUM_LIKELIEST = 10
-_LAWS, _ACCEPTANCE, _SHARE = 'distributions', 'acceptance', 'share of the optimum'
+_PAIR, _ACCEPTANCE, _SHARE = 'distributions', 'acceptance', 'share of the optimum'
 _PAIR_RULES = RULES | {'specinfer': theory.recursive_acceptance}
 
 
 def likeliest_tokens(draft_probs: np.ndarray, target_probs: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-  """The tokens among the ten likeliest of draft or target, and both distributions restricted to them.
+  """The tokens among the ten likeliest of draft or target, and both distributions `[V]` restricted to them.
 
   As in SpecTr, Appendix D.2, where ten of each make the linear program small enough.
-
-  Args:
-    draft_probs: `[V]`, the draft's distribution.
-    target_probs: `[V]`, the target's.
 
   Returns:
     int `[n]`, tokens by falling probability under the target, and their probabilities under draft and target, float64
@@ -224,12 +205,12 @@ def likeliest_tokens(draft_probs: np.ndarray, target_probs: np.ndarray) -> tuple
 def _compute_pair(request: Request, notify: Notify) -> Results:
   notify('distributions after the prompt', 0, 1)
   workload = Workload.load(request.decode_options(prompt=PROMPT, max_new_tokens=1))
-  [(_, laws)] = written_laws(workload, (workload.draft, workload.target), np.zeros((1, 1), np.int32))
-  kept, p, q = likeliest_tokens(*(np.asarray(law[0, 0]) for law in laws))
+  [(_, distributions)] = written_distributions(workload, (workload.draft, workload.target), np.zeros((1, 1), np.int32))
+  kept, p, q = likeliest_tokens(*(np.asarray(probs[0, 0]) for probs in distributions))
   empty = dict.fromkeys(('panel', 'token', 'draft', 'target', 'rule', 'k', 'acceptance'))
   rows = [
     # In quotes: spaces count, and no token is a number.
-    empty | {'panel': _LAWS, 'token': repr(workload.tokenizer.decode([token])), 'draft': float(a), 'target': float(b)}
+    empty | {'panel': _PAIR, 'token': repr(workload.tokenizer.decode([token])), 'draft': float(a), 'target': float(b)}
     for token, a, b in zip(kept.tolist(), p, q)
   ]
   for n in request.sizes.num_drafts:
@@ -245,21 +226,21 @@ def _draw_by_rule(axes, rows: Sequence[Row], *, x: str, y: str) -> None:
 
 
 def _draw_pair(rows: Sequence[Row]):
-  figure, (laws, curves) = plots.panels(2, width=4.2, height=3.6)
-  own = select(rows, panel=_LAWS)
+  figure, (bars, curves) = plots.panels(2, width=4.2, height=3.6)
+  own = select(rows, panel=_PAIR)
   places = np.arange(len(own))
   for shift, model, color in ((-0.2, 'target', '#0072B2'), (0.2, 'draft', '#E69F00')):
-    laws.bar(places + shift, column(own, model), 0.4, color=color, label=f'{model}: its distribution')
-  laws.set_xticks(places, [row['token'] for row in own], rotation=60, ha='right', rotation_mode='anchor')
+    bars.bar(places + shift, column(own, model), 0.4, color=color, label=f'{model}: its distribution')
+  bars.set_xticks(places, [row['token'] for row in own], rotation=60, ha='right', rotation_mode='anchor')
   title = f'after "{PROMPT}"'
-  plots.name_axes(laws, x='token (likeliest ten of either model)', y='probability', title=title)
-  laws.tick_params(axis='x', labelsize=7)
-  laws.grid(axis='x', visible=False)
+  plots.name_axes(bars, x='token (likeliest ten of either model)', y='probability', title=title)
+  bars.tick_params(axis='x', labelsize=7)
+  bars.grid(axis='x', visible=False)
   own = select(rows, panel=_ACCEPTANCE)
   _draw_by_rule(curves, own, x='k', y='acceptance')
   plots.name_axes(curves, x='candidates k', y='acceptance probability', title='what is accepted')
   plots.number_ticks(curves, column(own, 'k'))
-  plots.legend(figure, [laws, curves])
+  plots.legend(figure, [bars, curves])
   return figure
 
 
@@ -271,7 +252,7 @@ def _tell_pair(rows: Sequence[Row]) -> str:
   race_gap, race_where = _largest_gap(own, 'race')
   last = {row['rule']: row['acceptance'] for row in select(own, k=most)}
   return (
-    f"Distributions of both models after the paper's prompt, on the {len(select(rows, panel=_LAWS))} tokens that are"
+    f"Distributions of both models after the paper's prompt, on the {len(select(rows, panel=_PAIR))} tokens that are"
     f' among the {_NUM_LIKELIEST} likeliest of either. The optimum is {first[plots.OPTIMUM]:.3f} for k ='
     f' {min(column(own, "k"))} and {last[plots.OPTIMUM]:.3f} for k = {most}. K-SEQ stays below it, by {gap:.3f} at most'
     f' (k = {where["k"]}): the gap that the paper leaves as future work. The race closes it to {race_gap:.3f} at most'
@@ -279,26 +260,57 @@ def _tell_pair(rows: Sequence[Row]) -> str:
   )
 
 
+def acceptance_on_text(
+  workload: Workload,
+  seed: int,
+  rules: Mapping[str, Callable],
+  num_drafts: Sequence[int],
+  *,
+  given: str = 'none',
+  notify: Notify = lambda *_: None,
+) -> tuple[np.ndarray, np.ndarray, dict[tuple[int, str], np.ndarray]]:
+  """Acceptance at every position of the target's own continuations, from the distributions of both models.
+
+  Args:
+    workload: Models and prompts.
+    seed: Seed of the continuations.
+    rules: By name a function of draft and target distributions, n, and the given token, if there is one.
+    num_drafts: Numbers n of drawn candidates.
+    given: A given token beside them: 'text', the text's next one, or 'draft', the draft's likeliest; or 'none'.
+    notify: Called with progress.
+
+  Returns:
+    Which positions there are, bool `[prompts, max_new_tokens]`; at these 1 - TV; and the acceptance by n and rule,
+    float64 of the same shape.
+  """
+  tokens = target_texts(workload, seed)
+  overlaps = np.zeros(tokens.shape)
+  accepted = {(n, name): np.zeros(tokens.shape) for n in num_drafts for name in rules}
+  batches = written_distributions(workload, (workload.draft, workload.target), tokens)
+  for done, (rows, (p, q)) in enumerate(batches):
+    notify(f'seed {seed}: acceptance at {rows.size} prompts at a time', done, len(workload.batches))
+    overlaps[rows] = jnp.sum(jnp.minimum(p, q), axis=-1)
+    beside = ()
+    if given != 'none':
+      beside = (np.maximum(tokens[rows], 0) if given == 'text' else jnp.argmax(p, axis=-1),)
+    for n in num_drafts:
+      for name, rule in rules.items():
+        accepted[n, name][rows] = _compiled(rule)(p, q, n, *beside)
+  return tokens >= 0, overlaps, accepted
+
+
 def _compute_optimum(request: Request, notify: Notify) -> Results:
   workload = Workload.load(request.decode_options())
-  numbers = request.sizes.num_drafts
-  sums = {(n, rule): np.zeros(len(workload.prompts)) for n in numbers for rule in _PAIR_RULES}
-  counts = np.zeros(len(workload.prompts))
+  sums, counts = collections.Counter(), 0
   for seed in workload.options.seeds:
-    tokens = target_texts(workload, seed)
-    batches = written_laws(workload, (workload.draft, workload.target), tokens)
-    for done, (rows, (p, q)) in enumerate(batches):
-      notify(f'seed {seed}: acceptance at {rows.size} prompts at a time', done, len(workload.batches))
-      is_there = tokens[rows] >= 0
-      counts[rows] += is_there.sum(axis=1)
-      for n in numbers:
-        for name, rule in _PAIR_RULES.items():
-          sums[n, name][rows] += (np.asarray(_compiled(rule)(p, q, n), np.float64) * is_there).sum(axis=1)
+    is_there, _, accepted = acceptance_on_text(workload, seed, _PAIR_RULES, request.sizes.num_drafts, notify=notify)
+    counts += is_there.sum(axis=1)
+    for key, values in accepted.items():
+      sums[key] = sums[key] + (values * is_there).sum(axis=1)
   rows = []
   for (n, rule), own in sums.items():
     for quantity, whole in ((_ACCEPTANCE, counts), (_SHARE, sums[n, plots.OPTIMUM])):
-      row = {'quantity': quantity, 'rule': rule, 'n': n, 'value': metrics.ratio(own, whole)}
-      rows.append(row | low_high(metrics.ratio_interval(own, whole)))
+      rows.append({'quantity': quantity, 'rule': rule, 'n': n} | ratio_columns(own, whole))
   return Results(rows)
 
 

@@ -38,12 +38,9 @@ def specinfer_length(num_nodes: int) -> int:
 
 
 def trees_of(strategy: str, num_nodes: Sequence[int], acceptance: np.ndarray) -> dict[int, TokenTree]:
-  """Trees of a strategy by their number of nodes.
+  """The largest trees of a strategy within each limit of `num_nodes`, if there are any, by their number of nodes.
 
-  Args:
-    strategy: One of `STRATEGIES`.
-    num_nodes: Limits; each gives the largest tree within it, if there is one.
-    acceptance: `[w]`, acceptance rates of the first to the last child of a node.
+  Acceptance rates, `[w]`, are those of the first to the last child of a node.
   """
   trees = []
   for number in num_nodes:
@@ -60,21 +57,15 @@ def trees_of(strategy: str, num_nodes: Sequence[int], acceptance: np.ndarray) ->
 
 def with_marginals(rows: Sequence[Row]) -> list[Row]:
   """Rows of one line, ascending in N, with the gain per drafted token since the row before."""
-  number, tokens, found = 0, 1.0, []
+  number, tokens, extended = 0, 1.0, []
   for row in rows:
-    found.append(row | {'marginal': (row['tokens'] - tokens) / (row['N'] - number)})
+    extended.append(row | {'marginal': (row['tokens'] - tokens) / (row['N'] - number)})
     number, tokens = row['N'], row['tokens']
-  return found
+  return extended
 
 
 def theory_rows(method: str, num_nodes: Sequence[int], acceptance: np.ndarray) -> list[Row]:
-  """Expected tokens per call of every strategy, and their upper bounds.
-
-  Args:
-    method: The method, for the rows.
-    num_nodes: Numbers of drafted tokens.
-    acceptance: `[w]`, acceptance rates of the first to the last child of a node.
-  """
+  """Expected tokens per call of every strategy at numbers of drafted tokens, and their bounds, from rates `[w]`."""
   empty = {'method': method} | low_high(None)
   rows = []
   for strategy in STRATEGIES:
@@ -130,12 +121,12 @@ def _measure(request: Request, notify: Notify) -> Results:
     settings = {tree: Setting(get_method(method), tree=tree, draft_length=tree.max_depth) for tree in every}
     run = measure(workload, list(settings.values()), notify)
     for line, trees in strategies.items():
-      found = []
+      measured = []
       for number, tree in trees.items():
         summary = run.summarize(settings[tree])
         row = {'method': method} | low_high(summary.interval) | {'line': line, 'kind': MEASURED, 'N': number}
-        found.append(row | {'tokens': summary.block_efficiency})
-      rows += with_marginals(found)
+        measured.append(row | {'tokens': summary.block_efficiency})
+      rows += with_marginals(measured)
   return Results(rows)
 
 
@@ -181,14 +172,14 @@ def _draw_marginals(rows: Sequence[Row]):
 def _tell_tokens(rows: Sequence[Row]) -> str:
   parts = []
   for method, own in by_value(rows, 'method').items():
-    found = []
+    yields = []
     for line in STRATEGIES:
       last = select(own, line=line, kind=MEASURED)
       if last:
         expected = select(own, line=line, kind=THEORY, N=last[-1]['N'])[0]['tokens']
-        found.append(f'{line} {last[-1]["tokens"]:.2f} ({expected:.2f})')
+        yields.append(f'{line} {last[-1]["tokens"]:.2f} ({expected:.2f})')
     bound = select(own, line=_FEW)[-1]['tokens']
-    parts.append(f'{method}: {", ".join(found)}, bound {bound:.2f}')
+    parts.append(f'{method}: {", ".join(yields)}, bound {bound:.2f}')
   return (
     f'Tokens per target call at the most drafted tokens, measured and (in brackets) expected: {"; ".join(parts)}. A'
     ' batch yields at most one drafted token and levels off below 2, a sequence where it is almost always rejected'

@@ -175,7 +175,7 @@ class Worker:
       notify: Called with the programs that have run, and their number.
     """
     key = jax.random.key(0, impl='threefry2x32')
-    requests = [Request('compiling', [0] * length, key) for length in padded_lengths(self.longest_prompt)]
+    requests = [Request('compiling', [0] * size, key, None, 1) for size in padded_lengths(self.longest_prompt)]
     requests.append(Request('compiling', [0], key, _EVERY_FILTER))
     for number, request in enumerate(requests):
       notify(number, len(requests) + 1)
@@ -325,7 +325,7 @@ class Worker:
     pool = self._pool
     try:
       growing: dict[Hashable, Growing] = {job: Growing(job, self._tokenizer) for job in jobs}
-      pool.put([Request(job, job.tokens, job.key, job.sampling) for job in jobs])
+      pool.put([Request(job, job.tokens, job.key, job.sampling, job.max_tokens) for job in jobs])
       self._growing |= {row: growing[own.name] for row, own in pool.owners.items() if own.name in growing}
     except BaseException as error:
       if any(array.is_deleted() for array in jax.tree.leaves(pool.state) if isinstance(array, jax.Array)):

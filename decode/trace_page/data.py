@@ -26,11 +26,11 @@ def _numbers(values: np.ndarray) -> list[float | None]:
   return [_number(value) for value in values.tolist()]
 
 
-def _likeliest(law: np.ndarray) -> list[list]:
+def _likeliest(probs: np.ndarray) -> list[list]:
   """The likeliest tokens and their probabilities. The distribution need not be normalized."""
-  law = law / law.sum()
-  order = np.argsort(-law, kind='stable')[:NUM_SHOWN]
-  return [[int(token), _number(float(law[token]))] for token in order if law[token] > 0]
+  probs = probs / probs.sum()
+  order = np.argsort(-probs, kind='stable')[:NUM_SHOWN]
+  return [[int(token), _number(float(probs[token]))] for token in order if probs[token] > 0]
 
 
 def _decision(kind: str, made: Decisions, place: int, nodes: np.ndarray) -> dict[str, Any]:
@@ -92,30 +92,30 @@ def _same_text(tree: TokenTree, tokens: np.ndarray) -> list[int]:
   return [seen.setdefault(text, node) for node, text in enumerate(texts)]
 
 
-def _laws(tree: TokenTree, played: TracedRound) -> tuple[list[int], dict[str, list]]:
+def _distributions(tree: TokenTree, played: TracedRound) -> tuple[list[int], dict[str, list]]:
   """The node that stores each node's distributions, and their likeliest tokens, the target's likeliest first.
 
   Each entry is a token, its probability under the draft (None where there is no such distribution: at leaves, and where
   no model drafts) and under the target.
   """
   places = _same_text(tree, played.tokens)
-  laws = {}
+  by_node = {}
   for node in sorted(set(places)):
     target = played.target_probs[node]
-    with_law = [other for other in tree.parent_nodes.tolist() if places[other] == node]
-    draft = played.draft_probs[tree.law_index[with_law[0]]] if with_law else None
+    with_draft = [other for other in tree.parent_nodes.tolist() if places[other] == node]
+    draft = played.draft_probs[tree.law_index[with_draft[0]]] if with_draft else None
     draft = None if draft is None or not draft.any() else draft
-    shown = {token for law in (draft, target) if law is not None for token, _ in _likeliest(law)}
+    shown = {token for probs in (draft, target) if probs is not None for token, _ in _likeliest(probs)}
     rows = [
       [token, None if draft is None else _number(float(draft[token])), _number(float(target[token]))] for token in shown
     ]
-    laws[str(node)] = sorted(rows, key=lambda row: (-row[2], row[0]))
-  return places, laws
+    by_node[str(node)] = sorted(rows, key=lambda row: (-row[2], row[0]))
+  return places, by_node
 
 
 def _round(tree: TokenTree, judges: tuple[Judge, ...], played: TracedRound) -> dict[str, Any]:
   parents, tokens = tree.parent_of[1:], played.tokens
-  places, laws = _laws(tree, played)
+  places, by_node = _distributions(tree, played)
   exists = tokens >= 0
   draft = np.where(exists, played.draft_probs[tree.law_index[parents], tokens], 0)
   target = np.where(exists, played.target_probs[parents, tokens], 0)
@@ -126,20 +126,16 @@ def _round(tree: TokenTree, judges: tuple[Judge, ...], played: TracedRound) -> d
     'draft': [None if is_given else value for is_given, value in zip(played.is_given, _numbers(draft))],
     'target': _numbers(target),
     'places': places,
-    'laws': laws,
+    'laws': by_node,
     'judgements': [_judgement(*pair, tree.num_nodes) for pair in zip(played.judgements, judges)],
     'origins': played.origins.tolist(),
   }
 
 
 def pieces_of_tokens(tokens: np.ndarray, tokenizer: TokenizerBase) -> list[str]:
-  """The text that each of T tokens adds. The concatenation of the pieces is the whole text.
+  """The text that each of the tokens, int `[T]`, adds. The concatenation of the pieces is the whole text.
 
   The token that completes a character adds all of its bytes.
-
-  Args:
-    tokens: int `[T]`.
-    tokenizer: The models' tokenizer.
   """
   whole, pieces, begin = tokenizer.decode(tokens), [], 0
   for end in range(1, len(tokens) + 1):
@@ -154,7 +150,7 @@ def _names(rounds: list[dict[str, Any]], tokenizer: TokenizerBase) -> dict[str, 
   tokens = set()
   for played in rounds:
     tokens |= {played['root'], *played['tokens']}
-    tokens |= {row[0] for law in played['laws'].values() for row in law}
+    tokens |= {row[0] for rows in played['laws'].values() for row in rows}
     for judgement in played['judgements']:
       tokens |= {judgement['next'], *(token for token, _ in judgement.get('law', ()))}
       tokens |= {decision['winner'] for decision in judgement.get('decisions', ()) if 'winner' in decision}
@@ -163,10 +159,6 @@ def _names(rounds: list[dict[str, Any]], tokenizer: TokenizerBase) -> dict[str, 
 
 def describe_trace(trace: Trace, tokenizer: TokenizerBase) -> dict[str, Any]:
   """A run as JSON values.
-
-  Args:
-    trace: The run.
-    tokenizer: The models' tokenizer.
 
   Returns:
     `methods`, the run's own first; `parents` of the tree's nodes 1..N; `names`, the texts of tokens by id; `rounds`,

@@ -46,25 +46,18 @@ class Cost:
   collective_bytes: int = 0
 
   def __add__(self, other: Cost) -> Cost:
+    return self.plus(other)
+
+  def plus(self, other: Cost, count: int = 1) -> Cost:
+    """The cost of this and `count` times another."""
     kinds = [kind for kind in COLLECTIVES if kind in self.collectives or kind in other.collectives]
     return Cost(
-      self.seconds + other.seconds,
-      self.cycles + other.cycles,
-      self.launches + other.launches,
-      self.memory_bytes + other.memory_bytes,
-      {kind: self.collectives.get(kind, 0) + other.collectives.get(kind, 0) for kind in kinds},
-      self.collective_bytes + other.collective_bytes,
-    )
-
-  def times(self, count: int) -> Cost:
-    """The cost of `count` times the same."""
-    return Cost(
-      count * self.seconds,
-      count * self.cycles,
-      count * self.launches,
-      count * self.memory_bytes,
-      {kind: count * n for kind, n in self.collectives.items()},
-      count * self.collective_bytes,
+      self.seconds + count * other.seconds,
+      self.cycles + count * other.cycles,
+      self.launches + count * other.launches,
+      self.memory_bytes + count * other.memory_bytes,
+      {kind: self.collectives.get(kind, 0) + count * other.collectives.get(kind, 0) for kind in kinds},
+      self.collective_bytes + count * other.collective_bytes,
     )
 
 
@@ -172,7 +165,7 @@ class Program:
     self._replayed: dict[tuple[str, Sequence[str], str], dict[str, Cost]] = {}
 
   def cost(self, parts: Sequence[str] = (), *, loop: str | None = None) -> dict[str, Cost]:
-    """What the program costs, by part.
+    """What the program costs, by part that costs anything, and under '' outside of all parts.
 
     An operation belongs to the first scope of `parts` on its path; one that the compiler made up, without a path,
     belongs to the part of the operation before it.
@@ -181,9 +174,6 @@ class Program:
       parts: Names of `jax.named_scope`s.
       loop: Scope of a loop in the main computation, of which one iteration is counted and nothing else; None to count
         the whole program.
-
-    Returns:
-      The cost of each part that costs anything, and under '' that of everything outside of them.
     """
     parts = tuple(parts)
     costs: dict[str, Cost] = {}
@@ -196,11 +186,7 @@ class Program:
     return {part: costs[part] for part in (*parts, '') if part in costs}
 
   def total(self, *, loop: str | None = None) -> Cost:
-    """What the program costs.
-
-    Args:
-      loop: As for `cost`.
-    """
+    """What the program costs, or an iteration of the loop of a scope, see `cost`."""
     return sum(self.cost(loop=loop).values(), Cost())
 
   def _replay(self, computation: str, parts: tuple[str, ...], part: str) -> dict[str, Cost]:
@@ -293,7 +279,7 @@ class Program:
     """The cost by part of what an operation calls."""
     if operation.kind == 'while' and (body := operation.attribute('body')):
       trips = self._iterations(operation)
-      return {name: cost.times(trips) for name, cost in self._replay(body, parts, part).items()}
+      return {name: Cost().plus(cost, trips) for name, cost in self._replay(body, parts, part).items()}
     if branches := re.search(r'branch_computations=\{([^}]*)\}', operation.line):
       found = [self._replay(name.strip().lstrip('%'), parts, part) for name in branches[1].split(',')]
       is_dear = any(re.search(rf'\b{scope}\b', operation.path) for scope in self._dearest)

@@ -1,14 +1,17 @@
-"""The compiler's report about a program's memory, beside what it costs."""
+"""The compiler's report about a program: its memory, beside what it costs."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
-from spectr_jax.aot.cost import Cost
-from spectr_jax.aot.tpu_slices import Chip
+from spectr_jax.aot.cost import Cost, Program
+from spectr_jax.aot.kernels import take_schedules
+from spectr_jax.aot.tpu_slices import Chip, chip_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,8 +94,8 @@ class ProgramReport:
     """What the program costs, the sum over its parts."""
     return sum(self.parts.values(), Cost())
 
-  def part_lines(self) -> list[str]:
-    """Lines of a table of the parts, with their sum in the last one."""
+  def table(self, *before: str, after: Sequence[str] = ()) -> str:
+    """The report as lines of text: memory, `before`, the parts with their sum, `after`, and the time to compile."""
     header = f'{"":<12} {"ms":>10} {"launches":>10} {"streamed":>13} {"transfers between devices"}'
     named = {name or 'rest': cost for name, cost in self.parts.items() if cost.seconds}
     lines = [
@@ -100,13 +103,39 @@ class ProgramReport:
       + (', '.join(f'{n:,} {kind}' for kind, n in cost.collectives.items()) or 'none')
       for name, cost in (*named.items(), ('in all', self.cost))
     ]
-    return [header, *lines, *(f'{"counted once":<12} loop of unknown length {path}' for path in self.uncounted)]
+    once = (f'{"counted once":<12} loop of unknown length {path}' for path in self.uncounted)
+    last = f'{"compile":<12} {self.compile_seconds:12.1f} s'
+    return '\n'.join([*self.memory.lines(self.chip), *before, header, *lines, *once, *after, last])
 
   def as_dict(self) -> dict[str, Any]:
     """The report for a file."""
     cost = self.cost
     own = {'seconds': cost.seconds, 'cycles': cost.cycles, 'collectives': cost.collectives, 'launches': cost.launches}
     return own | dataclasses.asdict(self)
+
+
+def measure(
+  compiled: jax.stages.Compiled,
+  mesh: Mesh,
+  compile_seconds: float,
+  parts: Sequence[str] = (),
+  *,
+  loop: str | None = None,
+  **options: Any,
+) -> ProgramReport:
+  """The report about the program that was compiled last; takes the schedules of its kernels.
+
+  Args:
+    compiled: The program.
+    mesh: The devices that it was compiled for.
+    compile_seconds: Seconds that it took to compile.
+    parts, loop: As for `Program.cost`.
+    **options: As for `Program`.
+  """
+  text, chip = compiled.as_text() or '', chip_of(mesh.devices.flat[0])
+  program = Program(text, chip, kernels=take_schedules(text), **options)
+  costs = program.cost(parts, loop=loop)
+  return ProgramReport(mesh.size, Memory.of(compiled), chip, costs, tuple(sorted(program.uncounted)), compile_seconds)
 
 
 def out_of_memory(error: Exception, advice: str) -> ValueError | None:

@@ -8,7 +8,8 @@ import jax
 import numpy as np
 from jax.typing import ArrayLike
 
-from spectr_jax.auto.prediction import Prediction, measure, predict
+from spectr_jax.auto.measurement import predict_settings
+from spectr_jax.auto.prediction import Prediction
 from spectr_jax.auto.setting import Setting, default_settings
 from spectr_jax.auto.trial import Notify, Trial
 from spectr_jax.draft import Drafter, as_drafter
@@ -77,7 +78,6 @@ def predict_speeds(
     draft=drafter,
     tokens=tokens,
     lengths=lengths,
-    keys_fn=lambda number: jax.random.split(jax.random.fold_in(key, number), len(tokens)),
     batch_size=batch_size if sharding is None else sharding.round_up(batch_size),
     max_new_tokens=max_new_tokens,
     sampling=sampling,
@@ -85,5 +85,8 @@ def predict_speeds(
     sharding=sharding,
   )
   notify = notify or (lambda what, done, total: None)
-  calibration, settings = measure(trial, settings, {}, notify, is_short=is_short)
-  return predict(calibration, settings)
+
+  def keys_fn(number: int) -> jax.Array:
+    return jax.random.split(jax.random.fold_in(key, number), len(tokens))
+
+  return predict_settings(trial, keys_fn, settings, {}, notify, is_short=is_short)

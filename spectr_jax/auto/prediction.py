@@ -24,27 +24,12 @@ The settings that are predicted to be the fastest are decoded once more, side by
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
 
-import jax
-import numpy as np
-from jax.experimental import multihost_utils
-
-from spectr_jax.auto import plan
-from spectr_jax.auto.calibration import (
-  Calibration,
-  decode_with,
-  observe_finalists,
-  observe_thresholds,
-  time_draft,
-  time_target,
-)
-from spectr_jax.auto.setting import Setting, baseline_among, reference_of, source_of, tree_name_of, tuned
-from spectr_jax.auto.trial import Notify, Trial
+from spectr_jax.auto.calibration import Calibration
+from spectr_jax.auto.programs import of_the_first_process
+from spectr_jax.auto.setting import Setting, reference_of, source_of, tree_name_of
 
 _NUM_FINALISTS = 6  # settings that are observed again
-_SECONDS_OF_A_SHORT_RUN = 2.0  # of autoregressive decoding, for each setting of a short grid
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,13 +55,7 @@ class Prediction:
 
 
 def predict(calibration: Calibration, settings: list[Setting]) -> list[Prediction]:
-  """Predictions for a grid, the fastest first.
-
-  Args:
-    calibration: The measurements.
-    settings: All settings of the grid.
-  """
-
+  """Predictions for a grid, the fastest first."""
   drafting = [setting for setting in settings if setting.tree.num_nodes]
   timed = [setting for setting in drafting if tree_name_of(setting) in calibration.draft_seconds]
 
@@ -122,87 +101,22 @@ def predict(calibration: Calibration, settings: list[Setting]) -> list[Predictio
         is_observed=is_observed,
       )
     )
-  return sorted(predictions, key=lambda found: -found.tokens_per_second)
+  return sorted(predictions, key=lambda each: -each.tokens_per_second)
 
 
-def _ranked(predictions: list[Prediction]) -> list[Setting]:
+def ranked(predictions: list[Prediction]) -> list[Setting]:
   """The settings, the fastest first: in all processes, whose clocks differ, in the order that the first one found."""
-  settings = [found.setting for found in predictions]
-  if jax.process_count() == 1:
-    return settings
-  by_name = sorted(settings, key=str)
-  order = np.array([by_name.index(setting) for setting in settings], np.int32)
-  return [by_name[place] for place in multihost_utils.broadcast_one_to_all(order)]
+  by_name = sorted((each.setting for each in predictions), key=str)
+  order = of_the_first_process([by_name.index(each.setting) for each in predictions])
+  return [by_name[int(place)] for place in order]
 
 
-def _finalists(predictions: list[Prediction]) -> list[Setting]:
+def finalists_of(predictions: list[Prediction]) -> list[Setting]:
   """The settings to observe again: the fastest ones, at most a quarter of all, or none if that is fewer than two."""
   number = min(_NUM_FINALISTS, len(predictions) // 4)
-  return _ranked(predictions)[:number] if number > 1 else []
-
-
-def _measured(program, calibration: Calibration, trial: Trial, baseline: Setting, notify, *, is_short) -> Calibration:
-  """The calibration with one more program."""
-  if program.kind != plan.ROUNDS:
-    notify(str(program))
-    return (time_target if program.kind == plan.TARGET else time_draft)(calibration, trial, program.setting)
-  most = plan.batches_within(_SECONDS_OF_A_SHORT_RUN, calibration, trial.max_new_tokens) if is_short else None
-  return decode_with(calibration, trial, program.setting, baseline, notify, most_batches=most)
-
-
-def measure(
-  trial: Trial,
-  settings: list[Setting],
-  conditions: dict[str, Any],
-  notify: Notify,
-  *,
-  is_short: bool = False,
-  known: Calibration | None = None,
-  keep: Callable[[Calibration], None] = lambda calibration: None,
-) -> tuple[Calibration, list[Setting]]:
-  """The measurements that predictions for a grid follow from, and the settings that they are for.
-
-  Args:
-    trial: Models and prompts.
-    settings: All settings of the grid, autoregressive decoding among them.
-    conditions: What the measurement depends on, as JSON values, besides the batch size.
-    notify: Called with the current activity, the programs measured and their number.
-    is_short: Whether to measure the few settings of `plan.shortlist` in place of all.
-    known: The measurements of a run that was interrupted, under the same conditions; None for none.
-    keep: Called with all measurements so far after each program.
-  """
-  baseline = baseline_among(settings)
-  calibration = known
-  if calibration is None:
-    calibration = Calibration(conditions | {'batch_size': trial.batch_size}, {}, {}, {}, is_complete=False)
-  while True:
-    compared, programs, most = plan.plan(calibration, settings, is_short=is_short)
-    missing = [each for each in programs if not each.is_in(calibration)]
-    if not missing:
-      break
-    done = len(programs) - len(missing)
-
-    def of_one(what, *_, prefix=f'auto: program {done + 1} of {most}, ', steps=(done, most)):
-      notify(prefix + what, *steps)
-
-    calibration = _measured(missing[0], calibration, trial, baseline, of_one, is_short=is_short)
-    keep(calibration)
-
-  def of_all(what, done, total):
-    notify(f'auto: {what}', done, total)
-
-  further = tuned(_ranked(predict(calibration, compared)))
-  if any(str(setting) not in calibration.observations for setting in further):
-    calibration = observe_thresholds(calibration, trial, further, baseline, of_all)
-    keep(calibration)
-  finalists = _finalists(predict(calibration, compared + further))
-  if finalists:
-    calibration = observe_finalists(calibration, trial, finalists, baseline, of_all)
-  calibration = dataclasses.replace(calibration, is_complete=True)
-  keep(calibration)
-  return calibration, compared + further
+  return ranked(predictions)[:number] if number > 1 else []
 
 
 def choose(predictions: list[Prediction]) -> Setting:
   """The fastest setting, the same in all processes."""
-  return _ranked(predictions)[0]
+  return ranked(predictions)[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Self, TypeVar
+from typing import Self
 
 import numpy as np
 
@@ -81,15 +81,12 @@ class Setting:
     return dataclasses.replace(self, growth=dataclasses.replace(self.growth, threshold=threshold))
 
 
-AnySetting = TypeVar('AnySetting', bound=Setting)
-
-
-def baseline_of(settings: Sequence[AnySetting]) -> AnySetting | None:
+def baseline_of(settings: Sequence[Setting]) -> Setting | None:
   """The setting that speeds are relative to: the first that drafts nothing; None if all draft."""
   return next((setting for setting in settings if setting.method.max_drafts == 0), None)
 
 
-def baseline_among(settings: Sequence[AnySetting]) -> AnySetting:
+def baseline_among(settings: Sequence[Setting]) -> Setting:
   """`baseline_of` settings that have one.
 
   Raises:
@@ -102,8 +99,8 @@ def baseline_among(settings: Sequence[AnySetting]) -> AnySetting:
 
 
 def worth_comparing(
-  settings: Sequence[AnySetting], *, is_greedy: bool, is_mixed: bool, max_depth: int | None = None
-) -> list[AnySetting]:
+  settings: Sequence[Setting], *, is_greedy: bool, is_mixed: bool, max_depth: int | None = None
+) -> list[Setting]:
   """The settings of lossless methods without those that are equal to others.
 
   With one draft, methods for several drafts equal `speculative` or `block` and are left out, except for seed-exact
@@ -120,7 +117,7 @@ def worth_comparing(
   Raises:
     ValueError: All trees are too deep.
   """
-  found, given = [], set()
+  kept, given = [], set()
   for setting in settings:
     method = setting.method
     if not method.is_lossless:
@@ -131,9 +128,9 @@ def worth_comparing(
       given.add((setting.tree, setting.growth))
     is_single = setting.tree.num_nodes > 0 and setting.tree.is_chain
     if is_mixed or not (is_single and method.max_drafts is None and not method.is_seed_exact):
-      found.append(setting)
-  fitting = [each for each in found if max_depth is None or each.tree.max_depth <= max_depth]
-  if len(found) > len(fitting) and not any(each.tree.num_nodes for each in fitting):
+      kept.append(setting)
+  fitting = [each for each in kept if max_depth is None or each.tree.max_depth <= max_depth]
+  if len(kept) > len(fitting) and not any(each.tree.num_nodes for each in fitting):
     raise ValueError(f'the draft guesses {max_depth} tokens ahead, and all trees are deeper')
   return list(dict.fromkeys(fitting))
 
@@ -142,10 +139,6 @@ def default_settings(draft: Model | Drafter | None, *, is_greedy: bool = False) 
   """Autoregressive decoding, and every lossless method that takes the draft's guesses, on chains of several sizes.
 
   At temperature 0 all samples of a draft are equal: there are single chains, and trees of likeliest guesses.
-
-  Args:
-    draft: The draft.
-    is_greedy: Whether all rows have temperature 0.
   """
   drafter = as_drafter(draft)
   if drafter is None:
@@ -165,17 +158,13 @@ def default_settings(draft: Model | Drafter | None, *, is_greedy: bool = False) 
   return worth_comparing(settings, is_greedy=is_greedy, is_mixed=drafter.mixes, max_depth=drafter.max_depth)
 
 
-def tuned(settings: Sequence[AnySetting]) -> list[AnySetting]:
-  """The fastest setting whose trees grow with further thresholds; nothing if no trees grow, or not from 0.
-
-  Args:
-    settings: All settings of the grid, the fastest first.
-  """
+def tuned(settings: Sequence[Setting]) -> list[Setting]:
+  """The fastest setting whose trees grow with further thresholds; nothing if no trees grow, or not from 0."""
   growing = [setting for setting in settings if setting.growth is not None]
   return with_thresholds(growing[:1])
 
 
-def with_thresholds(settings: Sequence[AnySetting]) -> list[AnySetting]:
+def with_thresholds(settings: Sequence[Setting]) -> list[Setting]:
   """The settings whose trees grow from 0, with each of the other thresholds."""
   growing = [each for each in settings if each.growth is not None and not each.growth.threshold]
   return [setting.with_threshold(threshold) for setting in growing for threshold in _THRESHOLDS]
@@ -190,23 +179,13 @@ def tree_name_of(setting: Setting) -> str:
   return f'chains {setting.num_drafts}x{setting.draft_length}' if setting.num_drafts else setting.tree_name
 
 
-def reference_of(setting: AnySetting, settings: Sequence[AnySetting]) -> AnySetting:
-  """The reference setting on the same chains: the first setting that decides token by token.
-
-  Args:
-    setting: A setting that decides token by token.
-    settings: All settings of the grid.
-  """
+def reference_of(setting: Setting, settings: Sequence[Setting]) -> Setting:
+  """The reference setting on the same chains: the first setting that decides token by token."""
   return next(other for other in settings if _decides_by_token(other) and tree_name_of(other) == tree_name_of(setting))
 
 
-def source_of(setting: AnySetting, settings: Sequence[AnySetting]) -> AnySetting:
-  """The setting whose run gives the tokens of `setting`: itself, or the one with the longest drafts.
-
-  Args:
-    setting: A setting.
-    settings: All settings of the grid.
-  """
+def source_of(setting: Setting, settings: Sequence[Setting]) -> Setting:
+  """The setting whose run gives the tokens of `setting`: itself, or the one with the longest drafts."""
   if not _decides_by_token(setting) or reference_of(setting, settings) == setting:
     return setting
   alike = [

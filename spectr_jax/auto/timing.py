@@ -13,7 +13,7 @@ import numpy as np
 
 from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.loop import noise_keys, propose
-from spectr_jax.engine.sharding import DecodeSharding, on_platform_of
+from spectr_jax.engine.sharding import DecodeSharding, tracing_with
 from spectr_jax.engine.state import DecodeState
 from spectr_jax.model import Model
 from spectr_jax.proposal import Proposal
@@ -38,12 +38,12 @@ def time_in_turns(calls: Mapping[Hashable, Callable[[], Any]], num_runs: int) ->
       start = time.perf_counter()
       jax.block_until_ready(call())
       times[name].append(time.perf_counter() - start)
-  return {name: np.array(found) for name, found in times.items()}
+  return {name: np.array(seconds) for name, seconds in times.items()}
 
 
 @functools.partial(jax.jit, static_argnames='sharding')
 def _logits(model: Model, tokens, positions, mask, cache, *, sharding: DecodeSharding | None) -> jax.Array:
-  with on_platform_of(sharding):
+  with tracing_with(sharding):
     return model.apply(tokens, positions, mask, cache).logits
 
 
@@ -81,5 +81,5 @@ def draft(decoder: Decoder, state: DecodeState) -> Proposal:
     decoder: The decoder.
     state: The state before a round. It is not donated.
   """
-  with on_platform_of(decoder.sharding):
+  with tracing_with(decoder.sharding):
     return dataclasses.replace(propose(decoder, state, noise_keys(decoder, state)[0]), state=None)

@@ -24,28 +24,28 @@ def batches_of(num_prompts: int, batch_size: int) -> list[np.ndarray]:
   """Indices of the prompts of each batch. The last batch is padded with copies of the last prompt.
 
   A padding copy never needs more rounds than its original.
-
-  Args:
-    num_prompts: P.
-    batch_size: B.
   """
   starts = range(0, num_prompts, batch_size)
   return [np.minimum(np.arange(start, start + batch_size), num_prompts - 1) for start in starts]
 
 
-@dataclasses.dataclass(frozen=True)
-class Trial:
-  """Models and P prompts that settings are timed on.
+@jax.jit
+def take_keys(keys: jax.Array, rows: jax.Array) -> jax.Array:
+  """The keys `[B]` of some of the rows `[P]`, as one program."""
+  return keys[rows]
+
+
+class Batches:
+  """Models and P prompts that are decoded in batches.
 
   Attributes:
     target, draft: The models, on their devices.
     tokens, lengths: The prompts, int32 `[P, longest]`, and their lengths, int32 `[P]`.
-    keys_fn: The keys `[P]` of pass 0, 1, 2 and so on over the prompts.
     batch_size: B, rows of a batch.
     max_new_tokens: Limit of new tokens per row.
     sampling: Of scalars, for all rows.
     eos_ids: Ids that end a row.
-    logprobs: Whether the runs to come return log probabilities.
+    logprobs: Whether runs return log probabilities.
     sharding: The sharding over devices, or None for one device.
   """
 
@@ -53,16 +53,16 @@ class Trial:
   draft: Model | Drafter | None
   tokens: np.ndarray
   lengths: np.ndarray
-  keys_fn: Callable[[int], jax.Array]
   batch_size: int
   max_new_tokens: int
-  sampling: SamplingParams = SamplingParams()
-  eos_ids: tuple[int, ...] = ()
-  logprobs: bool = False
-  sharding: DecodeSharding | None = None
+  sampling: SamplingParams
+  eos_ids: tuple[int, ...]
+  logprobs: bool
+  sharding: DecodeSharding | None
 
   @property
   def batches(self) -> list[np.ndarray]:
+    """Indices of the prompts of each batch, see `batches_of`."""
     return batches_of(len(self.tokens), self.batch_size)
 
   @property
@@ -81,8 +81,8 @@ class Trial:
     drafter = as_drafter(self.draft)
     return drafter is not None and drafter.mixes
 
-  def decoder(self, setting: Setting) -> Decoder:
-    """The decoder of a setting."""
+  def decoder(self, setting: Setting, *, statistics: bool = False) -> Decoder:
+    """The decoder of a setting, with statistics of the positions visited if asked for."""
     return Decoder.make(
       self.target,
       setting.drafter(self.draft),
@@ -91,16 +91,35 @@ class Trial:
       max_new_tokens=self.max_new_tokens,
       cache_size=self.cache_size,
       eos_id=self.eos_ids,
+      statistics=statistics,
       logprobs=self.logprobs,
       sharding=self.sharding,
     )
 
-  def init(self, decoder: Decoder, keys: jax.Array, rows: np.ndarray) -> DecodeState:
+  def init(self, decoder: Decoder, keys: jax.Array, rows: np.ndarray, *, num_samples: int = 1) -> DecodeState:
     """The state of a batch before its first round.
 
     Args:
-      decoder: A decoder of this trial.
+      decoder: A decoder of these prompts.
       keys: `[P]`, one key per prompt.
       rows: int `[B]`, indices of the batch's prompts.
+      num_samples: Samples of each prompt, in rows one after another.
     """
-    return init_decode(decoder, keys[rows], self.tokens[rows], self.lengths[rows], sampling=self.sampling)
+    prompts = self.tokens[rows], self.lengths[rows]
+    return init_decode(decoder, take_keys(keys, rows), *prompts, num_samples=num_samples, sampling=self.sampling)
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial(Batches):
+  """Prompts that settings are timed on, where there is no run."""
+
+  target: Model
+  draft: Model | Drafter | None
+  tokens: np.ndarray
+  lengths: np.ndarray
+  batch_size: int
+  max_new_tokens: int
+  sampling: SamplingParams = SamplingParams()
+  eos_ids: tuple[int, ...] = ()
+  logprobs: bool = False
+  sharding: DecodeSharding | None = None

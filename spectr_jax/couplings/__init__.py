@@ -1,14 +1,12 @@
 """Couplings: one token from n candidates."""
 
-from spectr_jax.couplings.coupling import Coupling, Outcome, ThresholdCoupling
-from spectr_jax.couplings.explanation import Explanation, SelectionExplanation
+from spectr_jax.couplings.coupling import Coupling, Explanation, Outcome, SelectionExplanation, ThresholdCoupling
 from spectr_jax.couplings.given import Given
 from spectr_jax.couplings.kseq import KSeq, solve_gamma
-from spectr_jax.couplings.maximal import Maximal
 from spectr_jax.couplings.over_accept import OverAccept
 from spectr_jax.couplings.race import Race
 from spectr_jax.couplings.recursive import Recursive
-from spectr_jax.couplings.selection import MaximalAfter, Pick, Selection, SingleDraft
+from spectr_jax.couplings.selection import Maximal, MaximalAfter, Pick, Selection, SingleDraft
 
 __all__ = [
   'Coupling',

@@ -9,11 +9,47 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from spectr_jax.couplings.explanation import Explanation
 from spectr_jax.kernels.on_demand import where_needed
 from spectr_jax.proposal import ProposalRule
 
 _Result = TypeVar('_Result')
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+  """A description of how a verifier or a coupling decides, for readers of its decisions.
+
+  The symbols are p for the draft's distribution, q for the target's, and u for a uniform number. Empty strings are not
+  displayed.
+
+  Attributes:
+    rule: Sentences that say how candidates are judged.
+    residual: The distribution of the next token if no candidate is accepted, up to normalization.
+    plain: Two sentences without symbols that say what the rule does, displayed before it.
+  """
+
+  rule: str = ''
+  residual: str = ''
+  plain: str = ''
+
+
+@dataclasses.dataclass(frozen=True)
+class SelectionExplanation:
+  """A description of how a selection picks, for the verifiers and couplings that are built on it.
+
+  Attributes:
+    path: A sentence that says how one candidate per position is picked.
+    token: A sentence that says how a position is judged if the picked token is coupled maximally with the target.
+    law: The symbol of the picked token's distribution.
+    plain_path: A sentence without symbols in place of `path`.
+    plain_token: Two sentences without symbols in place of `token`.
+  """
+
+  path: str = ''
+  token: str = ''
+  law: str = ''
+  plain_path: str = ''
+  plain_token: str = ''
 
 
 @jax.tree_util.register_dataclass
@@ -30,28 +66,22 @@ class Outcome:
   residual: jax.Array
 
 
-def checked_result(maker: Any, found: _Result, kind: type[_Result], **shapes: tuple[int, ...]) -> _Result:
-  """What a rule returned, once its type and the shapes of its arrays are what they must be.
+def checked_result(rule: Any, result: _Result, kind: type[_Result], **shapes: tuple[int, ...]) -> _Result:
+  """The result of a rule, once it is of a kind, and its attributes have the given shapes.
 
   A scalar in place of an array would be broadcast, and a biased rule come out of it.
-
-  Args:
-    maker: The rule, for messages.
-    found: What it returned.
-    kind: The type that it must have.
-    **shapes: The shapes of its attributes, by name.
 
   Raises:
     ValueError: The type or a shape differs.
   """
-  name = type(maker).__name__
-  if not isinstance(found, kind):
-    raise ValueError(f'{name} must return {kind.__name__}, got {type(found).__name__}')
+  name = type(rule).__name__
+  if not isinstance(result, kind):
+    raise ValueError(f'{name} must return {kind.__name__}, got {type(result).__name__}')
   for attribute, shape in shapes.items():
-    own = jnp.shape(getattr(found, attribute))
+    own = jnp.shape(getattr(result, attribute))
     if own != shape:
       raise ValueError(f'{name} must return {kind.__name__} with {attribute} {list(shape)}, got {list(own)}')
-  return found
+  return result
 
 
 class Coupling(abc.ABC):
@@ -89,11 +119,7 @@ class Coupling(abc.ABC):
   def numbers(
     self, draft_probs: jax.Array, target_probs: jax.Array, candidates: jax.Array, is_valid: jax.Array
   ) -> dict[str, jax.Array]:
-    """Named arrays, scalar or `[n]`, that explain the outcome, such as a threshold, for display; by default none.
-
-    Args:
-      draft_probs, target_probs, candidates, is_valid: As of a call.
-    """
+    """Named arrays, scalar or `[n]`, that explain the outcome of a call, such as a threshold; by default none."""
     del draft_probs, target_probs, candidates, is_valid
     return {}
 
@@ -111,25 +137,13 @@ class ThresholdCoupling(Coupling):
 
   @abc.abstractmethod
   def gamma(self, draft_probs: jax.Array, target_probs: jax.Array, num_candidates: jax.Array) -> jax.Array:
-    """The threshold, a scalar; where there is one candidate it is not asked for and is 1.
-
-    Args:
-      draft_probs: `[V]`.
-      target_probs: `[V]`.
-      num_candidates: n, scalar.
-    """
+    """The threshold of n candidates, a scalar; it is only called for n above 1, and is 1 for n = 1."""
 
   @abc.abstractmethod
   def accept_probs(
     self, draft_probs: jax.Array, target_probs: jax.Array, is_valid: jax.Array, gamma: jax.Array
   ) -> jax.Array:
-    """The probability that each candidate is accepted, `[n]`.
-
-    Args:
-      draft_probs, target_probs: `[n]`, the probabilities of the candidates.
-      is_valid: bool `[n]`.
-      gamma: Scalar, the threshold.
-    """
+    """The probability that each candidate is accepted, from p, q and `is_valid` of the candidates; `[n]` each."""
 
   @abc.abstractmethod
   def outcome(
@@ -140,19 +154,10 @@ class ThresholdCoupling(Coupling):
     is_valid: jax.Array,
     gamma: jax.Array,
   ) -> Outcome:
-    """The outcome of a call, with a given threshold.
-
-    Args:
-      draft_probs, target_probs, candidates, is_valid: As of a call.
-      gamma: Scalar, the threshold.
-    """
+    """The outcome of a call, with the threshold `gamma`, a scalar."""
 
   def gamma_at(self, draft_probs: jax.Array, target_probs: jax.Array, is_valid: jax.Array) -> jax.Array:
-    """The threshold at a position, a scalar.
-
-    Args:
-      draft_probs, target_probs, is_valid: As of a call.
-    """
+    """The threshold at a position, a scalar; the arguments are those of a call."""
     num_candidates, one = jnp.maximum(jnp.sum(is_valid), 1), jnp.ones((), draft_probs.dtype)
     return where_needed(num_candidates > 1, self.gamma, one, draft_probs, target_probs, num_candidates)
 
@@ -164,14 +169,10 @@ class ThresholdCoupling(Coupling):
 
 
 def one_after_another(accept: jax.Array, is_valid: jax.Array) -> jax.Array:
-  """The probability that each candidate is the first accepted one.
+  """The probability `[n]` that each candidate is the first accepted one.
 
-  Args:
-    accept: `[n]`, the probability that a candidate is accepted after all earlier ones were rejected.
-    is_valid: bool `[n]`, which candidates exist.
-
-  Returns:
-    `[n]`. For example, (.5, .5, 1) gives (.5, .25, .25).
+  `accept` `[n]` is the probability that it is accepted after all earlier ones were rejected. For example, (.5, .5, 1)
+  gives (.5, .25, .25).
   """
   accept = jnp.where(is_valid, accept, 0)
   missed = jnp.cumprod(1 - accept)
@@ -179,11 +180,6 @@ def one_after_another(accept: jax.Array, is_valid: jax.Array) -> jax.Array:
 
 
 def ratio(target_probs: jax.Array, draft_probs: jax.Array) -> jax.Array:
-  """The ratio q/p, and 0 where p is 0, so that a candidate that cannot have been drawn is never accepted.
-
-  Args:
-    target_probs: Probabilities q of some tokens under the target, of any shape.
-    draft_probs: Probabilities p of the same tokens under the draft, of the same shape.
-  """
+  """The ratio q/p, of any shape, and 0 where p is 0: a candidate that cannot have been drawn is never accepted."""
   is_possible = draft_probs > 0
   return jnp.where(is_possible, target_probs / jnp.where(is_possible, draft_probs, 1), 0)

@@ -7,8 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from spectr_jax.couplings.coupling import Coupling, Outcome, ratio
-from spectr_jax.couplings.explanation import Explanation
+from spectr_jax.couplings.coupling import Coupling, Explanation, Outcome, ratio
 from spectr_jax.proposal import Independent, WithoutReplacement
 from spectr_jax.sampling import positive_part_or
 
@@ -35,13 +34,7 @@ class GivenSet:
 
 
 def given_set(candidates: jax.Array, target_probs: jax.Array, is_given: jax.Array) -> GivenSet:
-  """The set of the given candidates of a position.
-
-  Args:
-    candidates: int32 `[n]`, tokens.
-    target_probs: `[n]`, their probabilities under the target.
-    is_given: bool `[n]`, which of them exist and are given.
-  """
+  """The set of the given candidates of a position: tokens, q of each, and which exist and are given; `[n]` each."""
   is_same = candidates[:, None] == candidates
   is_first = is_given & ~jnp.any(jnp.tril(is_same, -1) & is_given, axis=-1)
   own = jnp.where(is_first, target_probs, 0)
@@ -52,14 +45,7 @@ def given_set(candidates: jax.Array, target_probs: jax.Array, is_given: jax.Arra
 
 
 def with_given(probs: jax.Array, target_probs: jax.Array, tokens: jax.Array, scale: jax.Array) -> jax.Array:
-  """The distribution of picked tokens with its entries at the given ones, `scale` q.
-
-  Args:
-    probs: `[V]`, the distribution outside of the given tokens.
-    target_probs: `[V]`, the target's distribution q.
-    tokens: int32 `[n]`, the given tokens; V elsewhere.
-    scale: Scalar.
-  """
+  """The distribution `[V]` of picked tokens, with `scale` q at the given `tokens` `[n]`, which are V elsewhere."""
   own = target_probs[jnp.minimum(tokens, len(probs) - 1)] * scale
   return probs.at[tokens].set(own, mode='drop')
 

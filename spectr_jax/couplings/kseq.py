@@ -7,8 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from spectr_jax.couplings.coupling import Outcome, ThresholdCoupling, one_after_another, ratio
-from spectr_jax.couplings.explanation import Explanation
+from spectr_jax.couplings.coupling import Explanation, Outcome, ThresholdCoupling, one_after_another, ratio
 from spectr_jax.kernels.gamma import any_accepted, overlap, solve_gamma
 from spectr_jax.proposal import Independent
 from spectr_jax.sampling import positive_part_or
@@ -39,11 +38,7 @@ class KSeq(ThresholdCoupling):
     return solve_gamma(draft_probs, target_probs, num_candidates, num_rounds=self.num_rounds)
 
   def numbers(self, draft_probs, target_probs, candidates, is_valid) -> dict[str, jax.Array]:
-    """The threshold at a position, for display.
-
-    Args:
-      draft_probs, target_probs, candidates, is_valid: As in `Coupling.__call__`.
-    """
+    """The threshold at a position, for display."""
     del candidates
     return {'gamma': self.gamma_at(draft_probs, target_probs, is_valid)}
 

@@ -7,8 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from spectr_jax.couplings.coupling import Coupling, Outcome, one_after_another, ratio
-from spectr_jax.couplings.explanation import Explanation
+from spectr_jax.couplings.coupling import Coupling, Explanation, Outcome, one_after_another, ratio
 from spectr_jax.proposal import Independent
 from spectr_jax.sampling import positive_part_or
 
@@ -53,11 +52,7 @@ class OverAccept(Coupling):
     return dataclasses.replace(self, epsilon=epsilon)
 
   def numbers(self, draft_probs, target_probs, candidates, is_valid) -> dict[str, jax.Array]:
-    """The amount added to the target's probability, for display.
-
-    Args:
-      draft_probs, target_probs, candidates, is_valid: As in `Coupling.__call__`.
-    """
+    """The amount added to the target's probability, for display."""
     del draft_probs, candidates, is_valid
     return {'epsilon': jnp.asarray(self.epsilon, target_probs.dtype)}
 

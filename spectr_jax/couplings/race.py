@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from spectr_jax.couplings.coupling import ratio
-from spectr_jax.couplings.explanation import SelectionExplanation
+from spectr_jax.couplings.coupling import SelectionExplanation, ratio
 from spectr_jax.couplings.given import given_set, with_given
 from spectr_jax.couplings.selection import Pick, Selection
 from spectr_jax.kernels.class_sums import entries_of, sums_by_class
@@ -159,16 +158,9 @@ class Race(Selection):
   def without_race(
     self, target_probs: jax.Array, candidates: jax.Array, is_valid: jax.Array, is_given: jax.Array
   ) -> tuple[jax.Array, jax.Array]:
-    """The pick where nothing competes: at most one candidate is drawn and none is given, or all are given.
+    """The pick, as of `select`, where nothing competes: at most one candidate is drawn and none is given, or all are.
 
-    Args:
-      target_probs: `[n]`, the target's probabilities of the candidates.
-      candidates: int32 `[n]`.
-      is_valid: bool `[n]`, which candidates exist.
-      is_given: bool `[n]`, which of them are given.
-
-    Returns:
-      As of `select` with given candidates.
+    All arguments are `[n]`; `target_probs` are those of the candidates.
     """
     given = given_set(candidates, target_probs, is_given)
     scale = jnp.full(self.num_classes, ~given.is_there, target_probs.dtype)
@@ -186,16 +178,10 @@ class Race(Selection):
     )
 
   def picked_probs(self, draft_probs: jax.Array, target_probs: jax.Array, scale: jax.Array) -> jax.Array:
-    """The probability that a token is the picked one. Within a class it is proportional to p.
+    """The probability that a token is the picked one, from its p and q, of any shape; proportional to p in a class.
 
-    Args:
-      draft_probs: Probabilities of tokens under the draft, of any shape.
-      target_probs: Probabilities of the same tokens under the target.
-      scale: `[C]`, from `select`, without the entry of given candidates. Ones give the draft's distribution, that of
-        a single candidate.
-
-    Returns:
-      Probabilities of the tokens' shape.
+    `scale` `[C]` is from `select`, without the entry of given candidates. Ones give the draft's distribution, that of a
+    single candidate.
     """
     classes = self._classes(draft_probs, target_probs)
     return draft_probs * entries_of(scale, classes)

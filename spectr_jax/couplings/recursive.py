@@ -7,8 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from spectr_jax.couplings.coupling import Coupling, Outcome, ratio
-from spectr_jax.couplings.explanation import Explanation
+from spectr_jax.couplings.coupling import Coupling, Explanation, Outcome, ratio
 from spectr_jax.kernels.on_demand import where_needed
 from spectr_jax.proposal import Independent, WithoutReplacement
 from spectr_jax.sampling import positive_part

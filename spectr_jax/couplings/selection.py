@@ -8,9 +8,15 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from spectr_jax.couplings.coupling import Coupling, Outcome, checked_result, ratio
-from spectr_jax.couplings.explanation import Explanation, SelectionExplanation
-from spectr_jax.couplings.maximal import Maximal
+from spectr_jax.couplings.coupling import (
+  Coupling,
+  Explanation,
+  Outcome,
+  SelectionExplanation,
+  checked_result,
+  one_after_another,
+  ratio,
+)
 from spectr_jax.proposal import Independent
 from spectr_jax.sampling import positive_part_or
 
@@ -47,39 +53,49 @@ class Selection(abc.ABC):
   def __call__(
     self, draft_probs: jax.Array, target_probs: jax.Array, candidates: jax.Array, is_valid: jax.Array
   ) -> Pick:
-    """The pick at one position.
-
-    Args:
-      draft_probs, target_probs, candidates, is_valid: As in `Coupling.__call__`.
-    """
+    """The pick at one position; the arguments are those of `Coupling.__call__`."""
 
 
 def picked(
   selection: Selection, draft_probs: jax.Array, target_probs: jax.Array, candidates: jax.Array, *rows: jax.Array
 ) -> Pick:
-  """The pick of a selection, whose shapes are checked.
-
-  Args:
-    selection: The selection.
-    draft_probs, target_probs, candidates: As for a call.
-    *rows: `is_valid`, and `is_given` if it takes it.
+  """The pick of a selection; `*rows` are `is_valid`, and `is_given` if it takes it.
 
   Raises:
     ValueError: It returns no `Pick`, or arrays of other shapes.
   """
   own, whole = candidates.shape, target_probs.shape
-  found = selection(draft_probs, target_probs, candidates, *rows)
-  return checked_result(selection, found, Pick, pick_probs=own, probs=whole, candidate_probs=own)
+  pick = selection(draft_probs, target_probs, candidates, *rows)
+  return checked_result(selection, pick, Pick, pick_probs=own, probs=whole, candidate_probs=own)
 
 
 def check_selection(selection: Selection) -> None:
-  """Checks the type of what a verifier or a coupling is built on.
-
-  Raises:
-    ValueError: It is no `Selection`.
-  """
+  """Raises `ValueError` if what a verifier or a coupling is built on is no `Selection`."""
   if not isinstance(selection, Selection):
     raise ValueError(f'selection must be a subclass of spectr_jax.couplings.Selection, got {selection!r}')
+
+
+@dataclasses.dataclass(frozen=True)
+class Maximal(Coupling):
+  """Accepts X with probability min(1, q(X)/p(X)), else draws from [q - p]+ (SpecTr, Algorithm 1).
+
+  It is for a single candidate. With several valid ones the emitted token does not have the target's distribution.
+  """
+
+  proposal_rules = (Independent,)
+  explanation = Explanation(
+    'The candidate is accepted with probability min(1, q/p).',
+    '[q − p]₊',
+    'A guess is always accepted if the target finds it at least as likely as the draft does, and in proportion if not.'
+    ' At the first rejection the token is drawn from what the draft offers too rarely.',
+  )
+
+  def __call__(self, draft_probs, target_probs, candidates, is_valid) -> Outcome:
+    accept = jnp.minimum(1, ratio(target_probs[candidates], draft_probs[candidates]))
+    return Outcome(
+      one_after_another(accept, is_valid),
+      positive_part_or(target_probs - draft_probs, target_probs),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,12 +151,7 @@ class MaximalAfter(Coupling):
     return Explanation(words.token, f'[q − {words.law}]₊' if words.law else '', words.plain_token)
 
   def numbers(self, draft_probs, target_probs, candidates, is_valid, *is_given) -> dict[str, jax.Array]:
-    """The probability that each candidate is picked and its probability under pt, `[n]` each, for display.
-
-    Args:
-      draft_probs, target_probs, candidates, is_valid: As in `Coupling.__call__`.
-      *is_given: bool `[n]`, which candidates are given, if the selection takes them beside drawn ones.
-    """
+    """The probability that each candidate is picked and its probability under pt, `[n]` each, for display."""
     pick = picked(self.selection, draft_probs, target_probs, candidates, is_valid, *is_given)
     return {'pick_prob': pick.pick_probs, 'picked_prob': pick.candidate_probs}
 

@@ -2,6 +2,7 @@
 
 from spectr_jax.draft.corpus import LookupCorpus, lookup_corpus
 from spectr_jax.draft.drafter import Commitment, DraftContext, Drafter, DraftRequest, Growth
+from spectr_jax.draft.drawing import DrawingDrafter
 from spectr_jax.draft.growth import Confident, Estimated, Likeliest, growing
 from spectr_jax.draft.head_drafter import head_drafter
 from spectr_jax.draft.lookup import lookup_beside, lookup_drafter
@@ -15,6 +16,7 @@ __all__ = [
   'DraftContext',
   'DraftRequest',
   'Drafter',
+  'DrawingDrafter',
   'Estimated',
   'Growth',
   'Likeliest',

@@ -116,8 +116,8 @@ def _suffix_ranges(
     low, high = bounds
     middle = low + (high - low) // 2
     # The last token is -1. No token is, so the comparison is decided before a place behind it is read.
-    found = corpus.tokens[jnp.minimum(corpus.suffixes[middle][..., None] + offsets, last)]
-    order = jnp.where(is_compared, jnp.sign(found - wanted), 0)
+    tokens = corpus.tokens[jnp.minimum(corpus.suffixes[middle][..., None] + offsets, last)]
+    order = jnp.where(is_compared, jnp.sign(tokens - wanted), 0)
     first = jnp.argmax(order != 0, axis=-1, keepdims=True)
     order = jnp.take_along_axis(order, first, axis=-1)[..., 0]
     is_right = (order < is_upper) & (low < high)
@@ -125,8 +125,8 @@ def _suffix_ranges(
 
   low = jnp.zeros((len(sizes), 2), jnp.int32)
   high = jnp.full_like(low, last + 1)
-  found, _ = jax.lax.fori_loop(0, (last + 1).bit_length(), halve, (low, high))
-  return found[:, 0], jnp.where(sizes <= length, found[:, 1] - found[:, 0], 0)
+  ends, _ = jax.lax.fori_loop(0, (last + 1).bit_length(), halve, (low, high))
+  return ends[:, 0], jnp.where(sizes <= length, ends[:, 1] - ends[:, 0], 0)
 
 
 def corpus_continuations(
@@ -156,8 +156,8 @@ def corpus_continuations(
   last = len(corpus.tokens) - 1
   sizes = jnp.arange(longest, shortest - 1, -1)
   places = corpus.suffixes[jnp.minimum(entries, last)] + sizes[:, None]
-  found = corpus.tokens[jnp.minimum(places[..., None] + jnp.arange(num_tokens), last)]
-  return jnp.where((steps < counts)[..., None], found, _END)
+  tokens = corpus.tokens[jnp.minimum(places[..., None] + jnp.arange(num_tokens), last)]
+  return jnp.where((steps < counts)[..., None], tokens, _END)
 
 
 def most_frequent(continuations: jax.Array, is_open: jax.Array) -> jax.Array:

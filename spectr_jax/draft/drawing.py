@@ -11,12 +11,37 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spectr_jax.draft.drafter import DraftRequest, Growth
+from spectr_jax.draft.drafter import Drafter, DraftRequest, Growth
 from spectr_jax.proposal import Proposal
 from spectr_jax.sampling import logits_to_probs
 from spectr_jax.tree import TokenTree
 
 Carry = TypeVar('Carry')
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DrawingDrafter(Drafter):
+  """A drafter that draws by `draw_tree`, with its own `growth`: it takes given tokens, and can be made to grow trees.
+
+  Attributes:
+    growth: The rule by which it grows a tree for every row, see `growing`; None if it draws one tree for all rows.
+    estimates: Whether it estimates itself the chance that its guesses are accepted, for rules that read it
+      (`Growth.reads_estimates`).
+  """
+
+  growth: Growth | None = None
+  estimates = False
+
+  @property
+  def gives(self) -> bool:
+    """True if the rule of growth gives guesses."""
+    return self.growth is not None and self.growth.gives
+
+  @property
+  def grows(self) -> bool:
+    """True if there is a rule of growth."""
+    return self.growth is not None
 
 
 class ScoredNodes(NamedTuple):
@@ -88,22 +113,25 @@ def draw_tree(
   root_logits: jax.Array,
   carry: Carry,
   score_fn: ScoreFn,
+  *,
+  growth: Growth | None,
   estimates: Estimates | None = None,
 ) -> tuple[Proposal, Carry]:
-  """Draws a tree, scoring every node that has children; with `request.growth`, a tree of its own for every row.
+  """Draws a tree, scoring every node that has children; with `growth`, a tree of its own for every row.
 
   Args:
     request: The round's keys, sampling parameters, tree, rule and given tokens.
     root_logits: `[B, V]`, the logits after the root.
     carry: What `score_fn` carries from depth to depth, any pytree of arrays.
     score_fn: Scores nodes, see `ScoreFn`. It scores given nodes, too.
+    growth: The rule by which rows grow their trees, `DrawingDrafter.growth`.
     estimates: The drafter's own estimates, for rules of growth; None if it makes none.
 
   Returns:
     The proposal, whose state is `()`, and the last carry.
   """
-  if request.growth is not None:
-    return _grow_tree(request, request.growth, root_logits, carry, score_fn, estimates)
+  if growth is not None:
+    return _grow_tree(request, growth, root_logits, carry, score_fn, estimates)
   tree, sampling, keys, given = request.tree, request.sampling, request.keys, request.given
   batch_size, vocab_size = root_logits.shape
   # By place among the parents: those of a range of places are a slice, where those of nodes are gathered.
@@ -126,32 +154,32 @@ def draw_tree(
       for rows in (jax.lax.dynamic_slice_in_dim(array, first, width) for array in (above, seen))
     )
     carry, logits = score_fn(carry, ScoredNodes(own, first, depths[first], above_own, seen_own))
-    laws = logits_to_probs(logits, sampling)
-    return (carry, tokens, jax.lax.dynamic_update_slice_in_dim(probs, laws, first, axis=1)), laws
+    new_probs = logits_to_probs(logits, sampling)
+    return (carry, tokens, jax.lax.dynamic_update_slice_in_dim(probs, new_probs, first, axis=1)), new_probs
 
-  def draw(state, laws, first, num_children):
-    """Draws `num_children` children for each of the parent nodes of `laws`, from number `first` on."""
+  def draw(state, new_probs, first, num_children):
+    """Draws `num_children` children for each of the parent nodes of `new_probs`, from number `first` on."""
     carry, tokens, probs = state
-    width = laws.shape[1]
+    width = new_probs.shape[1]
     children = jax.lax.dynamic_slice_in_dim(first_child, first, width)
-    draw_row = jax.vmap(lambda row_key, law, child: request.rule(row_key, law, child, num_children), (None, 0, 0))
-    drawn = jax.vmap(draw_row, (0, 0, None))(keys[:, depths[first]], laws, children).reshape(batch_size, -1)
+    draw_row = jax.vmap(lambda row_key, probs, child: request.rule(row_key, probs, child, num_children), (None, 0, 0))
+    drawn = jax.vmap(draw_row, (0, 0, None))(keys[:, depths[first]], new_probs, children).reshape(batch_size, -1)
     if given is not None:
       own = jax.lax.dynamic_slice_in_dim(given, children[0] - 1, width * num_children, axis=1)
       drawn = jnp.where(own >= 0, own, drawn)
     return carry, jax.lax.dynamic_update_slice_in_dim(tokens, drawn, children[0] - 1, axis=1), probs
 
-  def descend(state, laws, first, level):
+  def descend(state, new_probs, first, level):
     for start, width, num_children in level.groups:
-      state = draw(state, laws[:, start : start + width], first + start, num_children)
+      state = draw(state, new_probs[:, start : start + width], first + start, num_children)
     return state
 
-  laws = logits_to_probs(root_logits[:, None], sampling)
+  new_probs = logits_to_probs(root_logits[:, None], sampling)
   tokens = jnp.zeros((batch_size, tree.num_nodes), jnp.int32)
   # Every row is written before it is read.
-  probs = jax.lax.empty((batch_size, len(tree.parent_nodes), vocab_size), laws.dtype).at[:, :1].set(laws)
+  probs = jax.lax.empty((batch_size, len(tree.parent_nodes), vocab_size), new_probs.dtype).at[:, :1].set(new_probs)
   root, *levels = _levels(tree)
-  state = descend((carry, tokens, probs), laws, 0, root)
+  state = descend((carry, tokens, probs), new_probs, 0, root)
   first = 1
   for level, run in itertools.groupby(levels):
     # Neighboring depths of one shape, as in long chains, are one loop, so the program does not grow with the depth.
@@ -169,11 +197,11 @@ def draw_tree(
   return proposal, cast(Carry, last)
 
 
-def draw_by_depth(request: DraftRequest, logits: jax.Array) -> Proposal:
+def draw_by_depth(request: DraftRequest, logits: jax.Array, *, growth: Growth | None) -> Proposal:
   """Draws a tree whose distributions depend on the depth alone, whatever is guessed above.
 
   Args:
-    request: As for `draw_tree`.
+    request, growth: As for `draw_tree`.
     logits: `[B, L, V]`, after nodes of depth 0, 1, ..., of as many depths as the tree has.
 
   Returns:
@@ -184,7 +212,7 @@ def draw_by_depth(request: DraftRequest, logits: jax.Array) -> Proposal:
     own = jax.lax.dynamic_index_in_dim(logits, nodes.depth, axis=1)
     return carry, jnp.broadcast_to(own, (*nodes.tokens.shape, logits.shape[-1]))
 
-  return draw_tree(request, logits[:, 0], (), score)[0]
+  return draw_tree(request, logits[:, 0], (), score, growth=growth)[0]
 
 
 class _Growing(NamedTuple):
@@ -236,37 +264,37 @@ def _grow_tree(
     if estimates is not None and state.estimates is not None:
       own = estimates.of_nodes(scored).astype(state.estimates.dtype)
       state = state._replace(estimates=jax.lax.dynamic_update_slice_in_dim(state.estimates, own, first, axis=1))
-    laws = logits_to_probs(logits, sampling)
-    return state._replace(carry=carry, probs=jax.lax.dynamic_update_slice_in_dim(state.probs, laws, first, axis=1))
+    new_probs = logits_to_probs(logits, sampling)
+    return state._replace(carry=carry, probs=jax.lax.dynamic_update_slice_in_dim(state.probs, new_probs, first, axis=1))
 
   def expand(state: _Growing, first, width, num_slots, depth):
     """Fills the slots of the next depth."""
     slots = first + width + jnp.arange(num_slots)
-    laws, chances, own = (
+    probs, chances, own = (
       None if rows is None else jax.lax.dynamic_slice_in_dim(rows, first, width, axis=1)
       for rows in (state.probs, state.chances, state.estimates)
     )
-    above, tokens, found = jax.vmap(
-      lambda key, laws, chances, own: growth.expand(key, request.rule, laws, chances, slots, own)
-    )(keys[:, depth], laws, chances, own)
+    above, tokens, worth = jax.vmap(
+      lambda key, probs, chances, own: growth.expand(key, request.rule, probs, chances, slots, own)
+    )(keys[:, depth], probs, chances, own)
     parents = jnp.where(above < 0, -1, first + above).astype(jnp.int32)
     seen = jax.vmap(lambda seen, parents: seen[parents])(state.seen, jnp.maximum(parents, 0))
     return state._replace(
       tokens=state.tokens.at[:, slots - 1].set(tokens),
       parents=state.parents.at[:, slots - 1].set(parents),
-      chances=state.chances.at[:, slots].set(found),
+      chances=state.chances.at[:, slots].set(worth),
       # The slots of the last depth are not scored, and have no place here.
       seen=state.seen.at[:, slots].set(seen | (slots[:, None] == jnp.arange(num_parents)), mode='drop'),
     )
 
-  laws = logits_to_probs(root_logits[:, None], sampling)
+  new_probs = logits_to_probs(root_logits[:, None], sampling)
   unused = jnp.full((batch_size, tree.num_nodes), -1, jnp.int32)
   state = _Growing(
     carry=carry,
     tokens=unused,
     parents=unused,
-    chances=jnp.full((batch_size, tree.num_nodes + 1), -jnp.inf, laws.dtype).at[:, 0].set(0),
-    probs=jnp.zeros((batch_size, num_parents, vocab_size), laws.dtype).at[:, :1].set(laws),
+    chances=jnp.full((batch_size, tree.num_nodes + 1), -jnp.inf, new_probs.dtype).at[:, 0].set(0),
+    probs=jnp.zeros((batch_size, num_parents, vocab_size), new_probs.dtype).at[:, :1].set(new_probs),
     seen=jnp.zeros((batch_size, num_parents, num_parents), bool).at[:, 0, 0].set(True),
     estimates=None if estimates is None else jnp.zeros((batch_size, num_parents)).at[:, 0].set(estimates.root),
   )

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from spectr_jax.draft.drafter import Drafter, Growth
+from spectr_jax.draft.drawing import DrawingDrafter
 from spectr_jax.sampling import SamplingParams
 
 
@@ -32,29 +33,29 @@ def _allocate(
   # With a = 1, a second child is worth next to nothing.
   accepted = jnp.minimum(accepted, 1 - 1e-6)
   worth = (chances + jnp.log(accepted))[:, None] + jnp.arange(num_slots) * jnp.log1p(-accepted)[:, None]
-  found, places = jax.lax.top_k(worth.reshape(-1), num_slots)
-  is_used = jnp.isfinite(found) & (found >= jnp.log(threshold))
-  return jnp.where(is_used, places // num_slots, -1).astype(jnp.int32), jnp.where(is_used, found, -jnp.inf)
+  most, places = jax.lax.top_k(worth.reshape(-1), num_slots)
+  is_used = jnp.isfinite(most) & (most >= jnp.log(threshold))
+  return jnp.where(is_used, places // num_slots, -1).astype(jnp.int32), jnp.where(is_used, most, -jnp.inf)
 
 
-def _drawn(key, rule, laws, slots, above, found):
+def _drawn(key, rule, probs, slots, above, worth):
   """The results of `Growth.expand` for slots whose parents are allocated."""
   num_slots, own = len(slots), jnp.maximum(above, 0)
   if rule.are_exchangeable:
-    drawn = jax.vmap(lambda law, slot: rule(key, law, slot, 1)[0])(laws[own], slots)
+    drawn = jax.vmap(lambda probs, slot: rule(key, probs, slot, 1)[0])(probs[own], slots)
   else:
     # Siblings are drawn together, as many as there may be of each node; a node uses the first ones.
-    first = jnp.arange(len(laws)) * num_slots
-    siblings = jax.vmap(lambda law, first: rule(key, law, first, num_slots))(laws, first)
+    first = jnp.arange(len(probs)) * num_slots
+    siblings = jax.vmap(lambda probs, first: rule(key, probs, first, num_slots))(probs, first)
     is_earlier = (above[:, None] == above) & jnp.tri(num_slots, k=-1, dtype=bool)
     drawn = siblings[own, jnp.sum(is_earlier, axis=1)]
   tokens = jnp.where(above < 0, -1, drawn).astype(jnp.int32)
-  return above, tokens, jnp.where(tokens < 0, -jnp.inf, found)
+  return above, tokens, jnp.where(tokens < 0, -jnp.inf, worth)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Likeliest:
+class Likeliest(Growth):
   """The likeliest guesses, given and not drawn: for greedy decoding, in which all samples of a draft are equal.
 
   Of all children of a depth's nodes, those with the most probable paths under the draft fill the next depth, the most
@@ -76,7 +77,6 @@ class Likeliest:
   temperature: jax.Array | float = 0.25
   threshold: jax.Array | float = 0.0
   gives = True
-  reads_estimates = False
 
   def sampling(self, sampling: SamplingParams) -> SamplingParams:
     """The rows' own parameters; for greedy rows the temperature alone, without filters."""
@@ -84,34 +84,24 @@ class Likeliest:
     plain = SamplingParams.make(len(is_greedy), temperature=self.temperature).with_filters_of(sampling)
     return jax.tree.map(lambda own, other: jnp.where(is_greedy, other, own), sampling, plain)
 
-  def expand(self, key, rule, laws, chances, slots, estimates=None):
+  def expand(self, key, rule, probs, chances, slots, estimates=None):
     """The likeliest children, see `Growth.expand`; nothing is drawn."""
     del key, rule, estimates
-    num_slots, vocab_size = len(slots), laws.shape[1]
+    num_slots, vocab_size = len(slots), probs.shape[1]
     # No more than `num_slots` children of one node can be among the likeliest.
-    probs, tokens = jax.lax.top_k(laws, min(num_slots, vocab_size))
-    paths = (chances[:, None] + jnp.log(probs)).reshape(-1)
+    likeliest, tokens = jax.lax.top_k(probs, min(num_slots, vocab_size))
+    paths = (chances[:, None] + jnp.log(likeliest)).reshape(-1)
     paths = jnp.pad(paths, (0, max(num_slots - len(paths), 0)), constant_values=-jnp.inf)
-    found, places = jax.lax.top_k(paths, num_slots)
-    is_used = jnp.isfinite(found) & (found >= jnp.log(self.threshold))
+    chosen, places = jax.lax.top_k(paths, num_slots)
+    is_used = jnp.isfinite(chosen) & (chosen >= jnp.log(self.threshold))
     above = jnp.where(is_used, places // tokens.shape[1], -1).astype(jnp.int32)
     tokens = jnp.where(is_used, tokens.reshape(-1)[jnp.minimum(places, tokens.size - 1)], -1).astype(jnp.int32)
-    return above, tokens, jnp.where(is_used, found, -jnp.inf)
-
-
-class _Drawing:
-  """What is the same for rules whose guesses are drawn from the draft's own distributions."""
-
-  gives = False
-
-  def sampling(self, sampling: SamplingParams) -> SamplingParams:
-    """The rows' own parameters: those that guesses are drawn with."""
-    return sampling
+    return above, tokens, jnp.where(is_used, chosen, -jnp.inf)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Confident(_Drawing):
+class Confident(Growth):
   """Samples where the draft is confident, allocated before they are drawn: for rows that sample.
 
   A guess after a node with the draft's distribution p is taken to be accepted with probability a = b + (1 - b) sum p^2,
@@ -129,31 +119,30 @@ class Confident(_Drawing):
 
   acceptance: jax.Array | float = 0.75
   threshold: jax.Array | float = 0.0
-  reads_estimates = False
 
-  def allocate(self, laws: jax.Array, chances: jax.Array, num_slots: int) -> tuple[jax.Array, jax.Array]:
+  def allocate(self, probs: jax.Array, chances: jax.Array, num_slots: int) -> tuple[jax.Array, jax.Array]:
     """The parents of the next depth's slots, before anything is drawn.
 
     Args:
-      laws: `[W, V]`, as for `Growth.expand`.
+      probs: `[W, V]`, as for `Growth.expand`.
       chances: `[W]`, likewise; the logarithm of what each node is worth.
       num_slots: S.
 
     Returns:
       int32 `[S]` and `[S]`, the first and the last result of `Growth.expand`.
     """
-    sureness = jnp.sum(laws**2, axis=1)
+    sureness = jnp.sum(probs**2, axis=1)
     return _allocate(self.acceptance + (1 - self.acceptance) * sureness, chances, num_slots, self.threshold)
 
-  def expand(self, key, rule, laws, chances, slots, estimates=None):
+  def expand(self, key, rule, probs, chances, slots, estimates=None):
     """Allocated and drawn children, see `Growth.expand`."""
     del estimates
-    return _drawn(key, rule, laws, slots, *self.allocate(laws, chances, len(slots)))
+    return _drawn(key, rule, probs, slots, *self.allocate(probs, chances, len(slots)))
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Estimated(_Drawing):
+class Estimated(Growth):
   """Samples where the drafter itself expects them to be accepted, allocated before they are drawn.
 
   Like `Confident`, with the drafter's own estimate of a, as the confidence head of DSpark gives it (arXiv:2607.05147,
@@ -184,14 +173,14 @@ class Estimated(_Drawing):
     """
     return _allocate(estimates, chances, num_slots, self.threshold)
 
-  def expand(self, key, rule, laws, chances, slots, estimates=None):
+  def expand(self, key, rule, probs, chances, slots, estimates=None):
     """Allocated and drawn children, see `Growth.expand`."""
     if estimates is None:
       raise ValueError('Estimated reads estimates of acceptance, and this draft makes none')
-    return _drawn(key, rule, laws, slots, *self.allocate(estimates, chances, len(slots)))
+    return _drawn(key, rule, probs, slots, *self.allocate(estimates, chances, len(slots)))
 
 
-def growing(drafter: Drafter, growth: Growth) -> Drafter:
+def growing(drafter: Drafter, growth: Growth) -> DrawingDrafter:
   """A drafter whose rows grow trees of their own.
 
   Args:
@@ -201,10 +190,10 @@ def growing(drafter: Drafter, growth: Growth) -> Drafter:
   Raises:
     ValueError: The drafter gives guesses of its own or grows trees already, or makes no estimates that the rule reads.
   """
-  if drafter.gives or drafter.grows:
+  if not isinstance(drafter, DrawingDrafter) or drafter.grows:
     raise ValueError('only a drafter that draws all guesses of one tree can be made to grow trees')
   if growth.reads_estimates and not drafter.estimates:
     name = type(growth).__name__
     raise ValueError(f'{name} reads estimates of acceptance, and this draft makes none: it has no confidence head')
   growth = jax.tree.map(lambda value: jnp.asarray(value, jnp.float32), growth)
-  return dataclasses.replace(drafter, growth=growth, gives=growth.gives, grows=True)
+  return dataclasses.replace(drafter, growth=growth)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,12 +10,12 @@ import jax
 import jax.numpy as jnp
 
 from spectr_jax.draft.drafter import Commitment, DraftContext, Drafter, DraftRequest
-from spectr_jax.draft.drawing import ScoredNodes, draw_by_depth, draw_tree
+from spectr_jax.draft.drawing import DrawingDrafter, ScoredNodes, draw_by_depth, draw_tree
 from spectr_jax.draft.new_features import NewFeatures, embed, read_features
+from spectr_jax.kernels.matrices import kernels_for_decoding
 from spectr_jax.kernels.vocabulary import over_vocabulary
-from spectr_jax.model import KVCache
+from spectr_jax.model import KVCache, static_field
 from spectr_jax.models import head, layers
-from spectr_jax.models.decoding_form import kernels_for_decoding
 from spectr_jax.models.head import HeadConfig
 from spectr_jax.proposal import Proposal
 
@@ -39,134 +38,122 @@ class _State:
   output: jax.Array
 
 
-def _extend(
-  params: Mapping[str, Any],
-  state: _State,
-  context: DraftContext,
-  num_new: int,
-  *,
-  config: HeadConfig,
-) -> _State:
-  """The state with all pairs of the text, given that of a shorter text.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class HeadDrafter(DrawingDrafter):
+  """A drafter that draws from a head, see `head_drafter`.
 
-  Args:
-    params: The head's parameters.
-    state: After the first tokens of each row's text.
-    context: The texts and features.
-    num_new: The most pairs that a row lacks, static.
+  Attributes:
+    params: The head's parameters, see `head.param_shapes`.
     config: The head.
+    vocab_size: V, the target's.
   """
 
-  def add(state, new: NewFeatures):
-    size = new.next_tokens.shape[1]
-    embedded = embed(params, context, new.next_tokens)
-    hidden = head.hidden_of_features(params, config, new.features)
-    causal = jnp.tril(jnp.ones((size, size), bool))
-    hidden, output, cache = head.apply(params, config, embedded, hidden, new.positions, causal, state.cache)
-    last = jnp.maximum(new.num_kept - 1, 0)[:, None, None]
+  params: Mapping[str, Any]
+  config: HeadConfig = static_field()
+  vocab_size: int = static_field()
+  reads_tokens = True
 
-    def latest(new_rows, old):
-      return jnp.where(new.num_kept[:, None] > 0, jnp.take_along_axis(new_rows, last, axis=1)[:, 0], old)
+  @property
+  def reads_target(self) -> bool:
+    return 'embedding' not in self.params
 
-    cache = cache.commit(jnp.broadcast_to(jnp.arange(size), new.next_tokens.shape), new.num_kept)
-    return _State(cache, latest(hidden, state.hidden), latest(output, state.output))
+  @property
+  def feature_layers(self) -> tuple[int, ...]:
+    return self.config.feature_layers
 
-  return read_features(context, state.cache.lengths, num_new, state, add)
+  def init(self, context: DraftContext, cache_size: int) -> _State:
+    batch_size, block = len(context.lengths), self.config.block
+    nothing = jnp.zeros((batch_size, block.embed_dim), block.dtype)
+    # Without the barrier XLA folds attention over the cache of zeros, which takes longer than the rest of compilation.
+    cache = jax.lax.optimization_barrier(head.init_cache(self.config, batch_size, cache_size))
+    state = _State(cache, nothing, nothing)
+    num_pairs = 0 if context.tokens is None else context.tokens.shape[1] - 1
+    return state if num_pairs == 0 else self._extend(state, context, num_pairs)
 
+  def reprompt(
+    self, state: _State, context: DraftContext, num_kept: jax.Array, num_new: int, cache_size: int
+  ) -> _State:
+    del cache_size
+    # The last pair runs anew, since the state needs its output.
+    kept = jnp.maximum(num_kept - 2, 0)
+    cache = state.cache.truncate(jnp.minimum(kept, state.cache.lengths))
+    state = _State(cache, jnp.zeros_like(state.hidden), jnp.zeros_like(state.output))
+    return self._extend(state, context, num_new + 1)
 
-def _init(params, context: DraftContext, cache_size: int, *, config: HeadConfig) -> _State:
-  batch_size, width = len(context.lengths), config.block.embed_dim
-  nothing = jnp.zeros((batch_size, width), config.block.dtype)
-  # Without the barrier XLA folds attention over the cache of zeros, which takes longer than the rest of compilation.
-  cache = jax.lax.optimization_barrier(head.init_cache(config, batch_size, cache_size))
-  state = _State(cache, nothing, nothing)
-  num_pairs = 0 if context.tokens is None else context.tokens.shape[1] - 1
-  return state if num_pairs == 0 else _extend(params, state, context, num_pairs, config=config)
+  def _extend(self, state: _State, context: DraftContext, num_new: int) -> _State:
+    """The state with all pairs of the text, given that of a shorter text, which lacks at most `num_new`, static."""
 
+    def add(state, new: NewFeatures):
+      size = new.next_tokens.shape[1]
+      embedded = embed(self.params, context, new.next_tokens)
+      hidden = head.hidden_of_features(self.params, self.config, new.features)
+      causal = jnp.tril(jnp.ones((size, size), bool))
+      hidden, output, cache = head.apply(self.params, self.config, embedded, hidden, new.positions, causal, state.cache)
+      last = jnp.maximum(new.num_kept - 1, 0)[:, None, None]
 
-def _reprompt(
-  params, state: _State, context: DraftContext, num_kept: jax.Array, num_new: int, *, config: HeadConfig
-) -> _State:
-  # The last pair runs anew, since the state needs its output.
-  kept = jnp.maximum(num_kept - 2, 0)
-  state = dataclasses.replace(state, cache=state.cache.truncate(jnp.minimum(kept, state.cache.lengths)))
-  state = dataclasses.replace(state, hidden=jnp.zeros_like(state.hidden), output=jnp.zeros_like(state.output))
-  return _extend(params, state, context, num_new + 1, config=config)
+      def latest(new_rows, old):
+        return jnp.where(new.num_kept[:, None] > 0, jnp.take_along_axis(new_rows, last, axis=1)[:, 0], old)
 
+      cache = cache.commit(jnp.broadcast_to(jnp.arange(size), new.next_tokens.shape), new.num_kept)
+      return _State(cache, latest(hidden, state.hidden), latest(output, state.output))
 
-def target_logits(params: Mapping[str, Any], config: HeadConfig, output: jax.Array, vocab_size: int) -> jax.Array:
-  """Logits over the target's vocabulary, `[..., V]`; -inf for tokens that the head cannot guess.
+    return read_features(context, state.cache.lengths, num_new, state, add)
 
-  Args:
-    params: The head's parameters.
-    config: The head.
-    output: `[..., embed_dim]`, from `head.advance`.
-    vocab_size: V.
-  """
-  ids = params['target_ids'] if config.is_reduced else None
-  return over_vocabulary(head.unembed(params, output), ids, vocab_size)
+  def propose(self, state: _State, context: DraftContext, request: DraftRequest) -> Proposal:
+    draw = self._draw_by_depth if self.config.mask_id is None else self._draw_at_once
+    # What the head makes of its own guesses is dropped: kept ones are read again with the target's hidden states.
+    return dataclasses.replace(draw(state, context, request), state=state)
 
+  def _logits(self, output: jax.Array) -> jax.Array:
+    """Logits over the target's vocabulary, `[..., V]`; -inf for tokens that the head cannot guess."""
+    ids = self.params['target_ids'] if self.config.is_reduced else None
+    return over_vocabulary(head.unembed(self.params, output), ids, self.vocab_size)
 
-def _propose_at_once(
-  params, state: _State, context: DraftContext, request: DraftRequest, *, config: HeadConfig
-) -> Proposal:
-  """The guesses of a head that reads a mask token in place of guesses (P-EAGLE): one pass, whatever the tree."""
-  assert config.mask_id is not None
-  outputs = state.output[:, None]  # the root's pair is committed
-  num_slots = request.tree.max_depth - 1
-  if num_slots:
-    shape = len(context.lengths), num_slots
-    embedded = embed(params, context, jnp.full(shape, config.mask_id))
-    features = params['mask_features'].reshape(1, 1, len(config.feature_layers), config.target_dim)
-    hidden = head.hidden_of_features(params, config, jnp.broadcast_to(features, (*shape, *features.shape[2:])))
-    positions = context.lengths[:, None] - 1 + jnp.arange(num_slots)
-    causal = jnp.tril(jnp.ones((num_slots, num_slots), bool))
-    _, more, _ = head.apply(params, config, embedded, hidden, positions, causal, state.cache)
-    outputs = jnp.concatenate([outputs, more], axis=1)
-  proposal = draw_by_depth(request, target_logits(params, config, outputs, context.target.vocab_size))
-  return dataclasses.replace(proposal, state=state)
+  def _draw_by_depth(self, state: _State, context: DraftContext, request: DraftRequest) -> Proposal:
+    params, config = self.params, self.config
+    # The root's pair is committed. The pending ones are those of the other nodes with children.
+    num_parents = len(request.tree.parent_nodes)
 
+    def score(carry, nodes: ScoredNodes):
+      cache, outputs = carry
+      positions = jnp.broadcast_to(context.lengths[:, None] - 2 + nodes.depth, nodes.tokens.shape)
+      embedded = embed(params, context, nodes.tokens)
+      hidden = jnp.take_along_axis(outputs, nodes.above[..., None], axis=1)
+      hidden, output, cache = head.apply(params, config, embedded, hidden, positions, nodes.seen[:, :, 1:], cache)
+      outputs = jax.lax.dynamic_update_slice_in_dim(outputs, hidden, nodes.first, axis=1)
+      return (cache, outputs), self._logits(output)
 
-def _propose(params, state: _State, context: DraftContext, request: DraftRequest, *, config: HeadConfig) -> Proposal:
-  if config.mask_id is not None:
-    return _propose_at_once(params, state, context, request, config=config)
-  tree, vocab_size = request.tree, context.target.vocab_size
-  # The root's pair is committed. The pending ones are those of the other nodes with children.
-  num_parents = len(tree.parent_nodes)
+    outputs = jnp.zeros((len(context.lengths), num_parents, config.block.embed_dim), state.hidden.dtype)
+    carry = state.cache.with_pending_slots(num_parents - 1), outputs.at[:, 0].set(state.hidden)
+    root_logits = self._logits(state.output)
+    return draw_tree(request, root_logits, carry, score, growth=self.growth)[0]
 
-  def score(carry, nodes: ScoredNodes):
-    cache, outputs = carry
-    positions = jnp.broadcast_to(context.lengths[:, None] - 2 + nodes.depth, nodes.tokens.shape)
-    embedded = embed(params, context, nodes.tokens)
-    hidden = jnp.take_along_axis(outputs, nodes.above[..., None], axis=1)
-    hidden, output, cache = head.apply(params, config, embedded, hidden, positions, nodes.seen[:, :, 1:], cache)
-    outputs = jax.lax.dynamic_update_slice_in_dim(outputs, hidden, nodes.first, axis=1)
-    return (cache, outputs), target_logits(params, config, output, vocab_size)
+  def _draw_at_once(self, state: _State, context: DraftContext, request: DraftRequest) -> Proposal:
+    """The guesses of a head that reads a mask token in place of guesses (P-EAGLE): one pass, whatever the tree."""
+    params, config = self.params, self.config
+    assert config.mask_id is not None
+    outputs = state.output[:, None]  # the root's pair is committed
+    num_slots = request.tree.max_depth - 1
+    if num_slots:
+      shape = len(context.lengths), num_slots
+      embedded = embed(params, context, jnp.full(shape, config.mask_id))
+      features = params['mask_features'].reshape(1, 1, len(config.feature_layers), config.target_dim)
+      hidden = head.hidden_of_features(params, config, jnp.broadcast_to(features, (*shape, *features.shape[2:])))
+      positions = context.lengths[:, None] - 1 + jnp.arange(num_slots)
+      causal = jnp.tril(jnp.ones((num_slots, num_slots), bool))
+      _, more, _ = head.apply(params, config, embedded, hidden, positions, causal, state.cache)
+      outputs = jnp.concatenate([outputs, more], axis=1)
+    return draw_by_depth(request, self._logits(outputs), growth=self.growth)
 
-  outputs = jnp.zeros((len(context.lengths), num_parents, config.block.embed_dim), state.hidden.dtype)
-  carry = state.cache.with_pending_slots(num_parents - 1), outputs.at[:, 0].set(state.hidden)
-  root_logits = target_logits(params, config, state.output, vocab_size)
-  proposal, _ = draw_tree(request, root_logits, carry, score)
-  # What the head makes of its own guesses is dropped: kept ones are read again with the target's hidden states.
-  return dataclasses.replace(proposal, state=state)
+  def commit(self, state: _State, context: DraftContext, commitment: Commitment) -> _State:
+    return self._extend(state, context, commitment.path.shape[1])
 
-
-def _commit(params, state: _State, context: DraftContext, commitment: Commitment, *, config: HeadConfig) -> _State:
-  return _extend(params, state, context, commitment.path.shape[1], config=config)
-
-
-@functools.lru_cache
-def _functions(config: HeadConfig):
-  """The functions of a `Drafter`, by field; one object per configuration, so that equal heads share programs."""
-  return {
-    'init_fn': functools.partial(_init, config=config),
-    'propose_fn': functools.partial(_propose, config=config),
-    'commit_fn': functools.partial(_commit, config=config),
-    'reprompt_fn': functools.partial(_reprompt, config=config),
-  }
+  def for_decoding(self) -> HeadDrafter:
+    return dataclasses.replace(self, params=kernels_for_decoding(self.params))
 
 
-def head_drafter(params: Mapping[str, Any], config: HeadConfig, vocab_size: int) -> Drafter:
+def head_drafter(params: Mapping[str, Any], config: HeadConfig, vocab_size: int) -> HeadDrafter:
   """A drafter that draws from a head, depth by depth.
 
   A round runs the head on the tokens that the round before has committed, with the target's hidden states, and on every
@@ -185,26 +172,11 @@ def head_drafter(params: Mapping[str, Any], config: HeadConfig, vocab_size: int)
   if config.mask_id is not None and config.num_embedded is None and config.mask_id >= vocab_size:
     raise ValueError(f"mask_id {config.mask_id} is not among the target's {vocab_size} tokens")
   head.check_target_ids(params, config.is_reduced, config.block.vocab_size, vocab_size)
-  return Drafter(
-    params=params,
-    vocab_size=vocab_size,
-    reads_tokens=True,
-    reads_target='embedding' not in params,
-    feature_layers=config.feature_layers,
-    for_decoding_fn=kernels_for_decoding,
-    **_functions(config),
-  )
+  return HeadDrafter(params, config, vocab_size)
 
 
 def config_of(drafter: Drafter) -> HeadConfig:
-  """The configuration that a drafter was made with.
-
-  Args:
-    drafter: The drafter.
-
-  Raises:
-    ValueError: It was not made by `head_drafter`.
-  """
-  if not isinstance(drafter.init_fn, functools.partial) or drafter.init_fn.func is not _init:
+  """The configuration of a drafter that `head_drafter` made; ValueError for others."""
+  if not isinstance(drafter, HeadDrafter):
     raise ValueError('not a drafter made by head_drafter')
-  return drafter.init_fn.keywords['config']
+  return drafter.config

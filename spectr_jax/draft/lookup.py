@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +12,10 @@ import numpy as np
 
 from spectr_jax.draft.corpus import LookupCorpus, corpus_continuations, most_frequent
 from spectr_jax.draft.drafter import Commitment, DraftContext, Drafter, DraftRequest
+from spectr_jax.draft.drawing import DrawingDrafter
 from spectr_jax.draft.model_drafter import model_drafter
-from spectr_jax.model import Model
+from spectr_jax.model import Model, static_field
 from spectr_jax.proposal import Proposal
-from spectr_jax.sharding import replicated
 from spectr_jax.tree import TokenTree
 
 LOOKUP_MAX, LOOKUP_MIN = 8, 2
@@ -86,14 +87,14 @@ def continuations(
     is_found = ranks[place] >= 0
     period = jnp.maximum(length - 1 - place, 1)
     source = place + 1 + jnp.arange(num_tokens) % period
-    found = jnp.where(is_found, text[jnp.minimum(source, len(text) - 1)], -1)
+    chain = jnp.where(is_found, text[jnp.minimum(source, len(text) - 1)], -1)
     if others is not None:
       occurs = jnp.any(is_open, axis=1)
       row = jnp.argmax(occurs)
       is_longer = occurs[row] & (longest - row > jnp.where(is_found, matches[place], 0))
-      found = jnp.where(is_longer, most_frequent(others[row], is_open[row]), found)
-      is_open &= others[..., 0] != found[0]
-    return (jnp.where(followers == found[0], -1, ranks), is_open), found
+      chain = jnp.where(is_longer, most_frequent(others[row], is_open[row]), chain)
+      is_open &= others[..., 0] != chain[0]
+    return (jnp.where(followers == chain[0], -1, ranks), is_open), chain
 
   is_open = jnp.zeros((), bool) if others is None else others[..., 0] >= 0
   return jax.lax.scan(find, (ranks, is_open), length=num_chains)[1].astype(jnp.int32)
@@ -160,72 +161,97 @@ class Lookup:
     num_found = num_chains if self.num_chains is None else min(self.num_chains, num_chains)
 
     def of_row(text, length):
-      found = continuations(text, length, num_found, tree.max_depth, self.longest, self.shortest, corpus)
-      return jnp.pad(found, ((0, num_chains - num_found), (0, 0)), constant_values=-1)[chain, place]
+      chains = continuations(text, length, num_found, tree.max_depth, self.longest, self.shortest, corpus)
+      return jnp.pad(chains, ((0, num_chains - num_found), (0, 0)), constant_values=-1)[chain, place]
 
     return jax.vmap(of_row)(context.tokens, context.lengths)
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class _Propose:
-  """`Drafter.propose_fn` of prompt lookup alone; the parameters are the corpus, or None."""
+class LookupDrafter(Drafter):
+  """Prompt lookup alone, see `lookup_drafter`; it has no state.
 
-  lookup: Lookup
+  Attributes:
+    corpus: Texts to look in besides the row's own, or None.
+    lookup: The rule.
+    vocab_size: V, the target's.
+    may_pass: Whether the target runs on the last tokens alone where no row has a guess.
+  """
 
-  def __call__(self, corpus, state, context: DraftContext, request: DraftRequest) -> Proposal:
-    tokens = self.lookup.guesses(context, request.tree, corpus)
+  corpus: LookupCorpus | None
+  lookup: Lookup = static_field()
+  vocab_size: int = static_field()
+  may_pass: bool = static_field(True)
+  reads_tokens = True
+  gives = True
+
+  def propose(self, state: Any, context: DraftContext, request: DraftRequest) -> Proposal:
+    tokens = self.lookup.guesses(context, request.tree, self.corpus)
     # Nothing is drawn, so the distributions are not read.
-    probs = jnp.zeros((len(tokens), len(request.tree.parent_nodes), context.target.vocab_size))
+    probs = jnp.zeros((len(tokens), len(request.tree.parent_nodes), self.vocab_size))
     return Proposal(tokens, probs, state, is_given=tokens >= 0)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class _Beside:
-  """The parameters of prompt lookup beside another drafter, or their shardings."""
+class LookupBeside(Drafter):
+  """Prompt lookup beside the samples of another drafter, see `lookup_beside`; the state is that of the other.
 
-  drafter: Drafter
+  Attributes:
+    drafter: The other drafter.
+    corpus: Texts to look in besides the row's own, or None.
+    lookup: The rule.
+  """
+
+  drafter: DrawingDrafter
   corpus: LookupCorpus | None
+  lookup: Lookup = static_field()
+  reads_tokens = True
+  gives = True
+  mixes = True
 
+  @property
+  def vocab_size(self) -> int:
+    return self.drafter.vocab_size
 
-@dataclasses.dataclass(frozen=True)
-class _ProposeBeside:
-  """`Drafter.propose_fn` of prompt lookup beside another drafter's samples."""
+  @property
+  def context_length(self) -> int | None:
+    return self.drafter.context_length
 
-  lookup: Lookup
+  @property
+  def max_depth(self) -> int | None:
+    return self.drafter.max_depth
 
-  def __call__(self, params: _Beside, state, context: DraftContext, request: DraftRequest) -> Proposal:
-    given = self.lookup.guesses(context, request.tree, params.corpus)
-    proposal = params.drafter.propose(state, context, dataclasses.replace(request, given=given))
-    if proposal.is_given is None:
-      raise ValueError('lookup stands beside drafters that draw by draw_tree, and this one takes nothing that is given')
-    return proposal
+  @property
+  def reads_target(self) -> bool:
+    return self.drafter.reads_target
 
+  @property
+  def feature_layers(self) -> tuple[int, ...]:
+    return self.drafter.feature_layers
 
-def _init_beside(params: _Beside, context: DraftContext, cache_size: int):
-  return params.drafter.init(context, cache_size)
+  def init(self, context: DraftContext, cache_size: int) -> Any:
+    return self.drafter.init(context, cache_size)
 
+  def reprompt(self, state: Any, context: DraftContext, num_kept: jax.Array, num_new: int, cache_size: int) -> Any:
+    return self.drafter.reprompt(state, context, num_kept, num_new, cache_size)
 
-def _commit_beside(params: _Beside, state, context: DraftContext, commitment: Commitment):
-  return params.drafter.commit(state, context, commitment)
+  def propose(self, state: Any, context: DraftContext, request: DraftRequest) -> Proposal:
+    given = self.lookup.guesses(context, request.tree, self.corpus)
+    return self.drafter.propose(state, context, dataclasses.replace(request, given=given))
 
+  def commit(self, state: Any, context: DraftContext, commitment: Commitment) -> Any:
+    return self.drafter.commit(state, context, commitment)
 
-def _reprompt_beside(params: _Beside, state, context: DraftContext, num_kept: jax.Array, num_new: int):
-  assert params.drafter.reprompt_fn is not None  # or this would not be the reprompt_fn
-  return params.drafter.reprompt_fn(params.drafter.params, state, context, num_kept, num_new)
+  def shardings(self, sharding) -> LookupBeside:
+    return dataclasses.replace(super().shardings(sharding), drafter=self.drafter.shardings(sharding))
 
+  def state_shardings(self, sharding, state: Any) -> Any:
+    return self.drafter.state_shardings(sharding, state)
 
-def _param_shardings(sharding, params: _Beside) -> _Beside:
-  corpus = jax.tree.map(lambda _: replicated(sharding.mesh), params.corpus)
-  return _Beside(sharding.of_drafter(params.drafter), corpus)
-
-
-def _state_shardings(sharding, params: _Beside, state):
-  return sharding.of_draft_state(state, params.drafter)
-
-
-def _no_state(*_):
-  return ()
+  def for_decoding(self) -> LookupBeside:
+    return dataclasses.replace(self, drafter=self.drafter.for_decoding())
 
 
 def _check_corpus(corpus: LookupCorpus | None, vocab_size: int) -> None:
@@ -235,7 +261,7 @@ def _check_corpus(corpus: LookupCorpus | None, vocab_size: int) -> None:
 
 def lookup_drafter(
   vocab_size: int, *, lookup_max: int = LOOKUP_MAX, lookup_min: int = LOOKUP_MIN, corpus: LookupCorpus | None = None
-) -> Drafter:
+) -> LookupDrafter:
   """A drafter without a model: it guesses that the text goes on as it did after earlier occurrences of its last tokens.
 
   The chains of the tree hold different continuations. Where the last tokens have not occurred before there are no
@@ -254,12 +280,7 @@ def lookup_drafter(
     ValueError: A bound is below 1, `lookup_max` is below `lookup_min`, or the corpus holds ids from V on.
   """
   _check_corpus(corpus, vocab_size)
-  propose = _Propose(Lookup(lookup_max, lookup_min))
-  return Drafter(corpus, _no_state, propose, _no_state, vocab_size, reads_tokens=True, gives=True, may_pass=True)
-
-
-def _for_decoding(params: _Beside) -> _Beside:
-  return dataclasses.replace(params, drafter=params.drafter.for_decoding())
+  return LookupDrafter(corpus, Lookup(lookup_max, lookup_min), vocab_size)
 
 
 def lookup_beside(
@@ -269,7 +290,7 @@ def lookup_beside(
   lookup_max: int = LOOKUP_MAX,
   lookup_min: int = LOOKUP_MIN,
   corpus: LookupCorpus | None = None,
-) -> Drafter:
+) -> LookupBeside:
   """A drafter that guesses by prompt lookup on some chains of the tree and draws the others from a model or a head.
 
   A node for which lookup finds nothing is drawn as well, so no node is wasted. This is decided before anything is
@@ -284,23 +305,10 @@ def lookup_beside(
 
   Raises:
     ValueError: A bound is below 1, `lookup_max` is below `lookup_min`, the corpus holds ids that the draft has not, or
-      the draft gives guesses of its own or grows trees.
+      the draft grows trees or does not draw by `draw_tree`.
   """
   drafter = model_drafter(draft) if isinstance(draft, Model) else draft
   _check_corpus(corpus, drafter.vocab_size)
-  if drafter.gives or drafter.grows:
-    raise ValueError('lookup stands beside a drafter that draws all guesses of one tree')
-  return dataclasses.replace(
-    drafter,
-    params=_Beside(drafter, corpus),
-    init_fn=_init_beside,
-    propose_fn=_ProposeBeside(Lookup(lookup_max, lookup_min, num_given)),
-    commit_fn=_commit_beside,
-    reprompt_fn=None if drafter.reprompt_fn is None else _reprompt_beside,
-    param_shardings_fn=_param_shardings,
-    state_shardings_fn=_state_shardings,
-    for_decoding_fn=_for_decoding,
-    reads_tokens=True,
-    gives=True,
-    mixes=True,
-  )
+  if not isinstance(drafter, DrawingDrafter) or drafter.grows:
+    raise ValueError('lookup stands beside a drafter that draws all guesses of one tree, by draw_tree')
+  return LookupBeside(drafter, corpus, Lookup(lookup_max, lookup_min, num_given))

@@ -8,7 +8,6 @@ target's own head has spoken about the root, so head 0 speaks about the token af
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,10 +15,11 @@ import jax
 import jax.numpy as jnp
 
 from spectr_jax.draft.drafter import DraftContext, Drafter, DraftRequest
-from spectr_jax.draft.drawing import draw_by_depth
+from spectr_jax.draft.drawing import DrawingDrafter, draw_by_depth
+from spectr_jax.kernels.matrices import matmul
+from spectr_jax.model import static_field
 from spectr_jax.models import layers
 from spectr_jax.models.causal_lm_config import check_sizes
-from spectr_jax.models.products import matmul
 from spectr_jax.proposal import Proposal
 
 
@@ -51,11 +51,7 @@ class MedusaConfig:
 
 
 def param_shapes(config: MedusaConfig) -> dict[str, Any]:
-  """The shapes of all parameters, a nested dict of `jax.ShapeDtypeStruct`.
-
-  Args:
-    config: The heads.
-  """
+  """The shapes of all parameters, a nested dict of `jax.ShapeDtypeStruct`."""
   num_heads, width = config.num_heads, config.embed_dim
   each = (num_heads,) if config.has_unembedding else ()
 
@@ -69,64 +65,60 @@ def param_shapes(config: MedusaConfig) -> dict[str, Any]:
 
 
 def head_output(params: Mapping[str, Any], hidden: jax.Array, head: int) -> jax.Array:
-  """What a head makes of the target's hidden states, the input of its output head, `[..., D]`.
-
-  Args:
-    params: The parameters.
-    hidden: `[..., D]`.
-    head: The head, from 0.
-  """
+  """The input of the output head of a head, from 0, by the target's hidden states `[..., D]`; of equal shape."""
   residual = params['residual']
   product = matmul(hidden, residual['kernel'][head]) + residual['bias'][head]
   return hidden + jax.nn.silu(product).astype(hidden.dtype)
 
 
 def output_kernel(unembedding: jax.Array, head: int) -> jax.Array:
-  """The output head of a head, `[D, V]`.
-
-  Args:
-    unembedding: `[H, D, V]`, or `[D, V]` for all heads.
-    head: The head, from 0.
-  """
+  """The output head `[D, V]` of a head, from 0; `unembedding` is `[H, D, V]`, or `[D, V]` for all heads."""
   return unembedding[head] if unembedding.ndim == 3 else unembedding
 
 
 def _head_logits(params: Mapping[str, Any], hidden: jax.Array, num_heads: int) -> jax.Array:
-  """Logits of the first heads, `[B, num_heads, V]`, in float32 or wider.
-
-  Args:
-    params: The parameters.
-    hidden: `[B, D]`, the target's hidden states.
-    num_heads: The number of heads, at most H.
-  """
+  """Logits of the first heads, `[B, num_heads, V]`, in float32 or wider, by hidden states `[B, D]`."""
   each = [
     matmul(head_output(params, hidden, head), output_kernel(params['unembedding'], head)) for head in range(num_heads)
   ]
   return jnp.stack(each, axis=1)
 
 
-def _no_state(*_):
-  return ()
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MedusaDrafter(DrawingDrafter):
+  """A drafter that draws from Medusa heads, see `medusa_drafter`; it has no state.
+
+  Attributes:
+    params: The parameters, see `param_shapes`.
+    config: The heads.
+  """
+
+  params: Mapping[str, Any]
+  config: MedusaConfig = static_field()
+  feature_layers = (-1,)
+
+  @property
+  def vocab_size(self) -> int:
+    return self.config.vocab_size
+
+  @property
+  def max_depth(self) -> int:
+    return self.config.num_heads
+
+  def propose(self, state: Any, context: DraftContext, request: DraftRequest) -> Proposal:
+    del state
+    if context.features is None:
+      raise ValueError("Medusa heads read the target's hidden states: the context must hold features")
+    last = jnp.maximum(context.lengths - 2, 0)
+    hidden = jax.vmap(lambda row, place: row[place, 0])(context.features, last)
+    # A text of one token has no hidden state yet. What stands there may be anything, so it must not be NaN.
+    hidden = jnp.where((context.lengths > 1)[:, None], hidden, 0).astype(self.config.dtype)
+    logits = _head_logits(self.params, hidden, request.tree.max_depth)
+    return draw_by_depth(request, logits, growth=self.growth)
 
 
-def _propose(params, state, context: DraftContext, request: DraftRequest, *, config: MedusaConfig) -> Proposal:
-  del state
-  if context.features is None:
-    raise ValueError("Medusa heads read the target's hidden states: the context must hold features")
-  last = jnp.maximum(context.lengths - 2, 0)
-  hidden = jax.vmap(lambda row, place: row[place, 0])(context.features, last)
-  # A text of one token has no hidden state yet. What stands there may be anything, so it must not be NaN.
-  hidden = jnp.where((context.lengths > 1)[:, None], hidden, 0).astype(config.dtype)
-  return draw_by_depth(request, _head_logits(params, hidden, request.tree.max_depth))
-
-
-@functools.lru_cache
-def _propose_fn(config: MedusaConfig):
-  """One object per configuration, so that equal heads share programs."""
-  return functools.partial(_propose, config=config)
-
-
-def medusa_drafter(params: Mapping[str, Any], config: MedusaConfig) -> Drafter:
+def medusa_drafter(params: Mapping[str, Any], config: MedusaConfig) -> MedusaDrafter:
   """A drafter that draws from Medusa heads. They run once per round, since their guesses depend on the depth alone.
 
   Args:
@@ -137,19 +129,11 @@ def medusa_drafter(params: Mapping[str, Any], config: MedusaConfig) -> Drafter:
     ValueError: A parameter is missing, surplus, or of another shape.
   """
   layers.check_params(params, param_shapes(config))
-  functions = _no_state, _propose_fn(config), _no_state
-  return Drafter(params, *functions, config.vocab_size, max_depth=config.num_heads, feature_layers=(-1,))
+  return MedusaDrafter(params, config)
 
 
 def config_of(drafter: Drafter) -> MedusaConfig:
-  """The configuration that a drafter was made with.
-
-  Args:
-    drafter: The drafter.
-
-  Raises:
-    ValueError: It was not made by `medusa_drafter`.
-  """
-  if not isinstance(drafter.propose_fn, functools.partial) or drafter.propose_fn.func is not _propose:
+  """The configuration of a drafter that `medusa_drafter` made; ValueError for others."""
+  if not isinstance(drafter, MedusaDrafter):
     raise ValueError('not a drafter made by medusa_drafter')
-  return drafter.propose_fn.keywords['config']
+  return drafter.config

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spectr_jax.draft.drafter import Commitment, DraftContext, Drafter, DraftRequest
-from spectr_jax.draft.drawing import ScoredNodes, draw_tree
+from spectr_jax.draft.drawing import DrawingDrafter, ScoredNodes, draw_tree
 from spectr_jax.model import Model
 from spectr_jax.proposal import Proposal
 from spectr_jax.tree import TokenTree
@@ -37,29 +37,10 @@ class _State:
   tokens: jax.Array | None = None
 
 
-def _init(model: Model, context: DraftContext, cache_size: int) -> _State:
-  prompts, lengths = context.tokens, context.lengths
-  if prompts is None:
-    raise ValueError('a model drafter starts from the prompts: its first context must hold tokens')
-  cache = model.init_cache_fn(prompts.shape[0], cache_size)
-  cache, _ = model.prefill(prompts, jnp.maximum(lengths - 2, 0), cache)
-  return _after_prompts(cache, prompts, lengths)
-
-
 def _after_prompts(cache: Any, prompts: jax.Array, lengths: jax.Array) -> _State:
   """The state after prompts `[B, P]` of which all tokens but the last two are in the cache."""
   places = jnp.maximum(lengths[:, None] - jnp.array([2, 1]), 0)
   return _State(cache, tail=jnp.take_along_axis(prompts, places, axis=1), has_previous=lengths > 1)
-
-
-def _reprompt(model: Model, state: _State, context: DraftContext, num_kept: jax.Array, num_new: int) -> _State:
-  prompts, lengths = context.tokens, context.lengths
-  if prompts is None:
-    raise ValueError('a model drafter needs the prompts: the context must hold tokens')
-  # The cache lacks two tokens of its text, one more than the target's.
-  kept = jnp.maximum(num_kept - 1, 0)
-  cache, _ = model.prefill_rest(prompts, jnp.maximum(lengths - 2, 0), state.cache, kept, num_new)
-  return _after_prompts(cache, prompts, lengths)
 
 
 def _slot_of(tree: TokenTree) -> np.ndarray:
@@ -73,80 +54,107 @@ def _with_previous(state: _State, seen: jax.Array) -> jax.Array:
   return jnp.concatenate([previous, seen], axis=2)
 
 
-def _propose(model: Model, state: _State, context: DraftContext, request: DraftRequest) -> Proposal:
-  tree = request.tree
-  model = model.on_one_tpu() if request.is_on_one_tpu else model
-  root_position = context.lengths[:, None] - 1
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ModelDrafter(DrawingDrafter):
+  """A drafter that draws from a model, depth by depth. The model runs on every node that has children.
 
-  def score(cache, nodes: ScoredNodes):
-    positions = jnp.broadcast_to(root_position + nodes.depth, nodes.tokens.shape)
-    output = model.apply(nodes.tokens, positions, _with_previous(state, nodes.seen), cache)
-    return output.cache, output.logits
+  Attributes:
+    model: A model with the target's vocabulary.
+  """
 
-  positions = jnp.maximum(root_position + jnp.array([-1, 0]), 0)
-  places = jnp.arange(len(tree.parent_nodes) + 1)
-  # If there is no previous token, its slot attends to itself alone and no other slot attends to it.
-  mask = (places == 0) & jnp.ones((len(root_position), 1, 1), bool)
-  mask = jnp.concatenate([mask, (places == 1) | (places == 0) & state.has_previous[:, None, None]], axis=1)
-  output = model.apply(state.tail, positions, mask, state.cache)
-  proposal, cache = draw_tree(request, output.logits[:, 1], output.cache, score)
-  return dataclasses.replace(proposal, state=dataclasses.replace(state, cache=cache, tokens=proposal.tokens))
+  model: Model
+
+  @property
+  def vocab_size(self) -> int:
+    return self.model.vocab_size
+
+  @property
+  def context_length(self) -> int | None:
+    return self.model.context_length
+
+  def init(self, context: DraftContext, cache_size: int) -> _State:
+    prompts, lengths = context.tokens, context.lengths
+    if prompts is None:
+      raise ValueError('a model drafter starts from the prompts: its first context must hold tokens')
+    cache = self.model.init_cache_fn(prompts.shape[0], cache_size)
+    cache, _ = self.model.prefill(prompts, jnp.maximum(lengths - 2, 0), cache)
+    return _after_prompts(cache, prompts, lengths)
+
+  def reprompt(
+    self, state: _State, context: DraftContext, num_kept: jax.Array, num_new: int, cache_size: int
+  ) -> _State:
+    del cache_size
+    prompts, lengths = context.tokens, context.lengths
+    if prompts is None:
+      raise ValueError('a model drafter needs the prompts: the context must hold tokens')
+    # The cache lacks two tokens of its text, one more than the target's.
+    kept = jnp.maximum(num_kept - 1, 0)
+    cache, _ = self.model.prefill_rest(prompts, jnp.maximum(lengths - 2, 0), state.cache, kept, num_new)
+    return _after_prompts(cache, prompts, lengths)
+
+  def propose(self, state: _State, context: DraftContext, request: DraftRequest) -> Proposal:
+    root_position = context.lengths[:, None] - 1
+
+    def score(cache, nodes: ScoredNodes):
+      positions = jnp.broadcast_to(root_position + nodes.depth, nodes.tokens.shape)
+      output = self.model.apply(nodes.tokens, positions, _with_previous(state, nodes.seen), cache)
+      return output.cache, output.logits
+
+    positions = jnp.maximum(root_position + jnp.array([-1, 0]), 0)
+    places = jnp.arange(len(request.tree.parent_nodes) + 1)
+    # If there is no previous token, its slot attends to itself alone and no other slot attends to it.
+    mask = (places == 0) & jnp.ones((len(root_position), 1, 1), bool)
+    mask = jnp.concatenate([mask, (places == 1) | (places == 0) & state.has_previous[:, None, None]], axis=1)
+    output = self.model.apply(state.tail, positions, mask, state.cache)
+    proposal, cache = draw_tree(request, output.logits[:, 1], output.cache, score, growth=self.growth)
+    return dataclasses.replace(proposal, state=dataclasses.replace(state, cache=cache, tokens=proposal.tokens))
+
+  def commit(self, state: _State, context: DraftContext, commitment: Commitment) -> _State:
+    del context
+    if state.tokens is None:
+      raise ValueError("a model drafter commits the state of its proposal, which holds the round's guesses")
+    path, num_committed = commitment.path, commitment.num_committed
+    # The round scored the token before the root, then parent nodes. All committed tokens but the last move to the
+    # cache: the token before the root, if there is one, and the path down to the last but one.
+    slots = jnp.pad(jnp.asarray(_slot_of(commitment.tree))[path[:, :-1]], ((0, 0), (1, 0)))
+    missing = jnp.where(state.has_previous, 0, 1)
+    places = jnp.minimum(jnp.arange(path.shape[1]) + missing[:, None], path.shape[1] - 1)
+    is_active = num_committed > 0
+    cache = self.model.commit_fn(
+      state.cache,
+      jnp.take_along_axis(slots, places, axis=1),
+      jnp.where(is_active, num_committed - missing, 0),
+    )
+    guesses = jnp.take_along_axis(state.tokens, jnp.maximum(path[:, 1:] - 1, 0), axis=1)
+    on_path = jnp.concatenate([state.tail[:, 1:], guesses], axis=1)
+    last = jnp.take_along_axis(on_path, jnp.maximum(num_committed - 1, 0)[:, None], axis=1)
+    tail = jnp.concatenate([last, commitment.next_token[:, None]], axis=1)
+    return _State(
+      cache=cache, tail=jnp.where(is_active[:, None], tail, state.tail), has_previous=state.has_previous | is_active
+    )
+
+  def shardings(self, sharding) -> ModelDrafter:
+    return dataclasses.replace(
+      super().shardings(sharding), model=sharding.of_model(self.model, is_divided=sharding.is_draft_divided)
+    )
+
+  def state_shardings(self, sharding, state: _State) -> _State:
+    rows = sharding.of_rows(dataclasses.replace(state, cache=None))
+    cache = sharding.of_cache(state.cache, self.model, role='draft', is_divided=sharding.is_draft_divided)
+    return dataclasses.replace(rows, cache=cache)
+
+  def for_decoding(self) -> ModelDrafter:
+    return dataclasses.replace(self, model=self.model.for_decoding())
 
 
-def _commit(model: Model, state: _State, context: DraftContext, commitment: Commitment) -> _State:
-  del context
-  if state.tokens is None:
-    raise ValueError("a model drafter commits the state of its proposal, which holds the round's guesses")
-  path, num_committed = commitment.path, commitment.num_committed
-  # The round scored the token before the root, then parent nodes. All committed tokens but the last move to the cache:
-  # the token before the root, if there is one, and the path down to the last but one.
-  slots = jnp.pad(jnp.asarray(_slot_of(commitment.tree))[path[:, :-1]], ((0, 0), (1, 0)))
-  missing = jnp.where(state.has_previous, 0, 1)
-  places = jnp.minimum(jnp.arange(path.shape[1]) + missing[:, None], path.shape[1] - 1)
-  is_active = num_committed > 0
-  cache = model.commit_fn(
-    state.cache,
-    jnp.take_along_axis(slots, places, axis=1),
-    jnp.where(is_active, num_committed - missing, 0),
-  )
-  guesses = jnp.take_along_axis(state.tokens, jnp.maximum(path[:, 1:] - 1, 0), axis=1)
-  on_path = jnp.concatenate([state.tail[:, 1:], guesses], axis=1)
-  last = jnp.take_along_axis(on_path, jnp.maximum(num_committed - 1, 0)[:, None], axis=1)
-  tail = jnp.concatenate([last, commitment.next_token[:, None]], axis=1)
-  return _State(
-    cache=cache, tail=jnp.where(is_active[:, None], tail, state.tail), has_previous=state.has_previous | is_active
-  )
-
-
-def _param_shardings(sharding, model: Model):
-  return sharding.of_model(model, is_divided=sharding.is_draft_divided)
-
-
-def _state_shardings(sharding, model: Model, state: _State):
-  rows = sharding.of_rows(dataclasses.replace(state, cache=None))
-  cache = sharding.of_cache(state.cache, model, role='draft', is_divided=sharding.is_draft_divided)
-  return dataclasses.replace(rows, cache=cache)
-
-
-def model_drafter(model: Model) -> Drafter:
+def model_drafter(model: Model) -> ModelDrafter:
   """A drafter that draws from a model, depth by depth. The model runs on every node that has children.
 
   Args:
     model: A model with the target's vocabulary.
   """
-  return Drafter(
-    params=model,
-    init_fn=_init,
-    propose_fn=_propose,
-    commit_fn=_commit,
-    vocab_size=model.vocab_size,
-    reprompt_fn=_reprompt,
-    context_length=model.context_length,
-    param_shardings_fn=_param_shardings,
-    state_shardings_fn=_state_shardings,
-    for_decoding_fn=Model.for_decoding,
-    has_kernels=model.tpu_apply_fn is not None,
-  )
+  return ModelDrafter(model)
 
 
 def as_drafter(draft: Model | Drafter | None) -> Drafter | None:

@@ -65,10 +65,10 @@ def read_features(
     tokens = jnp.take_along_axis(text, places + 1, axis=1)
     # Behind the text both may be anything. Nothing that is kept attends to them, but it must not be NaN.
     is_new = offsets < (missing - first)[:, None]
-    found = jax.vmap(lambda row, places: row[places])(features, places)
-    found = jnp.where(is_new[..., None, None], found, 0)
+    states = jax.vmap(lambda row, places: row[places])(features, places)
+    states = jnp.where(is_new[..., None, None], states, 0)
     num_kept = jnp.clip(missing - first, 0, size)
-    return read_fn(state, NewFeatures(found, jnp.where(is_new, tokens, 0), positions, num_kept))
+    return read_fn(state, NewFeatures(states, jnp.where(is_new, tokens, 0), positions, num_kept))
 
   if size == num_new:
     return read(0, state)
@@ -77,12 +77,7 @@ def read_features(
 
 
 def embed(params: Mapping[str, Any], context: DraftContext, tokens: jax.Array) -> jax.Array:
-  """Embedded tokens, `[..., D]`, by a drafter's own embedding or by the target's.
-
-  Args:
-    params: The drafter's parameters, with its own embedding as `embedding` `[V, D]` if it has one.
-    context: The context, for the target.
-    tokens: Integers `[...]`.
+  """Embedded tokens, `[..., D]`, by a drafter's own `embedding` `[V, D]` if it has one, else by the target's.
 
   Raises:
     ValueError: Neither has one.

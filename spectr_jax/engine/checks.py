@@ -25,12 +25,8 @@ def _fold_rows(rng_key: jax.Array, batch_size: int) -> jax.Array:
 def row_keys(rng_key: jax.Array, batch_size: int) -> jax.Array:
   """The keys of all rows, `[B]`.
 
-  Args:
-    rng_key: One typed key or a key array `[B]`, of impl threefry2x32.
-    batch_size: B, rows.
-
   Raises:
-    ValueError: `rng_key` is neither.
+    ValueError: `rng_key` is neither one typed key nor a key array `[B]`, of impl threefry2x32.
   """
   if not isinstance(rng_key, jax.Array) or not jnp.issubdtype(rng_key.dtype, jax.dtypes.prng_key):
     raise ValueError('rng_key must be a typed key or an array of them, as jax.random.key makes')
@@ -46,17 +42,17 @@ def row_keys(rng_key: jax.Array, batch_size: int) -> jax.Array:
 
 
 def check_count(name: str, value: int) -> None:
-  """Checks a number of tokens or rows.
-
-  Args:
-    name: Its name.
-    value: The number.
-
-  Raises:
-    ValueError: It is not a positive int.
-  """
+  """Checks a number of tokens or rows; ValueError if it is not a positive int."""
   if not isinstance(value, int) or value < 1:
     raise ValueError(f'{name} must be a positive int, got {value!r}')
+
+
+def as_limits(max_new_tokens: ArrayLike, batch_size: int) -> np.ndarray:
+  """Limits of new tokens, int32 `[B]`; ValueError for what is neither a positive int nor `[B]` of them."""
+  limits = np.asarray(max_new_tokens)
+  if limits.shape not in ((), (batch_size,)) or limits.dtype.kind not in 'iu' or limits.min() < 1:
+    raise ValueError(f'max_new_tokens must be a positive int, or [{batch_size}] of them, got {max_new_tokens!r}')
+  return np.broadcast_to(limits.astype(np.int32), (batch_size,))
 
 
 def _as_array(name: str, values: Any) -> np.ndarray:
@@ -96,10 +92,6 @@ def as_prompts(prompts: Prompts, prompt_lengths: ArrayLike | None) -> tuple[Inte
 def as_integers(name: str, values: Any) -> Integers:
   """Ids or lengths as an array, of 32 bits as JAX has them: numbers beyond them are refused, and would wrap otherwise.
 
-  Args:
-    name: Their name.
-    values: An array, or nested sequences.
-
   Raises:
     ValueError: They are no array of numbers, or a whole number does not fit.
   """
@@ -138,15 +130,7 @@ def as_ids(name: str, ids: ArrayLike | Sequence[int], vocab_size: int, longest: 
 
 
 def check_shapes(prompts: Integers, prompt_lengths: Integers) -> None:
-  """Checks shapes and types of prompts.
-
-  Args:
-    prompts: Integers `[B, P]`.
-    prompt_lengths: Integers `[B]`, in tokens.
-
-  Raises:
-    ValueError: A shape or a type does not fit.
-  """
+  """Checks that prompts are integers `[B, P]`, and their lengths `[B]`; ValueError if they are not."""
   if prompts.ndim != 2 or not jnp.issubdtype(prompts.dtype, jnp.integer) or 0 in prompts.shape:
     raise ValueError(f'prompts must be integers [B, P] with B and P at least 1, got {prompts.dtype} {prompts.shape}')
   if prompt_lengths.shape != prompts.shape[:1] or not jnp.issubdtype(prompt_lengths.dtype, jnp.integer):

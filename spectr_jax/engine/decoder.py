@@ -10,6 +10,7 @@ import numpy as np
 from jax.core import Tracer
 
 from spectr_jax.draft import Drafter, as_drafter
+from spectr_jax.draft.model_drafter import ModelDrafter
 from spectr_jax.engine import checks
 from spectr_jax.engine.result import FAILED_DRAFT, FAILED_TARGET, Generation, NotFiniteError
 from spectr_jax.engine.sharding import DecodeSharding
@@ -22,9 +23,6 @@ def buffer_size(num_tokens: int) -> int:
   """The size of a buffer for so many tokens: a multiple of 64, with an eighth to spare at most from 512 tokens on.
 
   Buffers of few sizes let other limits and prompts share compiled programs.
-
-  Args:
-    num_tokens: The tokens that it must hold.
   """
   step = max(64, 1 << max(0, num_tokens.bit_length() - 4))
   return -(-num_tokens // step) * step
@@ -34,12 +32,8 @@ def choose_cache_size(target: Model, draft: Model | Drafter | None, num_tokens: 
   """The size of caches for texts of so many tokens: that of a buffer, within the context of all models.
 
   A model that states no context may have no cache and compute on all that fits, so its size is exact.
-
-  Args:
-    target, draft: As for `Decoder.make`.
-    num_tokens: The tokens that they must hold.
   """
-  own = draft.params if isinstance(draft, Drafter) else draft  # a model, if that is what drafts
+  own = draft.model if isinstance(draft, ModelDrafter) else draft
   limits = [each.context_length for each in (target, own) if isinstance(each, Model)]
   known = [limit for limit in limits if limit is not None]
   return num_tokens if len(known) < len(limits) else max(num_tokens, min(buffer_size(num_tokens), *known))
@@ -58,15 +52,13 @@ class Decoder:
     drafter: The drafter, or None for methods that draft nothing.
     method: The method.
     tree: The tree of every round, or the bounds of the rows' trees if the drafter grows them.
-    max_new_tokens: int32 scalar, limit of new tokens per row.
+    max_new_tokens: int32 scalar, the most new tokens of a row; rows may have lower limits of their own.
     eos_ids: int32 scalars, ids that end a row, filled to a multiple of 4 by -1, which is no token.
     num_slots: New tokens that a row of a result has room for, at least `max_new_tokens`.
     cache_size: Committed tokens that a row can hold, those of the prompt included.
     has_statistics: Whether `Statistics` are counted.
     has_logprobs: Whether the log probabilities of new tokens are kept.
     sharding: The sharding over devices, or None for one device.
-    is_ended_by_caller: Whether the caller ends rows between two rounds, before their texts fill the cache. Prompts then
-      need room for one new token instead of `max_new_tokens`.
   """
 
   target: Model
@@ -80,7 +72,6 @@ class Decoder:
   has_statistics: bool = static_field(False)
   has_logprobs: bool = static_field(False)
   sharding: DecodeSharding | None = static_field(None)
-  is_ended_by_caller: bool = static_field(False)
 
   @classmethod
   def make(
@@ -149,39 +140,36 @@ class Decoder:
     limits = [each.context_length for each in (self.target, self.drafter) if each is not None]
     return min((limit for limit in limits if limit is not None), default=None)
 
-  def check_prompts(self, prompts: checks.Integers, prompt_lengths: checks.Integers) -> None:
-    """Checks that prompts fit: their shapes and, outside of a trace, their lengths and ids.
-
-    Args:
-      prompts: Integers `[B, P]`.
-      prompt_lengths: Integers `[B]`, in tokens.
+  def check_prompts(self, prompts: checks.Integers, prompt_lengths: checks.Integers, limits: np.ndarray) -> None:
+    """Checks that prompts `[B, P]` fit with their limits of new tokens `[B]`, outside of a trace also lengths and ids.
 
     Raises:
-      ValueError: A shape, a length or an id does not fit, or a text may exceed the cache or the models' limit.
+      ValueError: A limit, a length or an id does not fit, or a text may exceed the cache or the models' limit.
     """
-    checks.check_shapes(prompts, prompt_lengths)
-    num_new = 1 if self.is_ended_by_caller else self.max_new_tokens
-    needed = prompts.shape[1] + num_new
+    size, is_known = prompts.shape[1], not isinstance(prompts, Tracer) and not isinstance(prompt_lengths, Tracer)
+    if limits.max() > self.max_new_tokens:
+      raise ValueError(f'max_new_tokens must be at most {self.max_new_tokens} here, got {limits.max()}')
+    lengths = np.asarray(prompt_lengths) if is_known else np.full(len(limits), size)
+    needed = max(size, int((lengths + limits).max()))
     if self.cache_size < needed:
       raise ValueError(
-        f'cache_size must be at least {needed}, for prompts of {prompts.shape[1]} tokens and new ones; got'
-        f' {self.cache_size}'
+        f'cache_size must be at least {needed}, for prompts of {size} tokens and new ones; got {self.cache_size}'
       )
-    if isinstance(prompts, Tracer) or isinstance(prompt_lengths, Tracer):
+    if not is_known:
       return
-    lengths = np.asarray(prompt_lengths)
-    if lengths.min() < 1 or lengths.max() > prompts.shape[1]:
+    if lengths.min() < 1 or lengths.max() > size:
       raise ValueError(
-        f'prompt_lengths must be from 1 to {prompts.shape[1]}: a prompt has at least one token; got {lengths.min()} to'
+        f'prompt_lengths must be from 1 to {size}: a prompt has at least one token; got {lengths.min()} to'
         f' {lengths.max()}'
       )
-    used = np.asarray(prompts)[np.arange(prompts.shape[1]) < lengths[:, None]]
+    used = np.asarray(prompts)[np.arange(size) < lengths[:, None]]
     vocab_size, longest = self.target.vocab_size, self.context_length
     if used.min() < 0 or used.max() >= vocab_size:
       raise ValueError(f'prompts hold ids from {used.min()} to {used.max()}, the vocabulary is 0 to {vocab_size - 1}')
-    if longest is not None and lengths.max() + num_new > longest:
+    row = int(np.argmax(lengths + limits))
+    if longest is not None and lengths[row] + limits[row] > longest:
       raise ValueError(
-        f"the longest prompt has {lengths.max()} tokens; with {num_new} new ones that exceeds the models'"
+        f"the longest prompt has {lengths[row]} tokens; with {limits[row]} new ones that exceeds the models'"
         f' limit of {longest}'
       )
 

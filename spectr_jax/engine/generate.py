@@ -10,7 +10,6 @@ from spectr_jax.draft import Drafter
 from spectr_jax.engine import checks
 from spectr_jax.engine.decoder import Decoder, choose_cache_size
 from spectr_jax.engine.loop import decode_rounds
-from spectr_jax.engine.loose_sampling import takes_loose_sampling
 from spectr_jax.engine.result import Generation
 from spectr_jax.engine.sharding import DecodeSharding
 from spectr_jax.engine.state import init_decode
@@ -21,7 +20,6 @@ from spectr_jax.sampling import SamplingParams
 from spectr_jax.tree import TokenTree
 
 
-@takes_loose_sampling
 def generate(
   rng_key: jax.Array,
   target: Model,
@@ -31,7 +29,7 @@ def generate(
   *,
   method: str | Method | None = None,
   tree: TokenTree | None = None,
-  max_new_tokens: int,
+  max_new_tokens: ArrayLike,
   sampling: SamplingParams | None = None,
   eos_id: int | tuple[int, ...] | None = None,
   statistics: bool = False,
@@ -58,7 +56,7 @@ def generate(
     method: A name of `METHODS`, or a `Method`; None for `race_traversal`, or `autoregressive` without a draft.
     tree: The guesses of a round, such as `TokenTree.chains(K, L)`; None for a small one, see `Decoder.make`. Methods
       that draft nothing ignore it.
-    max_new_tokens: Limit of new tokens per row.
+    max_new_tokens: Limit of new tokens per row, an int, or integers `[B]`, one per prompt.
     sampling: Temperature and filters, of scalars or arrays `[B]`; None for temperature 1 and no filters.
     eos_id: Id or ids that end a row, or None.
     statistics: Whether to count `Statistics`; this sorts the distributions of the positions visited and takes time.
@@ -80,7 +78,8 @@ def generate(
     NotFiniteError: A model's logits are not finite; raised outside of a trace only.
   """
   prompts, prompt_lengths = checks.as_prompts(prompts, prompt_lengths)
-  checks.check_count('max_new_tokens', max_new_tokens)
+  limits = checks.as_limits(max_new_tokens, len(prompts))
+  most_new = int(limits.max())
   checks.check_count('rounds_at_a_time', rounds_at_a_time)
   if stop is not None and (statistics or isinstance(prompts, Tracer)):
     raise ValueError('stop is for calls outside of a trace and without statistics, which are of whole rounds')
@@ -89,18 +88,19 @@ def generate(
     draft,
     method=method,
     tree=tree,
-    max_new_tokens=max_new_tokens,
-    cache_size=choose_cache_size(target, draft, prompts.shape[1] + max_new_tokens),
+    max_new_tokens=most_new,
+    cache_size=choose_cache_size(target, draft, prompts.shape[1] + most_new),
     eos_id=eos_id,
     statistics=statistics,
     sharding=sharding,
     logprobs=logprobs,
   )
-  state = init_decode(decoder, rng_key, prompts, prompt_lengths, sampling=sampling, num_samples=num_samples)
+  rows = {'sampling': sampling, 'num_samples': num_samples, 'max_new_tokens': limits}
+  state = init_decode(decoder, rng_key, prompts, prompt_lengths, **rows)
   if stop is None:
     result = decode_rounds(decoder, state).result
   else:
     result = decode_until_stopped(decoder, state, stop, rounds_at_a_time=rounds_at_a_time)
   if not isinstance(result.failures, Tracer):
     decoder.check(result)
-  return result.of_size(max_new_tokens)
+  return result.of_size(most_new)

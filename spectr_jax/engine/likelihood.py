@@ -80,19 +80,19 @@ def log_likelihood(
   tokens = np.zeros((len(rows), width), np.int32)
   for row, ids in zip(tokens, rows):
     row[: len(ids)] = ids
-  found = jax.device_get(_read(target, tokens, lengths, num_top=num_top))
-  if not found.is_finite.all():
-    error = NotFiniteError(int(np.argmin(found.is_finite)), 0, FAILED_TARGET)
+  reading = jax.device_get(_read(target, tokens, lengths, num_top=num_top))
+  if not reading.is_finite.all():
+    error = NotFiniteError(int(np.argmin(reading.is_finite)), 0, FAILED_TARGET)
     raise error if most is not None else error.with_hint(NO_LIMIT)
   # What is known after token t is about token t + 1.
-  shifted = [np.roll(array, 1, axis=1)[:, :longest] for array in found.after]
+  shifted = [np.roll(array, 1, axis=1)[:, :longest] for array in reading.after]
   is_known = (np.arange(longest) > 0) & (np.arange(longest) < lengths[:, None])
   unknown = np.nan, False, -1, np.nan
   blank = (np.where(is_known.reshape(*is_known.shape, *[1] * (x.ndim - 2)), x, y) for x, y in zip(shifted, unknown))
   return LogLikelihood(*blank)
 
 
-class _Found(NamedTuple):
+class _Reading(NamedTuple):
   """What the program returns: the fields of `LogLikelihood`, about the token after each, and which rows are finite."""
 
   after: tuple[jax.Array, jax.Array, jax.Array, jax.Array]
@@ -100,7 +100,7 @@ class _Found(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnames='num_top')
-def _read(target: Model, tokens: jax.Array, lengths: jax.Array, *, num_top: int) -> _Found:
+def _read(target: Model, tokens: jax.Array, lengths: jax.Array, *, num_top: int) -> _Reading:
   batch_size, num_tokens = tokens.shape
   size = min(CHUNK, num_tokens)
   offsets = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), (batch_size, size))
@@ -140,4 +140,4 @@ def _read(target: Model, tokens: jax.Array, lengths: jax.Array, *, num_top: int)
   )
   num_chunks = (jnp.max(lengths) + size - 1) // size
   _, after, is_finite = jax.lax.fori_loop(0, num_chunks, add, (cache, nothing, jnp.ones(batch_size, bool)))
-  return _Found(after, is_finite)
+  return _Reading(after, is_finite)

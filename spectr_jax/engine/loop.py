@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spectr_jax.draft import Commitment, Drafter, DraftRequest
+from spectr_jax.draft import Commitment, DraftRequest
 from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.result import (
   FAILED_DRAFT,
@@ -21,10 +21,11 @@ from spectr_jax.engine.result import (
   ORIGIN_DRAFT,
   Generation,
 )
-from spectr_jax.engine.sharding import on_platform_of, platform_of
+from spectr_jax.engine.sharding import tracing_with
 from spectr_jax.engine.state import DecodeState, constrain
 from spectr_jax.engine.statistics import round_statistics
 from spectr_jax.kernels.cache_writes import write_rows
+from spectr_jax.kernels.dispatch import round_on_one_device
 from spectr_jax.kernels.layouts import in_rows
 from spectr_jax.model import ModelOutput
 from spectr_jax.proposal import Proposal
@@ -40,12 +41,7 @@ _PURPOSE_DRAFT, _PURPOSE_VERIFY, _PURPOSE_POSITION = range(3)
 
 
 def noise_keys(decoder: Decoder, state: DecodeState) -> tuple[jax.Array, jax.Array]:
-  """The round's keys `[B, L + 1]` for drafting and for verification, one per depth of the tree.
-
-  Args:
-    decoder: The decoder.
-    state: Before the round.
-  """
+  """The next round's keys `[B, L + 1]` for drafting and for verification, one per depth of the tree."""
   depths = jnp.arange(decoder.tree.max_depth + 1)
   fold_each = jax.vmap(jax.random.fold_in, (None, 0))
 
@@ -72,18 +68,11 @@ def _over_rows(
   state: DecodeState,
   outputs: Callable[[Any, Any], Any],
 ) -> Any:
-  """`function(decoder, state)`, on each device's rows apart where the decoder's sharding says so.
-
-  Args:
-    function: A part of the loop.
-    decoder: The decoder.
-    state: Before the round.
-    outputs: What the function returns, as for `DecodeSharding.over_rows`.
-  """
+  """`function(decoder, state)`, on each device's rows apart where the sharding says so, see `over_rows`."""
   sharding = decoder.sharding
-  if sharding is not None and sharding.rounds_apart(decoder.drafter, state.keys.shape[0]):
+  if sharding is not None and sharding.runs_rows_apart(decoder.drafter, state.keys.shape[0]):
     function = sharding.over_rows(function, state, outputs)
-  with on_platform_of(sharding):
+  with tracing_with(sharding):
     return function(decoder, state)
 
 
@@ -92,12 +81,7 @@ def _over_rows(
 
 @jax.named_scope(DRAFT)
 def propose(decoder: Decoder, state: DecodeState, keys: jax.Array) -> Proposal:
-  """The drafter's guesses; an empty proposal without a drafter.
-
-  Args:
-    decoder: The decoder.
-    state: Before the round.
-    keys: Keys `[B, L + 1]` for drafting.
+  """The drafter's guesses by the keys for drafting; an empty proposal without a drafter.
 
   Raises:
     ValueError: The drafter's proposals are not what it declares.
@@ -106,14 +90,13 @@ def propose(decoder: Decoder, state: DecodeState, keys: jax.Array) -> Proposal:
     batch_size, vocab_size = state.keys.shape[0], decoder.target.vocab_size
     return Proposal(jnp.zeros((batch_size, 0), jnp.int32), jnp.zeros((batch_size, 0, vocab_size)))
   drafter, rule = decoder.drafter, decoder.method.proposal_rule
-  guess, sharding = Drafter.propose, decoder.sharding
+  guess, sharding = type(drafter).propose, decoder.sharding
   is_alone = sharding is None or sharding.drafts_alone(drafter, len(keys))
-  request = DraftRequest(
-    keys, state.sampling, decoder.tree, rule, drafter.growth, is_on_one_tpu=is_alone and platform_of(sharding) == 'tpu'
-  )
+  request = DraftRequest(keys, state.sampling, decoder.tree, rule)
   if sharding is not None and is_alone:
     guess = sharding.on_each_device(guess)
-  proposal = guess(drafter, state.draft_state, state.draft_context(decoder), request)
+  with round_on_one_device(is_alone):
+    proposal = guess(drafter, state.draft_state, state.draft_context(decoder), request)
   # The method was checked against the drafter's declarations, so proposals must agree with them.
   for field, declared, is_declared in (('is_given', 'gives', drafter.gives), ('parents', 'grows', drafter.grows)):
     if (getattr(proposal, field) is not None) != is_declared:
@@ -123,16 +106,7 @@ def propose(decoder: Decoder, state: DecodeState, keys: jax.Array) -> Proposal:
 
 @jax.named_scope(TARGET)
 def score(decoder: Decoder, state: DecodeState, proposal: Proposal) -> ModelOutput:
-  """The target's call on the last token and the guesses.
-
-  Args:
-    decoder: The decoder.
-    state: Before the round.
-    proposal: The guesses, N per row.
-
-  Returns:
-    The logits `[B, N + 1, V]` after the root and every guess, and the cache with these tokens pending.
-  """
+  """The target's call on the last token and the N guesses: logits `[B, N + 1, V]`, and a cache with these pending."""
   tree = decoder.tree
   mask = jax.vmap(lambda parents: tree.of_row(parents).ancestors)(proposal.parents) if tree.is_grown else tree.ancestors
   return decoder.target.apply(
@@ -152,12 +126,9 @@ def judge(
   *,
   is_explained: bool = False,
 ) -> tuple[jax.Array, Verdict, Record | None]:
-  """The method's decision which guesses to keep.
+  """The method's decision which guesses to keep, by the keys for verification.
 
   Args:
-    decoder: The decoder.
-    state: Before the round.
-    keys: Keys `[B, L + 1]` for verification.
     rows: The proposal, without its state.
     logits: `[B, N + 1, V]`, the target's.
     is_explained: Whether the verifier also records how it decides.
@@ -218,13 +189,13 @@ def _record(
   is_eos = functools.reduce(jnp.logical_or, [tokens == eos_id for eos_id in decoder.eos_ids])
   has_eos = jnp.any(is_eos, axis=1)
   count = jnp.where(has_eos, jnp.argmax(is_eos, axis=1), verdict.num_accepted) + 1
-  count = jnp.minimum(count, decoder.max_new_tokens - result.lengths).astype(jnp.int32)
+  count = jnp.minimum(count, state.limits - result.lengths).astype(jnp.int32)
   count = jnp.where(state.is_done | (failures != 0), 0, count)
   is_kept = places < count[:, None]
   slots = jnp.where(is_kept, result.lengths[:, None] + places, decoder.num_slots)
   lengths = result.lengths + count
   # An EOS beyond the limit makes no difference, because the limit has ended its row.
-  is_done = state.is_done | has_eos | (lengths >= decoder.max_new_tokens)
+  is_done = state.is_done | has_eos | (lengths >= state.limits)
   result = dataclasses.replace(
     result,
     tokens=write_rows(result.tokens, slots, tokens),
@@ -250,13 +221,7 @@ def commit(
 ) -> DecodeState:
   """The state after the round: tokens that were kept are recorded and moved to their places in the caches.
 
-  Args:
-    decoder: The decoder.
-    state: Before the round.
-    proposal: The round's guesses.
-    output: The result of the target's call.
-    target_probs: `[B, N + 1, V]`, the target's distributions; `[B, 1, V]` after a call on the roots alone.
-    verdict: The method's decision.
+  The target's distributions are `[B, N + 1, V]`, or `[B, 1, V]` after a call on the roots alone.
   """
   tokens = emitted(proposal, verdict)
   failures = _failures(state, proposal, target_probs)
@@ -326,12 +291,8 @@ def run_round(decoder: Decoder, state: DecodeState, *, is_explained: bool = Fals
   """One round with one target call: draft, score, verify, commit. Rows that are done stay as they are.
 
   Args:
-    decoder: The decoder.
-    state: Between two rounds.
+    decoder, state: As for `decode_rounds`.
     is_explained: Whether the verifier also records how it decides.
-
-  Returns:
-    The state after the round, and the round.
   """
 
   def one(decoder, state):
@@ -358,7 +319,7 @@ def _pass_round(decoder: Decoder, state: DecodeState) -> DecodeState:
   )
   target_probs = logits_to_probs(output.logits, state.sampling)
   verifier, tree = decoder.method.verifier, decoder.tree
-  verdict = jax.vmap(lambda keys, law, own: verifier.without_candidates(keys, tree, law, own))(
+  verdict = jax.vmap(lambda keys, probs, own: verifier.without_candidates(keys, tree, probs, own))(
     verify_keys, target_probs[:, 0], state.verifier_state
   )
   return commit(decoder, state, proposal, output, target_probs, verdict)
@@ -372,13 +333,7 @@ def _has_guess(decoder: Decoder, state: DecodeState) -> jax.Array:
 
 @functools.partial(jax.jit, donate_argnames='state')
 def run_rounds(decoder: Decoder, state: DecodeState, num_rounds: jax.Array) -> DecodeState:
-  """`decode_rounds` as one program.
-
-  Args:
-    decoder: The decoder.
-    state: Between two rounds; donated.
-    num_rounds: int32 scalar, the most rounds.
-  """
+  """`decode_rounds` as one program, for int32 scalars `num_rounds`."""
 
   def is_running(loop):
     state, done_rounds = loop

@@ -17,7 +17,6 @@ from spectr_jax.draft import Drafter
 from spectr_jax.engine import checks
 from spectr_jax.engine.decoder import Decoder, choose_cache_size
 from spectr_jax.engine.loop import decode_rounds
-from spectr_jax.engine.loose_sampling import takes_loose_sampling
 from spectr_jax.engine.result import Generation, NotFiniteError
 from spectr_jax.engine.state import DecodeState, checked_rows, constrain, finish, init_decode, prefilled
 from spectr_jax.engine.stop import StopSearch, StopStrings, finish_reason
@@ -37,7 +36,6 @@ def _replace_rows(decoder: Decoder, state: DecodeState, fresh: DecodeState, rows
   return constrain(decoder, replaced)
 
 
-@takes_loose_sampling
 def refill(
   decoder: Decoder,
   state: DecodeState,
@@ -47,6 +45,7 @@ def refill(
   prompt_lengths: ArrayLike,
   *,
   sampling: SamplingParams | None = None,
+  max_new_tokens: ArrayLike | None = None,
 ) -> DecodeState:
   """Gives rows, done or not, to other prompts; their old contents are lost. Each pair of R and P is a program.
 
@@ -62,6 +61,7 @@ def refill(
     prompts: Integers `[R, P]`, right-padded.
     prompt_lengths: Integers `[R]`, from 1 to P.
     sampling: Of scalars or arrays `[R]`, as for `generate`.
+    max_new_tokens: Limit of new tokens, one or `[R]`, at most the decoder's; None for the decoder's.
 
   Raises:
     ValueError: As for `generate`, or a row is negative or occurs twice.
@@ -71,8 +71,8 @@ def refill(
   kept = rows[rows < batch_size]
   if rows.shape != prompts.shape[:1] or (kept < 0).any() or len(set(kept.tolist())) < len(kept):
     raise ValueError(f'rows must be one different row of {batch_size} for each prompt, got {rows.tolist()}')
-  fresh = prefilled(decoder, *checked_rows(decoder, rng_key, prompts, prompt_lengths, sampling, like=state.sampling))
-  return _replace_rows(decoder, state, fresh, rows.astype(np.int32))
+  new = checked_rows(decoder, rng_key, prompts, prompt_lengths, sampling, max_new_tokens, like=state.sampling)
+  return _replace_rows(decoder, state, prefilled(decoder, new), rows.astype(np.int32))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,12 +84,14 @@ class Request:
     tokens: Ids, at least one.
     key: A typed key; the continuation depends on it, the prompt and the sampling parameters alone.
     sampling: Its own sampling parameters, scalars; None for those of all.
+    max_new_tokens: Its own limit of new tokens, at most that of all; None for that.
   """
 
   name: Hashable
   tokens: Sequence[int]
   key: jax.Array
   sampling: SamplingParams | None = None
+  max_new_tokens: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,30 +121,9 @@ class Continuation:
 
 
 def padded_lengths(longest: int, shortest: int = 16) -> list[int]:
-  """The few lengths that prompts are padded to, since each is a program: doubled from `shortest` on, and `longest`.
-
-  Args:
-    longest: Tokens of the longest prompt.
-    shortest: The smallest length, in tokens, if it is below `longest`.
-  """
+  """The few lengths that prompts are padded to, since each is a program: doubled from `shortest` on, and `longest`."""
   lengths = list(itertools.takewhile(lambda length: length < longest, (shortest << i for i in itertools.count())))
   return [*lengths, longest]
-
-
-def _arrange(
-  requests: Sequence[Request], num_rows: int, length: int, sampling: SamplingParams | None
-) -> tuple[tuple[jax.Array, np.ndarray, np.ndarray], SamplingParams]:
-  """Keys `[R]`, tokens `[R, P]` and lengths `[R]` of requests, and their sampling parameters `[R]`.
-
-  Rows without a request repeat the last one.
-  """
-  filled = [*requests, *[requests[-1]] * (num_rows - len(requests))]
-  tokens = np.zeros((num_rows, length), np.int32)
-  for row, request in zip(tokens, filled):
-    row[: len(request.tokens)] = request.tokens
-  own = [request.sampling or sampling or SamplingParams() for request in filled]
-  rows = jnp.stack([request.key for request in filled]), tokens, np.array([len(each.tokens) for each in filled])
-  return rows, SamplingParams.of_rows(own)
 
 
 class Pool:
@@ -181,8 +162,8 @@ class Pool:
     self.rows_at_a_time = max(1, batch_size // 8)
     if decoder.sharding is not None:
       self.rows_at_a_time = decoder.sharding.round_up(self.rows_at_a_time)
-    rows, params = _arrange(requests, batch_size, longest_prompt, sampling)
-    self.state = init_decode(decoder, *rows, sampling=params)
+    rows, options = self._arrange(requests, batch_size, longest_prompt)
+    self.state = init_decode(decoder, *rows, **options)
     if len(requests) < batch_size:
       self.end(range(len(requests), batch_size))
 
@@ -194,6 +175,20 @@ class Pool:
     """
     checks.as_ids(f'prompt {request.name}', request.tokens, self.decoder.target.vocab_size, self._longest)
     return request
+
+  def _arrange(self, requests: Sequence[Request], num_rows: int, length: int) -> tuple[tuple, dict[str, Any]]:
+    """Keys `[R]`, tokens `[R, P]` and lengths `[R]` of requests, and the options of `refill` for them.
+
+    Rows without a request repeat the last one.
+    """
+    filled = [*requests, *[requests[-1]] * (num_rows - len(requests))]
+    tokens = np.zeros((num_rows, length), np.int32)
+    for row, request in zip(tokens, filled):
+      row[: len(request.tokens)] = request.tokens
+    own = [request.sampling or self._sampling or SamplingParams() for request in filled]
+    limits = [request.max_new_tokens or int(self.decoder.max_new_tokens) for request in filled]
+    rows = jnp.stack([request.key for request in filled]), tokens, np.array([len(each.tokens) for each in filled])
+    return rows, {'sampling': SamplingParams.of_rows(own), 'max_new_tokens': np.array(limits)}
 
   @property
   def free(self) -> list[int]:
@@ -218,8 +213,8 @@ class Pool:
         part = group[start : start + self.rows_at_a_time]
         # Entries of B fill the shape; they are no rows and are dropped.
         rows = np.array([row for row, _ in part] + [len(self.state.keys)] * (self.rows_at_a_time - len(part)))
-        arranged, params = _arrange([request for _, request in part], self.rows_at_a_time, length, self._sampling)
-        self.state = refill(self.decoder, self.state, rows, *arranged, sampling=params)
+        arranged, options = self._arrange([request for _, request in part], self.rows_at_a_time, length)
+        self.state = refill(self.decoder, self.state, rows, *arranged, **options)
     self.owners.update(taken)
 
   def advance(self, num_rounds: int) -> None:
@@ -255,7 +250,6 @@ class Pool:
     return fetch(dataclasses.replace(self.state.result, statistics=None))
 
 
-@takes_loose_sampling
 def generate_many(
   target: Model,
   draft: Model | Drafter | None,

@@ -15,15 +15,13 @@ from spectr_jax.draft import DraftContext
 from spectr_jax.engine import checks
 from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.loop import decode_rounds
-from spectr_jax.engine.loose_sampling import takes_loose_sampling
 from spectr_jax.engine.refill import padded_lengths
-from spectr_jax.engine.sharding import on_platform_of
-from spectr_jax.engine.state import DecodeState, checked_rows, constrain, first_state, init_decode
+from spectr_jax.engine.sharding import tracing_with
+from spectr_jax.engine.state import DecodeState, Rows, checked_rows, first_state, init_decode
 from spectr_jax.sampling import SamplingParams
 from spectr_jax.sharding import fetch
 
 
-@takes_loose_sampling
 def reprompt(
   decoder: Decoder,
   state: DecodeState,
@@ -58,7 +56,7 @@ def reprompt(
     np.asarray(checks.as_integers(name, values))
     for name, values in (('prompts', prompts), ('prompt_lengths', prompt_lengths), ('num_kept', num_kept))
   )
-  rows = checked_rows(decoder, rng_key, prompts, lengths, sampling)
+  rows = checked_rows(decoder, rng_key, prompts, lengths, sampling, None)
   if num_kept.shape != lengths.shape or (num_kept < 0).any() or (num_kept > lengths).any():
     raise ValueError(f'num_kept must be [{len(lengths)}], from 0 to the length of each prompt, got {num_kept.tolist()}')
   if len(lengths) != len(state.keys):
@@ -67,20 +65,19 @@ def reprompt(
   num_kept = np.minimum(num_kept, np.minimum(fetch(state.root_position), lengths - 1))
   longest = decoder.cache_size - int(decoder.max_new_tokens)
   num_new = next(size for size in padded_lengths(longest, shortest) if size >= max(1, (lengths - num_kept - 1).max()))
-  keys, params, _, lengths = rows
   prompts = np.pad(prompts, ((0, 0), (0, decoder.cache_size - prompts.shape[1]))).astype(np.int32)
   kept = num_kept.astype(np.int32)
   if decoder.sharding is not None:
     prompts, kept = decoder.sharding.put_rows((prompts, kept))
   caches = state.target_cache, state.features, state.draft_state
-  return _reprompt(decoder, caches, (keys, params, prompts, lengths), kept, num_new)
+  return _reprompt(decoder, caches, rows._replace(prompts=prompts), kept, num_new)
 
 
 @functools.partial(jax.jit, static_argnames='num_new', donate_argnames='caches')
-def _reprompt(decoder: Decoder, caches: Any, rows: Any, num_kept: jax.Array, num_new: int) -> DecodeState:
+def _reprompt(decoder: Decoder, caches: Any, rows: Rows, num_kept: jax.Array, num_new: int) -> DecodeState:
   cache, features, draft_state = caches
-  prompts, lengths = rows[2:]
-  with on_platform_of(decoder.sharding):
+  prompts, lengths = rows.prompts, rows.lengths
+  with tracing_with(decoder.sharding):
     cache, new_features = decoder.target.prefill_rest(prompts, lengths - 1, cache, num_kept, num_new)
     if features is not None:
       places = num_kept[:, None] + jnp.arange(num_new)
@@ -88,7 +85,7 @@ def _reprompt(decoder: Decoder, caches: Any, rows: Any, num_kept: jax.Array, num
     if decoder.drafter is not None:
       context = DraftContext(lengths, decoder.target, prompts, features)
       draft_state = decoder.drafter.reprompt(draft_state, context, num_kept, num_new, decoder.cache_size)
-  return constrain(decoder, first_state(decoder, *rows, cache, features, draft_state))
+  return first_state(decoder, rows, cache, features, draft_state)
 
 
 # Tokens that the models read at a time: of a message, and of a long prompt. Each is a program.
@@ -106,7 +103,6 @@ class Session:
     sampling: The sampling parameters of the next prompt; scalars, as for `generate`. It may be replaced between two.
   """
 
-  @takes_loose_sampling
   def __init__(self, decoder: Decoder, *, sampling: SamplingParams | None = None):
     """Starts with an empty text.
 

@@ -11,29 +11,22 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spectr_jax.draft import Drafter
-from spectr_jax.kernels.dispatch import default_platform, made_for
+from spectr_jax.kernels.dispatch import tracing_for
 from spectr_jax.model import Model
 from spectr_jax.sharding import DATA, MODEL, only_over, put, replicated, shardings
 
 # By the compiler's count, with transfers between TPUs taken to last 3 microseconds each: alone eight rows of a draft of
-# 6M with kernels take 1.3 ms of a round, divided 2.8; four rows of a draft of 212M without kernels take 5.5 and 6.9 ms.
-# A step of eight rows without a draft takes .52 ms apart and .64 together.
+# 6M take 1.3 ms of a round, divided 2.8; four rows of a draft of 212M take 5.5 and 6.9 ms. A step of eight rows without
+# a draft takes .52 ms apart and .64 together.
 _MOST_ROWS_APART = 8
-_MOST_ROWS_ALONE = {True: 8, False: 4}  # by whether the drafter has kernels
+_MOST_ROWS_ALONE = 4
+_MOST_ROWS_ALONE_OF_SMALL = 8
+_SMALL = 2**26  # parameters of a small draft
 
 
-def platform_of(sharding: DecodeSharding | None) -> str:
-  """The platform of the devices that decode: `tpu`, `cpu` or `gpu`.
-
-  Args:
-    sharding: The sharding, or None for the default device.
-  """
-  return default_platform() if sharding is None else sharding.mesh.devices.flat[0].platform
-
-
-def on_platform_of(sharding: DecodeSharding | None) -> AbstractContextManager[None]:
-  """A context in which programs are traced for the devices that decode alone, see `made_for`."""
-  return made_for(platform_of(sharding))
+def tracing_with(sharding: DecodeSharding | None) -> AbstractContextManager[None]:
+  """A context in which programs are traced for the devices that decode alone, see `tracing_for`."""
+  return tracing_for(None if sharding is None else sharding.mesh)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,10 +77,7 @@ class DecodeSharding:
 
   def of_drafter(self, drafter: Drafter | None) -> Drafter | None:
     """A drafter's shardings in place of its arrays."""
-    places = jax.tree.map(lambda _: replicated(self.mesh), drafter)
-    if drafter is None or drafter.param_shardings_fn is None:
-      return places
-    return dataclasses.replace(places, params=drafter.param_shardings_fn(self, drafter.params))
+    return None if drafter is None else drafter.shardings(self)
 
   def of_decoder(self, decoder: Any) -> Any:
     """A decoder's shardings in place of its arrays."""
@@ -124,31 +114,24 @@ class DecodeSharding:
       check_vma=False,
     )
 
-  def rounds_apart(self, drafter: Drafter | None, num_rows: int) -> bool:
-    """Whether rounds run on each device's rows apart.
+  def runs_rows_apart(self, drafter: Drafter | None, num_rows: int) -> bool:
+    """Tells whether rounds run on each device's rows apart, of `num_rows` on all devices.
 
     A step without a draft does so with few rows only: with more the compiler chooses better layouts for rows of all
     devices together.
-
-    Args:
-      drafter: The drafter, or None.
-      num_rows: Rows of all devices.
     """
     return drafter is not None or num_rows <= _MOST_ROWS_APART * self.mesh.shape[DATA]
 
   def drafts_alone(self, drafter: Drafter, num_rows: int) -> bool:
-    """Whether each device along `model` drafts by itself, and sends nothing.
+    """Tells whether each device along `model` drafts by itself, and sends nothing, with `num_rows` per device.
 
     It does with few rows if the drafter's parameters are there and it needs none of the target. With more rows the
     distributions over the vocabulary, which would be computed on every device, cost more than what is sent.
-
-    Args:
-      drafter: The drafter.
-      num_rows: Rows per device.
     """
     places = jax.tree.leaves(self.of_drafter(drafter))
     is_whole = not drafter.reads_target and all(place.is_fully_replicated for place in places)
-    return is_whole and num_rows <= _MOST_ROWS_ALONE[drafter.has_kernels]
+    is_small = sum(x.size for x in jax.tree.leaves(drafter)) <= _SMALL
+    return is_whole and num_rows <= (_MOST_ROWS_ALONE_OF_SMALL if is_small else _MOST_ROWS_ALONE)
 
   def on_each_device(self, function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` of whole arrays, by each device along `model` for itself; within a function of `over_rows`.
@@ -184,23 +167,11 @@ class DecodeSharding:
     return jax.tree.map(place, cache, model.cache_specs_fn(cache))
 
   def of_draft_state(self, state: Any, drafter: Drafter | None) -> Any:
-    """The shardings of a drafter's state, by `Drafter.state_shardings_fn` if there is one.
-
-    Args:
-      state: The state, or shapes.
-      drafter: Its drafter, or None.
-    """
-    if drafter is None or drafter.state_shardings_fn is None:
-      return self.of_rows(state)
-    return drafter.state_shardings_fn(self, drafter.params, state)
+    """The shardings of a drafter's state; `state` may be shapes."""
+    return self.of_rows(state) if drafter is None else drafter.state_shardings(self, state)
 
   def put_models(self, target: Model, drafter: Drafter | None) -> tuple[Model, Drafter | None]:
-    """Puts target and drafter on their devices. Arrays that are there already are not moved, and shapes stay shapes.
-
-    Args:
-      target: The target model.
-      drafter: The drafter, or None.
-    """
+    """Puts target and drafter on their devices. Arrays that are there already are not moved, and shapes stay shapes."""
     models = target, drafter
     places = self.of_model(target), self.of_drafter(drafter)
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(models)):

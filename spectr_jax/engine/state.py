@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +15,8 @@ from jax.typing import ArrayLike
 from spectr_jax.draft import DraftContext, Drafter
 from spectr_jax.engine import checks
 from spectr_jax.engine.decoder import Decoder
-from spectr_jax.engine.loose_sampling import takes_loose_sampling
 from spectr_jax.engine.result import Generation
-from spectr_jax.engine.sharding import DecodeSharding, on_platform_of
+from spectr_jax.engine.sharding import DecodeSharding, tracing_with
 from spectr_jax.engine.statistics import Statistics
 from spectr_jax.model import Model
 from spectr_jax.sampling import SamplingParams
@@ -35,6 +34,7 @@ class DecodeState:
     sampling: The rows' sampling parameters.
     last_token: int32 `[B]`, the last committed token, the root of the next tree.
     root_position: int32 `[B]`, its position; committed tokens minus one.
+    limits: int32 `[B]`, the most new tokens of each row.
     is_done: bool `[B]`, rows that have ended.
     target_cache: The target's cache, with all committed tokens but the last.
     draft_state: The drafter's state, or None.
@@ -49,6 +49,7 @@ class DecodeState:
   sampling: SamplingParams
   last_token: jax.Array
   root_position: jax.Array
+  limits: jax.Array
   is_done: jax.Array
   target_cache: Any
   draft_state: Any
@@ -88,7 +89,6 @@ def _fold_samples(keys: jax.Array, num_samples: int) -> jax.Array:
   return jax.vmap(of_row)(keys).reshape(-1)
 
 
-@takes_loose_sampling
 def init_decode(
   decoder: Decoder,
   rng_key: jax.Array,
@@ -97,6 +97,7 @@ def init_decode(
   *,
   sampling: SamplingParams | None = None,
   num_samples: int = 1,
+  max_new_tokens: ArrayLike | None = None,
 ) -> DecodeState:
   """The state before the first round, with prompts checked and prefilled.
 
@@ -107,34 +108,37 @@ def init_decode(
     prompt_lengths: Integers `[B]`, from 1 to P.
     sampling: Of scalars or arrays `[B]`; None for temperature 1 and no filters.
     num_samples: Rows of each prompt, as for `generate`; it is prefilled once and its row of the state is repeated.
+    max_new_tokens: Limit of new tokens, one or `[B]`, at most the decoder's; None for the decoder's.
 
   Raises:
     ValueError: As for `generate`; or prompts and new tokens do not fit the caches.
   """
   checks.check_count('num_samples', num_samples)
-  rows = checked_rows(decoder, rng_key, prompts, prompt_lengths, sampling)
-  state = prefilled(decoder, *rows)
+  rows = checked_rows(decoder, rng_key, prompts, prompt_lengths, sampling, max_new_tokens)
+  state = prefilled(decoder, rows)
   if num_samples == 1:
     return state
-  keys = sample_keys(rows[0], num_samples)
+  keys = sample_keys(rows.keys, num_samples)
   keys = keys if decoder.sharding is None else decoder.sharding.put_rows(keys)
   return _repeat_rows(decoder, state, keys, num_samples)
 
 
-def prefilled(decoder: Decoder, keys, sampling, prompts, prompt_lengths) -> DecodeState:
-  """The state before the first round.
+class Rows(NamedTuple):
+  """Prompts and what belongs to each of them, checked and on their devices.
 
-  Args:
-    decoder: The decoder.
-    keys, sampling, prompts, prompt_lengths: As of `checked_rows`.
+  Attributes:
+    keys: Typed keys `[B]`.
+    sampling: Sampling parameters of arrays `[B]`.
+    prompts: int32 `[B, P]`, right-padded.
+    lengths: int32 `[B]`, from 1 to P.
+    limits: int32 `[B]`, the most new tokens.
   """
-  sizes = {'cache_size': decoder.cache_size, 'sharding': decoder.sharding}
-  target_cache, features = _prefill_target(decoder.target, prompts, prompt_lengths, **sizes)
-  draft_state = None
-  if decoder.drafter is not None:
-    context = DraftContext(prompt_lengths, decoder.target, prompts, features)
-    draft_state = _prefill_draft(decoder.drafter, context, **sizes)
-  return first_state(decoder, keys, sampling, prompts, prompt_lengths, target_cache, features, draft_state)
+
+  keys: jax.Array
+  sampling: SamplingParams
+  prompts: Any
+  lengths: Any
+  limits: Any
 
 
 def checked_rows(
@@ -143,42 +147,50 @@ def checked_rows(
   prompts: ArrayLike,
   prompt_lengths: ArrayLike,
   sampling: SamplingParams | None,
+  max_new_tokens: ArrayLike | None,
   like: SamplingParams | None = None,
-) -> tuple[jax.Array, SamplingParams, checks.Integers, checks.Integers]:
-  """Prompts and their keys and sampling parameters, checked and on their devices.
+) -> Rows:
+  """The rows of prompts, as for `init_decode`.
 
   Args:
-    decoder: The decoder.
-    rng_key: One typed key, or a key array `[B]`.
-    prompts: Integers `[B, P]`, right-padded.
-    prompt_lengths: Integers `[B]`, from 1 to P.
-    sampling: As for `init_decode`.
+    decoder, rng_key, prompts, prompt_lengths, sampling, max_new_tokens: As for `init_decode`.
     like: Sampling parameters all of whose filters the rows' are to have as well, or None.
-
-  Returns:
-    Keys `[B]`, sampling parameters, int32 prompts `[B, P]` and int32 lengths `[B]`.
 
   Raises:
     ValueError: As for `init_decode`.
   """
   prompts = checks.as_integers('prompts', prompts)
   prompt_lengths = checks.as_integers('prompt_lengths', prompt_lengths)
-  decoder.check_prompts(prompts, prompt_lengths)
+  checks.check_shapes(prompts, prompt_lengths)
+  batch_size = prompts.shape[0]
+  limits = checks.as_limits(decoder.max_new_tokens if max_new_tokens is None else max_new_tokens, batch_size)
+  decoder.check_prompts(prompts, prompt_lengths, limits)
   sampling = SamplingParams() if sampling is None else sampling
   if not isinstance(sampling, SamplingParams):
     raise ValueError(f'sampling must be SamplingParams, such as SamplingParams(temperature=0.7), got {sampling!r}')
-  batch_size = prompts.shape[0]
   params = sampling.for_rows(batch_size)
-  rows = (
+  rows = Rows(
     checks.row_keys(rng_key, batch_size),
     params if like is None else params.with_filters_of(like),
     prompts.astype(jnp.int32),
     prompt_lengths.astype(jnp.int32),
+    limits,
   )
   if decoder.sharding is None:
     return rows
   decoder.sharding.check_rows(batch_size)
   return decoder.sharding.put_rows(rows)
+
+
+def prefilled(decoder: Decoder, rows: Rows) -> DecodeState:
+  """The state of rows before the first round."""
+  sizes = {'cache_size': decoder.cache_size, 'sharding': decoder.sharding}
+  target_cache, features = _prefill_target(decoder.target, rows.prompts, rows.lengths, **sizes)
+  draft_state = None
+  if decoder.drafter is not None:
+    context = DraftContext(rows.lengths, decoder.target, rows.prompts, features)
+    draft_state = _prefill_draft(decoder.drafter, context, **sizes)
+  return first_state(decoder, rows, target_cache, features, draft_state)
 
 
 # Each prefill is a program of its own, which all methods and trees share.
@@ -187,7 +199,7 @@ def checked_rows(
 @functools.partial(jax.jit, static_argnames=('cache_size', 'sharding'))
 def _prefill_target(target: Model, prompts, prompt_lengths, *, cache_size: int, sharding: DecodeSharding | None):
   """The target's cache, and the prompt's features `[B, P, F, D]` or None."""
-  with on_platform_of(sharding):
+  with tracing_with(sharding):
     cache = target.init_cache_fn(prompts.shape[0], cache_size)
     cache, features = target.prefill(prompts, prompt_lengths - 1, cache)
   if sharding is not None:
@@ -197,25 +209,22 @@ def _prefill_target(target: Model, prompts, prompt_lengths, *, cache_size: int, 
 
 @functools.partial(jax.jit, static_argnames=('cache_size', 'sharding'))
 def _prefill_draft(drafter: Drafter, context: DraftContext, *, cache_size: int, sharding: DecodeSharding | None):
-  with on_platform_of(sharding):
+  with tracing_with(sharding):
     state = drafter.init(context, cache_size)
   return state if sharding is None else _constrain(state, sharding.of_draft_state(state, drafter))
 
 
 @functools.partial(jax.jit, donate_argnames=('target_cache', 'draft_state'))
 def first_state(
-  decoder: Decoder, keys, sampling, prompts, prompt_lengths, target_cache, features, draft_state
+  decoder: Decoder, rows: Rows, target_cache: Any, features: jax.Array | None, draft_state: Any
 ) -> DecodeState:
-  """The state before the first round.
+  """The state before the first round, of caches with all tokens of the prompts but the last.
 
   Args:
-    decoder: The decoder.
-    keys, sampling, prompts, prompt_lengths: As of `checked_rows`.
-    target_cache: The target's cache, with all tokens of the prompts but the last.
+    decoder, rows, target_cache, draft_state: What it consists of.
     features: `[B, P, F, D]`, the prompts' features, or None.
-    draft_state: The drafter's state after the prompts, or None.
   """
-  batch_size, tree = prompts.shape[0], decoder.tree
+  batch_size, tree = len(rows.lengths), decoder.tree
   verifier_state = jax.tree.map(
     lambda x: jnp.broadcast_to(x, (batch_size, *jnp.shape(x))), decoder.method.verifier.init_state(tree)
   )
@@ -227,15 +236,16 @@ def first_state(
 
   drafter = decoder.drafter
   state = DecodeState(
-    keys=keys,
-    sampling=sampling,
-    last_token=jnp.take_along_axis(prompts, prompt_lengths[:, None] - 1, axis=1)[:, 0],
-    root_position=prompt_lengths - 1,
+    keys=rows.keys,
+    sampling=rows.sampling,
+    last_token=jnp.take_along_axis(rows.prompts, rows.lengths[:, None] - 1, axis=1)[:, 0],
+    root_position=rows.lengths - 1,
+    limits=rows.limits,
     is_done=jnp.zeros(batch_size, bool),
     target_cache=target_cache,
     draft_state=draft_state,
     verifier_state=verifier_state,
-    text=to_cache_size(prompts) if drafter is not None and drafter.reads_tokens else None,
+    text=to_cache_size(rows.prompts) if drafter is not None and drafter.reads_tokens else None,
     features=None if features is None else to_cache_size(features),
     result=Generation(
       tokens=nothing,
@@ -248,7 +258,7 @@ def first_state(
       logprobs=jnp.full(nothing.shape, jnp.nan, jnp.float32) if decoder.has_logprobs else None,
     ),
   )
-  return _constrain_rows(decoder, state)
+  return constrain(decoder, state)
 
 
 @functools.partial(jax.jit, static_argnames='num_samples')
@@ -284,32 +294,8 @@ def finish(decoder: Decoder, state: DecodeState, rows: Sequence[int] | np.ndarra
   return dataclasses.replace(state, is_done=_end_rows(decoder, state.is_done, is_ended))
 
 
-def _constrain_rows(decoder: Decoder, state: DecodeState) -> DecodeState:
-  """Constrains all arrays of a state but the caches to their shardings, inside of a program.
-
-  The prefills have placed the caches.
-
-  Args:
-    decoder: The decoder.
-    state: The state.
-  """
-  if decoder.sharding is None:
-    return state
-  rows = dataclasses.replace(state, target_cache=None, draft_state=None)
-  rows = _constrain(rows, decoder.sharding.of_rows(rows))
-  return dataclasses.replace(rows, target_cache=state.target_cache, draft_state=state.draft_state)
-
-
 def state_shardings(decoder: Decoder, state: DecodeState) -> DecodeState:
-  """The shardings in place of a state's arrays.
-
-  Args:
-    decoder: The decoder, with a sharding.
-    state: The state, or shapes.
-
-  Raises:
-    ValueError: The decoder has no sharding.
-  """
+  """The shardings in place of the arrays, or shapes, of a state; ValueError if the decoder has no sharding."""
   sharding = decoder.sharding
   if sharding is None:
     raise ValueError('state_shardings needs a decoder with a sharding')
@@ -322,10 +308,5 @@ def state_shardings(decoder: Decoder, state: DecodeState) -> DecodeState:
 
 
 def constrain(decoder: Decoder, state: DecodeState) -> DecodeState:
-  """Constrains all arrays of a state to their shardings, inside of a program.
-
-  Args:
-    decoder: The decoder.
-    state: The state.
-  """
+  """Constrains all arrays of a state to their shardings, inside of a program."""
   return state if decoder.sharding is None else _constrain(state, state_shardings(decoder, state))

@@ -7,8 +7,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from spectr_jax.couplings.optimum import given_optimum, optimal_acceptance
 from spectr_jax.proposal import Proposal
-from spectr_jax.theory import given_optimum, optimal_acceptance
 from spectr_jax.tree import TokenTree, Tree
 from spectr_jax.verifiers import Verdict
 from spectr_jax.verifiers.contexts import preferences, spellings
@@ -38,12 +38,7 @@ class Statistics:
 
   @classmethod
   def zeros(cls, batch_size: int, tree: TokenTree) -> Statistics:
-    """The counts before any visit.
-
-    Args:
-      batch_size: B, rows.
-      tree: The tree, or the bounds of the rows' trees.
-    """
+    """The counts before any visit, of B rows on a tree or within its bounds."""
     shape = batch_size, tree.max_depth, tree.levels.shape[1] + 1
     children = batch_size, tree.max_depth, tree.most_children
     return cls(
@@ -58,14 +53,7 @@ class Statistics:
 
 
 def round_statistics(tree: Tree, proposal: Proposal, target_probs: jax.Array, verdict: Verdict) -> Statistics:
-  """The statistics of a round on one row, without the leading axis.
-
-  Args:
-    tree: The row's tree, with at least one node.
-    proposal: `tokens` `[N]` and `probs` `[R, V]`.
-    target_probs: `[N + 1, V]`.
-    verdict: The row's verdict.
-  """
+  """The statistics of a round on one row, without the leading axis; its tree has at least one node."""
   depths, parents = jnp.asarray(tree.depths), jnp.asarray(tree.parent_of)
   places = jnp.arange(tree.max_depth)
   paths = jnp.asarray(tree.paths)
@@ -84,13 +72,13 @@ def round_statistics(tree: Tree, proposal: Proposal, target_probs: jax.Array, ve
 
   law_index = jnp.asarray(tree.law_index)
   nodes = jnp.argmax(is_active * preferences(tree, proposal) * (depths == places[:, None]), axis=-1)
-  laws = proposal.probs[law_index[nodes]], target_probs[nodes]
+  distributions = proposal.probs[law_index[nodes]], target_probs[nodes]
   if proposal.is_given is None:
-    optima = optimal_acceptance(*laws, num_candidates)
+    optima = optimal_acceptance(*distributions, num_candidates)
   else:
     is_drawn = is_candidate & ~jnp.pad(proposal.is_given, (1, 0))
     num_drawn = jnp.zeros(tree.max_depth, jnp.int32).at[depths - 1].add(is_drawn)
-    optima = given_optimum(*laws, num_drawn, _is_given_token(tree, proposal, is_candidate & ~is_drawn))
+    optima = given_optimum(*distributions, num_drawn, _is_given_token(tree, proposal, is_candidate & ~is_drawn))
   return Statistics(
     visits=(by_count & is_visited[:, None]).astype(jnp.int32),
     accepts=(by_count & (is_visited & is_accepted)[:, None]).astype(jnp.int32),

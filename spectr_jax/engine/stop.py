@@ -87,13 +87,13 @@ class StopStrings:
 
     The longest of several names that begin at a place is meant, as for tokenizers.
     """
-    found = []
+    spelled = []
     for text in self.texts:
       names = [name for name in self._names.values() if name in text]
       if names:
         pattern = '|'.join(map(re.escape, sorted(names, key=len, reverse=True)))
-        found.append(re.sub(pattern, lambda match: f'{_BEGIN}{match[0]}{_END}', text))
-    return tuple(found)
+        spelled.append(re.sub(pattern, lambda match: f'{_BEGIN}{match[0]}{_END}', text))
+    return tuple(spelled)
 
   @functools.cached_property
   def special(self) -> Mapping[int, str]:
@@ -156,8 +156,8 @@ class StopStrings:
     Args:
       tokens: Integers `[T]`, its tokens without padding; only the last one can complete a stop text.
     """
-    found = self.find(tokens, len(tokens) - 1)
-    return self.tokenizer.decode([int(token) for token in tokens]) if found is None else found.text
+    stop = self.find(tokens, len(tokens) - 1)
+    return self.tokenizer.decode([int(token) for token in tokens]) if stop is None else stop.text
 
 
 def without_special(spelled: str) -> str:
@@ -188,11 +188,7 @@ class StopSearch:
   """
 
   def __init__(self, stop: StopStrings):
-    """Starts with rows that are empty.
-
-    Args:
-      stop: The stop texts.
-    """
+    """Starts with rows that are empty."""
     self.found: dict[int, int] = {}
     self._stop = stop
     self._num_searched: dict[int, int] = {}
@@ -226,13 +222,7 @@ class StopSearch:
 def decode_until_stopped(
   decoder: Decoder, state: DecodeState, stop: StopStrings, *, rounds_at_a_time: int
 ) -> Generation:
-  """Runs rounds until every row is done, and ends rows at stop texts.
-
-  Args:
-    decoder: The decoder that `state` was made with.
-    state: From `init_decode`; donated.
-    stop: The stop texts.
-    rounds_at_a_time: Rounds between two searches.
+  """Runs rounds until every row is done, and ends rows at stop texts; `state` is donated.
 
   Returns:
     The result as NumPy arrays. Nothing in it tells how many rounds ran between two searches.

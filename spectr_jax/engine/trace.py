@@ -14,7 +14,6 @@ from spectr_jax.draft import Drafter
 from spectr_jax.engine import checks
 from spectr_jax.engine.decoder import Decoder, choose_cache_size
 from spectr_jax.engine.loop import Round, run_round
-from spectr_jax.engine.loose_sampling import takes_loose_sampling
 from spectr_jax.engine.result import Generation
 from spectr_jax.engine.state import DecodeState, init_decode
 from spectr_jax.methods import Method, get_method, with_children
@@ -40,20 +39,11 @@ class Judge:
   nodes: np.ndarray
 
   def part_of(self, whole: TokenTree, proposal: Proposal, target_probs: jax.Array) -> tuple[Proposal, jax.Array]:
-    """The part of one row's round that it judges.
-
-    Args:
-      whole: The tree of the round, with N nodes.
-      proposal: `tokens` `[N]`, `probs` `[R, V]`, and `is_given` `[N]` or None.
-      target_probs: `[N + 1, V]`.
-
-    Returns:
-      The proposal and the target's distributions `[n + 1, V]` at the judge's nodes.
-    """
+    """The part of one row's round that it judges: the proposal, and the target's distributions `[n + 1, V]`."""
     tokens = proposal.tokens[self.nodes[1:] - 1]
-    laws = whole.law_index[self.nodes[self.tree.parent_nodes]]
+    places = whole.law_index[self.nodes[self.tree.parent_nodes]]
     is_given = None if proposal.is_given is None else proposal.is_given[self.nodes[1:] - 1]
-    return Proposal(tokens, proposal.probs[laws], is_given=is_given), target_probs[self.nodes]
+    return Proposal(tokens, proposal.probs[places], is_given=is_given), target_probs[self.nodes]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,7 +155,6 @@ def _judgement(judge: Judge, whole: TokenTree, played: Round) -> Judgement:
   return Judgement(*jax.device_get(_explain(judge.method, judge.tree, played.keys, *part)))
 
 
-@takes_loose_sampling
 def trace_decode(
   rng_key: jax.Array,
   target: Model,
@@ -235,7 +224,7 @@ def trace_decode(
       begin(number)
       judgements.append(_judgement(judge, tree, played))
     old, new = int(before.result.lengths[0]), int(state.result.lengths[0])
-    proposal, target_laws = jax.device_get((played.proposal, played.target_probs))
+    proposal, target_probs = jax.device_get((played.proposal, played.target_probs))
     is_given = np.zeros(len(proposal.tokens), bool) if proposal.is_given is None else proposal.is_given
     rounds.append(
       TracedRound(
@@ -243,7 +232,7 @@ def trace_decode(
         tokens=proposal.tokens,
         is_given=is_given,
         draft_probs=proposal.probs,
-        target_probs=target_laws,
+        target_probs=target_probs,
         judgements=tuple(judgements),
         emitted=np.asarray(state.result.tokens[0, old:new]),
         origins=np.asarray(state.result.origins[0, old:new]),

@@ -16,15 +16,6 @@ def guarded(name: str, function: Callable[..., _T], *args: Any, **kwargs: Any) -
   """Calls something that `tokenizers` does.
 
   The package raises bare `Exception`, and where it panics a `PanicException`, which is not even that.
-
-  Args:
-    name: The tokenizer, for messages.
-    function: What is called.
-    *args: Its arguments.
-    **kwargs: Its arguments.
-
-  Raises:
-    ValueError: It fails; the message is one line.
   """
   try:
     return function(*args, **kwargs)
@@ -75,11 +66,7 @@ class Backend:
     return found if self.rewrite is None else [Ids(self.rewrite(each.ids)) for each in found]
 
   def to_str(self, *args: Any, **kwargs: Any) -> str:
-    """The content of the tokenizer's `tokenizer.json`.
-
-    Raises:
-      ValueError: Such a file cannot express its rules.
-    """
+    """The content of the tokenizer's `tokenizer.json`."""
     if self.rewrite is not None:
       raise ValueError(f'{self.name}: tokenizer.json has no pieces that are merged and are no tokens')
     return guarded(self.name, self.tokenizer.to_str, *args, **kwargs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import stat
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -54,8 +55,8 @@ def files_below(folder: epath.PathLike) -> list[str]:
   return sorted(path.relative_to(folder).as_posix() for path in found)
 
 
-def file_hash(path: epath.PathLike) -> str:
-  """The SHA-256 of a regular file, which is read in parts.
+def file_hash(path: epath.PathLike, begin: int = 0, size: int = sys.maxsize) -> str:
+  """The SHA-256 of a regular file, or of at most `size` bytes of it, which are read in parts.
 
   Raises:
     ValueError: It cannot be read.
@@ -63,8 +64,10 @@ def file_hash(path: epath.PathLike) -> str:
   digest = hashlib.sha256()
   with open_file(path) as file:
     try:
-      while chunk := file.read(_CHUNK):
+      file.seek(begin)
+      while size and (chunk := file.read(min(size, _CHUNK))):
         digest.update(chunk)
+        size -= len(chunk)
     except OSError as error:
       raise ValueError(f'cannot read {path}: {error.strerror or error}') from error
   return digest.hexdigest()

@@ -20,7 +20,7 @@ import os
 import reprlib
 import stat
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, BinaryIO, cast
 
 from etils import epath
@@ -103,11 +103,7 @@ def open_unpacked(path: epath.PathLike) -> Iterator[BinaryIO]:
 
 
 def read_bytes(path: epath.PathLike, limit: int = SMALL) -> bytes:
-  """The content of a file.
-
-  Args:
-    path: The file.
-    limit: The largest size, in bytes.
+  """The content of a file of at most `limit` bytes.
 
   Raises:
     ValueError: As for `open_file`; or the file is larger.
@@ -123,11 +119,7 @@ def read_bytes(path: epath.PathLike, limit: int = SMALL) -> bytes:
 
 
 def read_text(path: epath.PathLike, limit: int = SMALL) -> str:
-  """The content of a UTF-8 file.
-
-  Args:
-    path: The file.
-    limit: The largest size, in bytes.
+  """The content of a UTF-8 file of at most `limit` bytes.
 
   Raises:
     ValueError: As for `read_bytes`; or it is not UTF-8.
@@ -147,13 +139,9 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def parse_json(text: str, where: str, *, is_read_again: bool = False) -> Any:
-  """The value of a JSON text.
+  """The value of a JSON text, which stands at `where`.
 
-  Args:
-    text: The text.
-    where: Where it stands, for messages.
-    is_read_again: Whether another reader gets the text after its check. Objects must not have a name twice then, since
-      readers differ in which one counts.
+  If another reader gets the text after its check, objects must not have a name twice: readers differ in which counts.
 
   Raises:
     ValueError: It is not JSON, or is nested too deeply; or an object has a name twice.
@@ -302,39 +290,33 @@ def named(path: epath.PathLike) -> Iterator[None]:
     raise ValueError(f'{path}: {error}') from error
 
 
-def check_object(content: Any, fields: Mapping[str, Kind], where: str) -> dict[str, Any]:
+def check_object(
+  content: Any, fields: Mapping[str, Kind], where: str, required: Collection[str] = ()
+) -> dict[str, Any]:
   """Checks that a value is an object whose fields are of their kinds; fields without a kind may hold anything.
 
-  Fields that are null count as fields that are not there.
-
-  Args:
-    content: The value.
-    fields: Kinds by field.
-    where: Where it stands, for messages.
-
-  Returns:
-    The object.
+  Fields that are null count as fields that are not there; those that are required must be.
 
   Raises:
-    ValueError: It is not an object, or a field is of another kind.
+    ValueError: It is not an object, a field is of another kind, or a required one is missing.
   """
   name = _wrong_field(content, fields)
-  if name is None:
-    return content
-  if type(content) is not dict:
+  if name is not None and type(content) is not dict:
     raise ValueError(f'{where} must hold an object, got {shown(content)}')
-  raise ValueError(f'{where}: {name} must be {fields[name].words}, got {shown(content[name])}')
+  if name is not None:
+    raise ValueError(f'{where}: {name} must be {fields[name].words}, got {shown(content[name])}')
+  missing = [name for name in required if content.get(name) is None]
+  if missing:
+    raise ValueError(f'{where} is damaged: it has no {missing[0]}')
+  return content
 
 
-def read_object(path: epath.PathLike, fields: Mapping[str, Kind], limit: int = SMALL) -> dict[str, Any]:
-  """The object of a JSON file, with its fields checked by `check_object`.
-
-  Args:
-    path: The file.
-    fields: Kinds by field.
-    limit: The largest size of the file, in bytes.
+def read_object(
+  path: epath.PathLike, fields: Mapping[str, Kind], limit: int = SMALL, required: Collection[str] = ()
+) -> dict[str, Any]:
+  """The object of a JSON file of at most `limit` bytes, with its fields checked by `check_object`.
 
   Raises:
     ValueError: As for `read_text`, `parse_json` and `check_object`.
   """
-  return check_object(parse_json(read_text(path, limit), str(path)), fields, str(path))
+  return check_object(parse_json(read_text(path, limit), str(path)), fields, str(path), required)

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
-import os
 import re
-import sys
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -17,18 +13,17 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
+from spectr_jax.io.checksums import file_hash, files_below
 from spectr_jax.io.foreign import (
   LARGE,
   TEXT,
   Kind,
   as_path,
   check_object,
-  is_remote,
   name_shown,
   named,
   object_of,
   one_of,
-  open_file,
   read_object,
   shown,
   whole,
@@ -36,56 +31,21 @@ from spectr_jax.io.foreign import (
 from spectr_jax.io.new_files import new_folder
 from spectr_jax.io.stored_params import StoredParams
 from spectr_jax.io.tokenizer import Tokenizer
+from spectr_jax.kernels.int8 import check_savable, check_weights, quantized
 from spectr_jax.model import Model
 from spectr_jax.models import transformer
-from spectr_jax.models.int8 import check_savable, check_weights, quantized
 
 _FORMAT = 3
-_CHUNK = 2**20  # bytes read together
 # Files and parameters, in bytes: numbers are stored once, and compressed by a factor near 1 unless they are few.
 _MOST_STORED, _MOST_COMPRESSED, _SMALL = 2, 16, 2**26
 
 
-def _files_of(folder: epath.Path) -> Iterator[str]:
-  """The relative paths of the files that belong to a model, but for `model.json`: its tokenizer, and all in `params/`.
-
-  Raises:
-    ValueError: One of them is a link, a pipe or a device.
-  """
-  waiting = [folder / 'params']
-  if (folder / 'tokenizer.json').exists():
-    yield 'tokenizer.json'
-  while waiting:
-    path = waiting.pop()
-    if not is_remote(path) and os.path.lexists(path) and (os.path.islink(path) or not os.path.isdir(path)):
-      raise ValueError(f'{path} is not a folder of this model')
-    for file in path.iterdir() if path.exists() else ():
-      if not is_remote(file) and (os.path.islink(file) or not (os.path.isfile(file) or os.path.isdir(file))):
-        raise ValueError(f'{file} is not a file of this model: links, pipes and devices are not read')
-      if file.is_dir():
-        waiting.append(file)
-      else:
-        yield file.relative_to(folder).as_posix()
-
-
-def _file_hash(path: epath.Path, limit: int) -> tuple[str, int]:
-  """The SHA-256 of a file and its size.
-
-  Args:
-    path: The file.
-    limit: The largest size, in bytes.
-
-  Raises:
-    ValueError: The file cannot be read or is larger.
-  """
-  found, size = hashlib.sha256(), 0
-  with open_file(path) as file:
-    while chunk := file.read(_CHUNK):
-      size += len(chunk)
-      if size > limit:
-        raise ValueError(f'{path} is larger than {limit:,} bytes, the most that it may have')
-      found.update(chunk)
-  return found.hexdigest(), size
+def _files_of(folder: epath.Path) -> list[str]:
+  """The relative paths of the files that belong to a model, but for `model.json`: its tokenizer and its parameters."""
+  found = ['tokenizer.json'] if (folder / 'tokenizer.json').exists() else []
+  if (folder / 'params').exists():
+    found += [f'params/{name}' for name in files_below(folder / 'params')]
+  return found
 
 
 def _checkpointer() -> ocp.StandardCheckpointer:
@@ -172,7 +132,7 @@ def save_model(
       'param_dtype': param_dtype,
       'tokenizer': tokenizer.fingerprint,
       'info': info or {},
-      'sha256': {name: _file_hash(folder / name, sys.maxsize)[0] for name in sorted(_files_of(folder))},
+      'sha256': {name: file_hash(folder / name) for name in _files_of(folder)},
     }
     (folder / 'model.json').write_text(json.dumps(spec, indent=2) + '\n')
 
@@ -223,21 +183,13 @@ def _read_spec(path: epath.Path) -> _Spec:
   if not (path / 'model.json').exists():
     raise ValueError(f'no model at {path}: expected a directory with model.json, tokenizer.json and params/')
   where = path / 'model.json'
-  content = read_object(where, _FIELDS)
-  missing = [name for name in _FIELDS if content.get(name) is None]
-  if missing:
-    raise ValueError(f'{where} is damaged or not a model description: it has no {missing[0]}')
+  content = read_object(where, _FIELDS, required=_FIELDS)
   if content['format'] not in range(1, _FORMAT + 1):
     raise ValueError(f'{path} has format {content["format"]}; this version reads formats 1 to {_FORMAT}')
-  sizes = check_object(content['config'], _SIZES, f'{where}: config')
-  missing = [name for name in _SIZES if sizes.get(name) is None and name != 'dtype']
-  if missing:
-    raise ValueError(f'{where} is damaged or not a model description: its config has no {missing[0]}')
-  wrong = sorted(sizes.keys() - _SIZES.keys())
-  if wrong:
+  sizes = check_object(content['config'], _SIZES, f'{where}: config', _SIZES.keys() - {'dtype'})
+  if wrong := sorted(sizes.keys() - _SIZES.keys()):
     raise ValueError(
-      f'{where} is damaged or not a model description: the fields of its config must be {", ".join(_SIZES)}, and not'
-      f' {shown(wrong[0])}'
+      f'{where} is damaged: the fields of its config must be {", ".join(_SIZES)}, and not {shown(wrong[0])}'
     )
   with named(where):
     config = transformer.TransformerConfig(**{name: value for name, value in sizes.items() if value is not None})
@@ -255,24 +207,20 @@ def read_config(path: epath.PathLike) -> transformer.TransformerConfig:
 
 
 def _check_files(path: epath.Path, spec: _Spec) -> None:
-  """Compares the files of a model with `model.json`.
-
-  Raises:
-    ValueError: A file is missing, surplus or damaged, or the sizes of the files and of the parameters do not fit.
-  """
+  """Compares the files of a model with `model.json`."""
   num_bytes = spec.config.num_params * spec.param_dtype.itemsize
   most_bytes = _MOST_STORED * num_bytes + _SMALL
-  stored_bytes, found = 0, set()
-  for name in _files_of(path):
+  stored_bytes, names = 0, _files_of(path)
+  for name in names:
     if name not in spec.hashes:
       raise ValueError(f'{path / name} is surplus: model.json does not name it')
-    limit = LARGE if name == 'tokenizer.json' else most_bytes - stored_bytes
-    hashed, size = _file_hash(path / name, limit)
-    if hashed != spec.hashes[name]:
+    limit, size = LARGE if name == 'tokenizer.json' else most_bytes - stored_bytes, (path / name).stat().length
+    if size > limit:
+      raise ValueError(f'{path / name} is larger than {limit:,} bytes, the most that it may have')
+    if file_hash(path / name) != spec.hashes[name]:
       raise ValueError(f'{path / name} is damaged (its SHA-256 differs from model.json)')
     stored_bytes += size
-    found.add(name)
-  missing = sorted(spec.hashes.keys() - found)
+  missing = sorted(spec.hashes.keys() - set(names))
   if missing:
     raise ValueError(f'{path}/{name_shown(missing[0])} is missing')
   if num_bytes > _MOST_COMPRESSED * stored_bytes + _SMALL:
@@ -280,11 +228,7 @@ def _check_files(path: epath.Path, spec: _Spec) -> None:
 
 
 def _read_params(folder: epath.Path, spec: _Spec) -> Any:
-  """The parameters, in the layout of their format.
-
-  Raises:
-    ValueError: They are damaged or do not fit the configuration.
-  """
+  """The parameters, in the layout of their format."""
   stored = StoredParams(folder)
   # Before anything is made for each layer.
   num_layers = len({name.split('.')[0] for name in stored.names if name.startswith('layer_')})

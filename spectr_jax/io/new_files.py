@@ -73,9 +73,6 @@ def only_writer(path: epath.PathLike) -> Iterator[None]:
   The lock is the file `.NAME.lock` beside the output. The operating system releases it when its process ends, however
   that ends. File systems without locks, and remote ones, have none.
 
-  Args:
-    path: The output, a file or a folder.
-
   Raises:
     ValueError: Another process writes it, or its folder cannot be written.
   """
@@ -97,10 +94,6 @@ def only_writer(path: epath.PathLike) -> Iterator[None]:
 
 def lock(descriptor: int, path: epath.PathLike) -> None:
   """Keeps other processes from locking an open file, until it is closed. File systems without locks have none.
-
-  Args:
-    descriptor: The file.
-    path: Its path, for messages.
 
   Raises:
     ValueError: Another process has locked it.
@@ -273,12 +266,7 @@ def new_folder(
 def check_new_folder(
   path: epath.PathLike, names: Collection[str], *, owned: Callable[[epath.Path], Collection[str]] = lambda folder: ()
 ) -> None:
-  """Refuses at once what `new_folder` with `overwrite` would refuse once all is computed.
-
-  Args:
-    path: The folder.
-    names: The names of the files and folders that will stand in it.
-    owned: As for `new_folder`.
+  """Refuses at once what `new_folder` with `overwrite` would refuse once all is computed, files of these names.
 
   Raises:
     ValueError: Something else stands at the path or under one of the names, or the folder cannot be created.

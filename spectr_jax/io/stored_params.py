@@ -25,14 +25,7 @@ _MOST_CHUNKS = 2**10  # of an array, which is saved as one
 
 
 class StoredParams:
-  """The arrays of a folder that Orbax wrote, by their paths in the tree, joined by dots.
-
-  Args:
-    folder: The folder, may be remote.
-
-  Raises:
-    ValueError: The database is missing or damaged.
-  """
+  """The arrays of a folder that Orbax wrote, by their paths in the tree, joined by dots."""
 
   def __init__(self, folder: epath.Path):
     self._folder = folder
@@ -47,15 +40,7 @@ class StoredParams:
     self.names = {name.removesuffix(_DESCRIPTION) for name in names if name.endswith(_DESCRIPTION)}
 
   def read(self, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype) -> dict[str, np.ndarray]:
-    """Reads all arrays.
-
-    Args:
-      shapes: The shapes that they must have, by name.
-      dtype: The type that they must have.
-
-    Raises:
-      ValueError: An array is missing, surplus, described in another way, or damaged.
-    """
+    """Reads all arrays."""
     for problem, names in (('lacks', shapes.keys() - self.names), ('has surplus', self.names - shapes.keys())):
       if names:
         first = foreign.name_shown(min(names))

@@ -12,8 +12,8 @@ class TextStream:
   """Decodes tokens as they come, and holds back what is not certain yet.
 
   That are bytes that may become a character, and text that may be the beginning of a stop text. All pieces in a row are
-  the text that `decode` gives for all tokens, wherever they were cut. Ids that end a text have none here, whatever they
-  are otherwise.
+  the text that `decode` gives for all tokens, wherever they were cut, up to the first text of `stop`. Ids that end a
+  text have none here, whatever they are otherwise.
 
   Attributes:
     tokens: All tokens so far.
@@ -21,12 +21,7 @@ class TextStream:
   """
 
   def __init__(self, tokenizer: TokenizerBase, stop: StopStrings | None = None):
-    """Starts with no tokens.
-
-    Args:
-      tokenizer: The tokenizer.
-      stop: Texts that end the text, which is cut before them; or None.
-    """
+    """Starts with no tokens."""
     self.tokens: list[int] = []
     self.is_stopped = False
     self._decode = tokenizer.decode_stream()
@@ -40,9 +35,6 @@ class TextStream:
 
   def add(self, tokens: Iterable[int]) -> str:
     """Adds tokens.
-
-    Args:
-      tokens: Ids.
 
     Returns:
       The text that is new.

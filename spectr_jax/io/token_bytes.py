@@ -148,9 +148,6 @@ class TokenBytes(dict[int, bytes]):
   def __init__(self, backend: tokenizers.Tokenizer | Backend):
     """Reads how the tokenizer spells bytes.
 
-    Args:
-      backend: The tokenizer. Tokens that are added to it later may be missed.
-
     Raises:
       ValueError: Its decoder makes a text of several tokens that is not those of each; the message names the step.
     """

@@ -175,11 +175,7 @@ _SEQUENCES = {
 
 
 def read_backend(path: epath.PathLike) -> Backend:
-  """Reads a tokenizer, without what the file says on cutting and filling texts.
-
-  Raises:
-    ValueError: The file is missing or damaged, or may take too much time or memory.
-  """
+  """Reads a tokenizer, without what the file says on cutting and filling texts."""
   text = read_text(path, MOST_BYTES)
   if sum(map(text.count, ',[{')) > _MOST_VALUES:
     raise ValueError(f'{path} has more than {_MOST_VALUES:,} values, the most that a tokenizer may have')
@@ -244,17 +240,7 @@ def _check_model(model: dict[str, Any], where: str) -> None:
 
 
 def check_merges(pairs: Sequence[Sequence[str]], tokens: Mapping[str, int], where: str, *, prefix: str = '') -> None:
-  """Checks that all pairs join to a token; the package crashes on some that do not.
-
-  Args:
-    pairs: Two texts each.
-    tokens: The vocabulary.
-    where: Where they stand, for messages.
-    prefix: How the second text begins, which is left out where they join.
-
-  Raises:
-    ValueError: A pair does not.
-  """
+  """Checks that pairs join to a token, without the `prefix` of the second; the package crashes on some that do not."""
   if not prefix and all(map(tokens.__contains__, map(''.join, pairs))):
     return
   start = len(prefix)

@@ -59,8 +59,7 @@ def attend(
 
   Args:
     query: `[B, N, H, head_dim]`.
-    new_keys: `[B, K, head_dim, M]`, of pending tokens.
-    new_values: `[B, K, M, head_dim]`, of pending tokens.
+    new_keys, new_values: `[B, K, head_dim, M]` and `[B, K, M, head_dim]`, of pending tokens.
     mask: bool `[1 or B, N, M]`, the pending tokens that each query attends to.
     prefix: None, or the keys, the values and the slots that each query attends to.
     scale: Factor of the queries; None for `head_dim ** -0.5`.
@@ -150,11 +149,7 @@ def _by_heads(attend_fn, query, new_keys, new_values, mask, prefix, *, soft_cap)
 def attend_causally(query: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array) -> jax.Array:
   """`attend` where no token attends to a later one: a block of queries reads the keys up to its last.
 
-  Args:
-    query, keys, values, mask: As for `attend`, of the same N tokens; the mask is False for later ones.
-
-  Returns:
-    `[B, N, H, head_dim]` in the query's dtype.
+  Arguments are those of `attend`, of the same N tokens; the mask is False for later ones.
   """
   blocks = []
   for start in range(0, query.shape[1], CAUSAL_BLOCK):

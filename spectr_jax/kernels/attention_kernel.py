@@ -22,13 +22,7 @@ _NUM_WARPS, _NUM_STAGES = 4, 3
 
 
 def takes(head_dim: int, query_dtype: DTypeLike, cache_dtype: DTypeLike) -> bool:
-  """Whether the kernel takes heads of a size and types: those that the matrix units multiply exactly.
-
-  Args:
-    head_dim: Width of a head.
-    query_dtype: Type of queries and pending tokens.
-    cache_dtype: Type of the cache.
-  """
+  """Whether the kernel takes heads of a width and types, those that the matrix units multiply exactly."""
   is_power = head_dim & (head_dim - 1) == 0
   return is_power and head_dim >= _FEWEST and query_dtype == cache_dtype and query_dtype in (jnp.bfloat16, jnp.float16)
 
@@ -45,21 +39,16 @@ def attend_by_kernel(
   soft_cap: float | None,
   interpret: bool = False,
 ) -> jax.Array:
-  """Attention by the kernel; query head h reads key-value head h // (H / K).
+  """Attention `[B, N, H, head_dim]` by the kernel; query head h reads key-value head h // (H / K).
 
   Args:
     query: `[B, N, H, head_dim]`, scaled, of a size and type that `takes` names.
-    new_keys: `[B, K, head_dim, M]`, of pending tokens.
-    new_values: `[B, K, M, head_dim]`.
+    new_keys, new_values: `[B, K, head_dim, M]` and `[B, K, M, head_dim]`, of pending tokens.
     mask: bool `[B, N, M]`, the pending tokens that each query attends to; at least one.
-    keys: `[B, K, head_dim, S]`, of the cache.
-    values: `[B, K, S, head_dim]`.
+    keys, values: `[B, K, head_dim, S]` and `[B, K, S, head_dim]`, of the cache.
     visible: bool `[B, 1 or N, S]`, the slots that each query attends to.
     soft_cap: The bound c of scores s, which become c tanh(s / c); None for no bound.
     interpret: Whether to run the kernel without a GPU, for tests.
-
-  Returns:
-    `[B, N, H, head_dim]` in the query's dtype.
   """
   from jax.experimental import pallas as pl
   from jax.experimental.pallas import triton

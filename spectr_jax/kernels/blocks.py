@@ -14,18 +14,16 @@ BLOCK = 128  # tokens whose sum or minimum is taken at a time, the lanes of a TP
 SMALL = 4 * BLOCK  # vocabularies that are not cut into blocks
 
 
-def fits_kernels(laws: jax.Array) -> bool:
+def fits_kernels(probs: jax.Array) -> bool:
   """Whether kernels take distributions `[..., V]`: in float32, of whole registers, and not divided over devices."""
-  width = laws.shape[-1]
-  return laws.dtype == jnp.float32 and width > SMALL and width % BLOCK == 0 and not dividing_axes()
+  width = probs.shape[-1]
+  return probs.dtype == jnp.float32 and width > SMALL and width % BLOCK == 0 and not dividing_axes()
 
 
 def in_blocks(values: jax.Array, fill: float) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
   """`values` `[V]` in order in blocks `[R, BLOCK]`, and a function from the index of a block to its first token.
 
-  Args:
-    values: `[V]`.
-    fill: Value of the padding at the end of each shard.
+  `fill` is the value of the padding at the end of each shard.
   """
   num_shards = shards_in_program(values.shape[0])
   width = values.shape[0] // num_shards

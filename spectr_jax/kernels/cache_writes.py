@@ -40,6 +40,17 @@ def write_rows(rows: jax.Array, slots: jax.Array, values: jax.Array) -> jax.Arra
   return jax.vmap(lambda row, slots, values: row.at[slots].set(values, mode='drop'))(rows, slots, values)
 
 
+@operation
+def fastest_cache_dtype(dtype: str) -> str | None:
+  """The type of caches that are written fastest for a network of a type; None for its own type."""
+  return None
+
+
+@fastest_cache_dtype.form('cpu', takes=lambda dtype: dtype == 'bfloat16')
+def _wide(dtype):
+  return 'float32'
+
+
 def _bits(array):
   return jax.lax.bitcast_convert_type(array, jnp.uint16)
 

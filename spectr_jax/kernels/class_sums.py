@@ -19,15 +19,12 @@ _SUMS_AT_ONCE = 16  # of a kernel, in registers
 
 @operation
 def sums_by_class(values: tuple[jax.Array, ...], classes: jax.Array, num_classes: int) -> jax.Array:
-  """The sums of the values of each class.
+  """The sums `[C, K]` of the values of each class.
 
   Args:
     values: K arrays `[V]`, not negative.
     classes: int32 `[V]`, the class of each token.
     num_classes: C.
-
-  Returns:
-    `[C, K]`.
   """
 
   def plain(*arrays):

@@ -9,9 +9,9 @@ Whoever needs it calls it, and nobody else asks for a platform. For example:
 
     largest.register('cpu', native.largest, takes=lambda probs: native.is_built() and probs.dtype == jnp.float32)
 
-The form is chosen when a program is traced: for the default platform, or for the one that `made_for` names. Forms are
-right everywhere, so a program that runs on another platform than it was traced for is slower and not wrong. Choosing
-when it is lowered, as `jax.lax.platform_dependent` does, would trace every form of each function.
+The form is chosen when a program is traced: for the default platform, or for that of `tracing_for`. Forms are right
+everywhere, so a program that runs on another platform than it was traced for is slower and not wrong. Choosing when it
+is lowered, as `jax.lax.platform_dependent` does, would trace every form of each function.
 
 A form may be a kernel in Pallas, for TPUs or GPUs. A kernel is one launch, where XLA would make a launch of every few
 operations: on a v5e that takes 1,800 cycles, more than the operations on a few thousand numbers. It can run on its own
@@ -21,6 +21,7 @@ platform alone, so elsewhere, and where the compiler divides work over devices, 
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Generic, ParamSpec, TypeVar
@@ -29,17 +30,20 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from spectr_jax.sharding import automatic_axes
 
-PLATFORMS = 'cpu', 'gpu', 'tpu'
+ACCELERATORS = 'gpu', 'tpu'
+PLATFORMS = 'cpu', *ACCELERATORS
 OPERATIONS: dict[str, Operation] = {}  # all that have been imported, by name
 
 _P = ParamSpec('_P')
 _R = TypeVar('_R')
 _F = TypeVar('_F', bound=Callable[..., Any])
-_platform = jax.make_user_context(None)  # the caches of `jax.jit` tell its values apart
+# The caches of `jax.jit` tell the values of these apart.
+_platform = jax.make_user_context(None)
+_is_on_one_device = jax.make_user_context(False)
 
 
 def default_platform() -> str:
@@ -53,13 +57,28 @@ def default_platform() -> str:
   return (jax.local_devices(backend=device)[0] if isinstance(device, str) else device).platform
 
 
-def made_for(platform: str) -> AbstractContextManager[None]:
+def tracing_for(devices: str | Mesh | None) -> AbstractContextManager[None]:
   """A context in which programs are traced that will run on one platform alone.
 
   Args:
-    platform: `cpu`, `gpu` or `tpu`.
+    devices: `cpu`, `gpu` or `tpu`; or a mesh, for the platform of its devices; or None, for the default one.
   """
-  return _platform(platform)
+  if isinstance(devices, Mesh):
+    devices = devices.devices.flat[0].platform
+  return _platform(devices or default_platform())
+
+
+def round_on_one_device(is_on_one: bool = True) -> AbstractContextManager[None]:
+  """A context in which a drafter's calls of a round are traced that one device computes whole, if it does.
+
+  There a network may have a form for all its layers at once, with a cache of its own kind until tokens are committed.
+  """
+  return _is_on_one_device(is_on_one)
+
+
+def is_round_on_one_device() -> bool:
+  """Tells whether `round_on_one_device` holds where a form is chosen."""
+  return _is_on_one_device.value
 
 
 class Operation(Generic[_P, _R]):
@@ -87,11 +106,13 @@ class Operation(Generic[_P, _R]):
         return form
     return self.plain
 
-  def register(self, platform: str, form: Callable[..., _R], *, takes: Callable[..., bool] | None = None) -> None:
+  def register(
+    self, platforms: str | tuple[str, ...], form: Callable[..., _R], *, takes: Callable[..., bool] | None = None
+  ) -> None:
     """Adds a form. Of those for a platform that take the arguments, the one that was added last is chosen.
 
     Args:
-      platform: `cpu`, `gpu` or `tpu`.
+      platforms: `cpu`, `gpu` or `tpu`, or several.
       form: Takes the arguments of the plain form and returns the same shapes and dtypes. It is right on every platform.
       takes: Whether it takes some arguments; of their shapes, dtypes and static values, and of what is there where the
         program is traced. None if it takes all.
@@ -99,31 +120,34 @@ class Operation(Generic[_P, _R]):
     Raises:
       ValueError: There is no such platform.
     """
-    if platform not in PLATFORMS:
-      raise ValueError(f'the platform must be one of {", ".join(PLATFORMS)}, got {platform!r}')
-    self._forms.append((platform, form, takes))
+    for platform in (platforms,) if isinstance(platforms, str) else platforms:
+      if platform not in PLATFORMS:
+        raise ValueError(f'the platform must be one of {", ".join(PLATFORMS)}, got {platform!r}')
+      self._forms.append((platform, form, takes))
 
-  def form(self, platform: str, *, takes: Callable[..., bool] | None = None) -> Callable[[_F], _F]:
+  def form(self, platforms: str | tuple[str, ...], *, takes: Callable[..., bool] | None = None) -> Callable[[_F], _F]:
     """`register` as a decorator."""
 
     def decorate(form: _F) -> _F:
-      self.register(platform, form, takes=takes)
+      self.register(platforms, form, takes=takes)
       return form
 
     return decorate
 
-  def kernel(self, platform: str, *, takes: Callable[..., bool] | None = None) -> Callable[[_F], _F]:
-    """A decorator that registers a kernel, for the arguments that are arrays, and options by name; see `as_kernel`."""
+  def register_kernel(self, platform: str, name: str, *, takes: Callable[..., bool] | None = None) -> None:
+    """Registers a kernel, for the arguments that are arrays, and options by name; see `as_kernel`.
 
-    def decorate(kernel: _F) -> _F:
-      def form(*arrays, **options):
-        plain, own = (functools.partial(each, **options) for each in (self.plain, kernel))
-        return as_kernel(plain, own, *arrays, platform=platform)
+    Args:
+      platform: `tpu` or `gpu`.
+      name: Where it is, see `lazy`.
+      takes: As for `register`.
+    """
 
-      self.register(platform, form, takes=takes)
-      return kernel
+    def form(*arrays, **options):
+      plain, own = (functools.partial(each, **options) for each in (self.plain, lazy(name)))
+      return as_kernel(plain, own, *arrays, platform=platform)
 
-    return decorate
+    self.register(platform, form, takes=takes)
 
   def platforms(self) -> list[str]:
     """The platforms that have forms."""
@@ -146,7 +170,20 @@ def operation(plain: Callable[_P, _R]) -> Operation[_P, _R]:
   return found
 
 
-# Pallas takes seconds to import, so it is not imported before a program for a platform with a kernel is lowered.
+def lazy(name: str) -> Callable[..., Any]:
+  """A function of a module that its first call imports, since Pallas takes seconds to import.
+
+  Args:
+    name: `MODULE:FUNCTION` of `spectr_jax.kernels`.
+  """
+  module, function = name.split(':')
+
+  def call(*args, **kwargs):
+    return getattr(importlib.import_module(f'spectr_jax.kernels.{module}'), function)(*args, **kwargs)
+
+  return call
+
+
 _kernel_p = Primitive('kernel')
 _kernel_p.multiple_results = True
 
@@ -219,10 +256,8 @@ def as_kernel(plain: Callable[..., Any], kernel: Callable[..., Any], *arrays: ja
 
   Args:
     plain: A function of arrays that returns arrays.
-    kernel: Takes the arrays of M entries, `[M, ...]`, and returns the results of `plain` for each, up to rounding; see
-      `launch`.
-    *arrays: The arguments of `plain`.
-    platform: That of the kernel.
+    kernel: Takes the arrays of M entries, and returns the results of `plain` for each, up to rounding; see `launch`.
+    *arrays, platform: As for `launch`.
   """
 
   @jax.custom_batching.custom_vmap

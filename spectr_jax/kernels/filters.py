@@ -14,15 +14,17 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from spectr_jax.kernels.dispatch import launch, operation
-from spectr_jax.kernels.filter_kernels import find_in_rows, is_covered, keep_in_rows
+from spectr_jax.kernels.dispatch import launch, lazy, operation
 from spectr_jax.kernels.thresholds import largest_threshold
 from spectr_jax.sharding import dividing_axes, shards_in_program
 
 FILTERS = 'filters'  # their scope in compiled programs
+# Per row of a kernel: eight rows of them are in the vector memory of a TPU, twice, and what is kept of them.
+MOST_TOKENS = 3 * 2**17
+keep_in_rows, find_in_rows = lazy('tpu.filter_rows:keep_in_rows'), lazy('tpu.filter_rows:find_in_rows')
 
 
-class Laws(Protocol):
+class Distributions(Protocol):
   """Distributions as filters see them. All numbers of a distribution are columns `[..., 1]`."""
 
   def zeros(self) -> jax.Array:
@@ -55,25 +57,25 @@ class Filter:
   """
 
   keeps_all: float
-  find: Callable[[Laws, jax.Array, jax.Array | None], jax.Array]
+  find: Callable[[Distributions, jax.Array, jax.Array | None], jax.Array]
 
 
-def _find_top_k(laws: Laws, values: jax.Array, before: jax.Array | None) -> jax.Array:
+def _find_top_k(distributions: Distributions, values: jax.Array, before: jax.Array | None) -> jax.Array:
   del before  # the same tokens are among the k most probable ones
-  return laws.largest_threshold(jnp.maximum(values, 1), is_weighted=False)
+  return distributions.largest_threshold(jnp.maximum(values, 1), is_weighted=False)
 
 
-def _find_top_p(laws: Laws, values: jax.Array, before: jax.Array | None) -> jax.Array:
+def _find_top_p(distributions: Distributions, values: jax.Array, before: jax.Array | None) -> jax.Array:
   if before is None:
-    return laws.largest_threshold(values, is_weighted=True)
+    return distributions.largest_threshold(values, is_weighted=True)
   # A row that no filter before has cut gets what it would get alone, without rounding.
-  mass = jnp.where(before > 0, laws.mass_from(before), 1)
-  return laws.largest_threshold(mass * values, is_weighted=True, above=(before, mass))
+  mass = jnp.where(before > 0, distributions.mass_from(before), 1)
+  return distributions.largest_threshold(mass * values, is_weighted=True, above=(before, mass))
 
 
-def _find_min_p(laws: Laws, values: jax.Array, before: jax.Array | None) -> jax.Array:
+def _find_min_p(distributions: Distributions, values: jax.Array, before: jax.Array | None) -> jax.Array:
   del before  # the most probable token is always kept
-  return values * laws.largest()
+  return values * distributions.largest()
 
 
 # In their order.
@@ -85,14 +87,11 @@ FILTERS_BY_NAME = {
 
 
 def filtered(probs: jax.Array, values: Mapping[str, jax.Array | None]) -> jax.Array:
-  """Distributions after the filters of their rows. Rows that use none stay as they are, to the bit.
+  """Distributions `[B, N, V]` after the filters of their rows. Rows that use none stay as they are, to the bit.
 
   Args:
     probs: `[B, N, V]`, distributions.
     values: Those of B rows by name of a filter; None for a filter that no row uses.
-
-  Returns:
-    Distributions `[B, N, V]`.
   """
   names = tuple(name for name in FILTERS_BY_NAME if values[name] is not None)
   if not names:
@@ -105,15 +104,12 @@ def filtered(probs: jax.Array, values: Mapping[str, jax.Array | None]) -> jax.Ar
 
 @operation
 def apply_filters(probs: jax.Array, values: jax.Array, names: tuple[str, ...]) -> jax.Array:
-  """Distributions after F filters, of which all rows use some or none.
+  """Distributions `[B, N, V]` after F filters, of which all rows use some or none.
 
   Args:
     probs: `[B, N, V]`.
     values: `[B, 1, F]`.
     names: The filters, in their order.
-
-  Returns:
-    Distributions `[B, N, V]`.
   """
   return _if_any(_keep_plainly, probs, values, names)
 
@@ -130,12 +126,14 @@ def _keep_without_asking(probs, values, names):  # a GPU waits for the host at a
   return _keep_plainly(functools.partial(_find, names, asks=False), probs, values)
 
 
-def _find(names: tuple[str, ...], laws: Laws, values: jax.Array, *, asks: bool = True) -> tuple[jax.Array, jax.Array]:
+def _find(
+  names: tuple[str, ...], distributions: Distributions, values: jax.Array, *, asks: bool = True
+) -> tuple[jax.Array, jax.Array]:
   """The threshold of F filters together and the mass from there on, columns; 0 and 1 for a row that uses none.
 
   Args:
     names: The filters, in their order.
-    laws: The distributions.
+    distributions: The distributions.
     values: `[..., F]`.
     asks: Whether a filter is left out if no row uses it.
   """
@@ -143,15 +141,15 @@ def _find(names: tuple[str, ...], laws: Laws, values: jax.Array, *, asks: bool =
   for i, name in enumerate(names):
     each, own = FILTERS_BY_NAME[name], values[..., i : i + 1]
     is_used = own != each.keeps_all
-    lowest = laws.zeros() if threshold is None else threshold
+    lowest = distributions.zeros() if threshold is None else threshold
 
     def raised(each=each, own=own, before=threshold, is_used=is_used, lowest=lowest):
-      return jnp.where(is_used, jnp.maximum(lowest, each.find(laws, own, before)), lowest)
+      return jnp.where(is_used, jnp.maximum(lowest, each.find(distributions, own, before)), lowest)
 
     threshold = jax.lax.cond(jnp.any(is_used), raised, lambda lowest=lowest: lowest) if asks else raised()
     is_filtered |= is_used
   assert threshold is not None
-  return threshold, jnp.where(is_filtered, laws.mass_from(threshold), 1)
+  return threshold, jnp.where(is_filtered, distributions.mass_from(threshold), 1)
 
 
 def _keep(probs: jax.Array, threshold: jax.Array, mass: jax.Array) -> jax.Array:
@@ -160,8 +158,8 @@ def _keep(probs: jax.Array, threshold: jax.Array, mass: jax.Array) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class _PlainLaws:
-  """`Laws` of an array `[..., V]`."""
+class _PlainDistributions:
+  """`Distributions` of an array `[..., V]`."""
 
   probs: jax.Array
 
@@ -181,13 +179,15 @@ class _PlainLaws:
 
 
 def _keep_plainly(find, probs, values):
-  return _keep(probs, *find(_PlainLaws(probs), values))
+  return _keep(probs, *find(_PlainDistributions(probs), values))
 
 
 def _takes_rows(probs, values, names):
   """Whether a TPU's kernel takes the rows: whole ones, or all divided over the devices of one axis."""
   axes = dividing_axes()
-  return is_covered(probs) and (not axes or (len(axes) == 1 and shards_in_program(probs.shape[-1]) > 1))
+  if probs.dtype != jnp.float32 or not probs.size or probs.shape[-1] > MOST_TOKENS:
+    return False
+  return not axes or (len(axes) == 1 and shards_in_program(probs.shape[-1]) > 1)
 
 
 @apply_filters.form('tpu', takes=_takes_rows)
@@ -223,7 +223,7 @@ def _find_divided(find, axis, probs, values):
   values = jax.lax.dynamic_slice_in_dim(values, jax.lax.axis_index(axis) * own, own)
 
   def find_plainly(parts, values):
-    return jnp.concatenate(find(_PlainLaws(parts.reshape(own, -1)), values), axis=-1)
+    return jnp.concatenate(find(_PlainDistributions(parts.reshape(own, -1)), values), axis=-1)
 
   found = launch(find_plainly, functools.partial(find_in_rows, find), jnp.swapaxes(parts, 0, 1), values)
   return jax.lax.all_gather(found, axis, tiled=True)[:num_rows]

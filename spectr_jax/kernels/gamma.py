@@ -9,30 +9,24 @@ import jax
 import jax.numpy as jnp
 
 from spectr_jax.kernels.dispatch import operation
-from spectr_jax.kernels.expm1 import expm1
 from spectr_jax.kernels.token_sums import token_sums
 
 _SECTIONS_LOG2 = 4  # of the sections of a bracket in a pass of an accelerator
 
 
 def overlap(draft_probs: jax.Array, target_probs: jax.Array, gamma: jax.Array) -> jax.Array:
-  """The probability beta(gamma) = sum_x min(p(x), q(x)/gamma) that one candidate is accepted; scalar.
+  """The probability beta(gamma) = sum_x min(p(x), q(x)/gamma) that one candidate is accepted.
 
   Args:
     draft_probs: `[V]`, p.
     target_probs: `[V]`, q.
-    gamma: Scalar, the threshold.
+    gamma: The threshold, scalar.
   """
   return jnp.sum(jnp.minimum(draft_probs, target_probs / gamma))
 
 
 def any_accepted(beta: jax.Array, num_candidates: jax.Array) -> jax.Array:
-  """The probability 1 - (1 - beta)^n that any of n candidates is accepted, without cancellation for small beta.
-
-  Args:
-    beta: The probability that one candidate is accepted.
-    num_candidates: n.
-  """
+  """The probability 1 - (1 - beta)^n that any of n candidates is accepted, without cancellation for small beta."""
   return -jnp.expm1(num_candidates * jnp.log1p(-jnp.minimum(beta, 1)))
 
 
@@ -89,7 +83,7 @@ def sections(low: jax.Array, high: jax.Array, num_sections: int) -> jax.Array:
 
 @operation
 def narrow_sections(betas: jax.Array, points: jax.Array, num_candidates: jax.Array) -> jax.Array:
-  """The sections of the section in which the excess 1 - (1 - beta)^n - gamma beta changes its sign.
+  """The sections of the section in which the excess 1 - (1 - beta)^n - gamma beta changes its sign, `[S + 1]`.
 
   Without an excess at the first point, as for n = 1, the root is there.
 
@@ -97,14 +91,11 @@ def narrow_sections(betas: jax.Array, points: jax.Array, num_candidates: jax.Arr
     betas: `[S + 1]`, beta at the points.
     points: `[S + 1]`, in ascending order, without an excess at the last.
     num_candidates: n, scalar of the same dtype.
-
-  Returns:
-    The next points, `[S + 1]`.
   """
-  return _narrow(betas, points, num_candidates[None], jnp.expm1)
+  return narrow_rows(betas, points, num_candidates[None], jnp.expm1)
 
 
-def _narrow(betas, points, number, expm1_fn):
+def narrow_rows(betas, points, number, expm1_fn):
   """`narrow_sections`; `number` is `[1]`, and all arrays may have an axis of rows in front."""
   num_sections = points.shape[-1] - 1
   place = jax.lax.broadcasted_iota(jnp.int32, points.shape, points.ndim - 1)
@@ -118,28 +109,9 @@ def _narrow(betas, points, number, expm1_fn):
   return sections(at(jnp.maximum(first - 1, 0)), at(first), num_sections)
 
 
-@narrow_sections.kernel('tpu', takes=lambda betas, points, num_candidates: betas.dtype == jnp.float32)
-def narrow_kernel(
-  betas: jax.Array, points: jax.Array, num_candidates: jax.Array, *, interpret: bool = False
-) -> jax.Array:
-  """`narrow_sections` of M rows as a TPU kernel.
-
-  Args:
-    betas, points: float32 `[M, S + 1]`.
-    num_candidates: float32 `[M]`, n.
-    interpret: Whether to run without a TPU, for tests.
-
-  Returns:
-    `[M, S + 1]`.
-  """
-  from jax.experimental import pallas as pl
-
-  def kernel(betas_ref, points_ref, number_ref, next_ref):
-    next_ref[...] = _narrow(betas_ref[...], points_ref[...], number_ref[...], expm1)
-
-  shape = jax.ShapeDtypeStruct(points.shape, points.dtype)
-  call = pl.pallas_call(kernel, out_shape=shape, interpret=interpret, name='narrow_sections')
-  return call(betas, points, num_candidates[:, None])
+narrow_sections.register_kernel(
+  'tpu', 'tpu.recursions:narrow_sections', takes=lambda betas, points, num_candidates: betas.dtype == jnp.float32
+)
 
 
 def _excess(draft_probs, target_probs, num_candidates, gamma):

@@ -15,30 +15,27 @@ def _as_it_is(array):
 
 
 @operation
-def in_rows(laws: jax.Array) -> jax.Array:
+def in_rows(probs: jax.Array) -> jax.Array:
   """Distributions `[..., V]`, on a TPU with each in one piece, or with its part of each on a device.
 
   The compiler may put the distributions of all nodes side by side, token by token. That suits one sum over all of them,
   and costs copies wherever a few are read.
-
-  Args:
-    laws: The distributions.
   """
-  return laws
+  return probs
 
 
 @in_rows.form('tpu')
-def _in_rows(laws):
+def _in_rows(probs):
   axes = dividing_axes()
   if not axes:
-    return _as_it_is(laws)
-  if len(axes) > 1 or shards_in_program(laws.shape[-1]) == 1:
-    return laws
+    return _as_it_is(probs)
+  if len(axes) > 1 or shards_in_program(probs.shape[-1]) == 1:
+    return probs
   # The compiler would gather what it is to lay out.
-  divided = PartitionSpec(*[None] * (laws.ndim - 1), axes[0])
+  divided = PartitionSpec(*[None] * (probs.ndim - 1), axes[0])
   return jax.shard_map(
     _as_it_is, in_specs=divided, out_specs=divided, axis_names=set(axes), check_vma=False
-  )(laws)  # fmt: skip
+  )(probs)  # fmt: skip
 
 
 @operation

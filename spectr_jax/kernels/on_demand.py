@@ -95,46 +95,36 @@ def _choose(is_chosen, new, old):
   return jax.tree.map(lambda x, y: jnp.where(is_chosen.reshape(-1, *[1] * (x.ndim - 1)), x, y), new, old)
 
 
-def rows_at(laws: jax.Array, places: np.ndarray) -> jax.Array:
-  """`laws[places]`, without a copy if the places are the first ones in order.
-
-  Args:
-    laws: `[R, V]`, distributions.
-    places: int `[M]`, static.
-  """
+def rows_at(probs: jax.Array, places: np.ndarray) -> jax.Array:
+  """`probs[places]` of distributions `[R, V]`, without a copy if the static places `[M]` are the first in order."""
   is_start = np.array_equal(places, np.arange(len(places)))
-  return laws[: len(places)] if is_start else laws[places]
+  return probs[: len(places)] if is_start else probs[places]
 
 
 @operation
-def pick(laws: jax.Array, rows: jax.Array) -> jax.Array:
-  """`laws[rows]`.
-
-  Args:
-    laws: `[R, V]`, distributions.
-    rows: int32 `[M]`, rows that exist.
-  """
-  return laws[rows]
+def pick(probs: jax.Array, rows: jax.Array) -> jax.Array:
+  """`probs[rows]` of distributions `[R, V]` and rows int32 `[M]` that exist."""
+  return probs[rows]
 
 
 @pick.form('tpu')
 @jax.custom_batching.custom_vmap
-def _pick_by_product(laws, rows):
+def _pick_by_product(probs, rows):
   """By a TPU, which would convert all distributions to a layout of single rows before it reads some.
 
   The product with zeros and ones keeps every bit of a float32 that is not close to the smallest one. If a distribution
   is NaN, all are.
   """
-  is_row = (rows[:, None] == jnp.arange(laws.shape[0])).astype(laws.dtype)
-  return jnp.matmul(is_row, laws, precision=jax.lax.Precision.HIGHEST)
+  is_row = (rows[:, None] == jnp.arange(probs.shape[0])).astype(probs.dtype)
+  return jnp.matmul(is_row, probs, precision=jax.lax.Precision.HIGHEST)
 
 
 @_pick_by_product.def_vmap
-def _pick_for_rows(axis_size, in_batched, laws, rows):
+def _pick_for_rows(axis_size, in_batched, probs, rows):
   # A product reads all distributions. For several rows these are too many to be on the chip.
   if axis_size == 1:
-    return _pick_by_product(laws.reshape(laws.shape[-2:]), rows.reshape(-1))[None], True
-  return jax.vmap(pick.plain, [0 if is_batched else None for is_batched in in_batched])(laws, rows), True
+    return _pick_by_product(probs.reshape(probs.shape[-2:]), rows.reshape(-1))[None], True
+  return jax.vmap(pick.plain, [0 if is_batched else None for is_batched in in_batched])(probs, rows), True
 
 
 def _sum_over(is_own: jax.Array, values: jax.Array) -> jax.Array:
@@ -154,7 +144,7 @@ def map_needed(
   function: Callable[..., Any],
   is_needed: jax.Array,
   otherwise: Any,
-  laws: tuple[tuple[jax.Array, np.ndarray], ...],
+  probs: tuple[tuple[jax.Array, np.ndarray], ...],
   items: Any = (),
   *,
   at_once: int | None = None,
@@ -170,21 +160,21 @@ def map_needed(
   device, unless the work is heavy whatever the vocabulary.
 
   Args:
-    function: Takes one distribution `[V]` of each array of `laws`, then one item. It must not close over traced values.
+    function: Takes one distribution `[V]` of each array of `probs`, then one item; must not close over traced values.
     is_needed: bool `[M]`.
     otherwise: Arrays `[M, ...]` of the shapes and dtypes that `function` returns.
-    laws: Pairs of an array `[R, V]` and static int `[M]`, which names the row of the array that belongs to each entry.
+    probs: Pairs of an array `[R, V]` and static int `[M]`, which names the row of the array that belongs to each entry.
       Rows are read in place and not copied.
     items: Arrays `[M, ...]`.
     at_once: Entries that an accelerator computes together; None for all.
-    all_fn: `function` of all entries at once, for accelerators that compute all of them: takes the arrays of `laws`,
+    all_fn: `function` of all entries at once, for accelerators that compute all of them: takes the arrays of `probs`,
       then the items. By default the `vmap` of `function`, whose distributions may be copied first.
     is_heavy: Whether the work on an entry takes long for a small vocabulary as well.
 
   Returns:
     Arrays `[M, ...]`.
   """
-  arrays, places = zip(*laws)
+  arrays, places = zip(*probs)
   work = _Work(function, places, at_once, all_fn)
 
   @jax.custom_batching.custom_vmap
@@ -204,7 +194,7 @@ def map_needed(
 
 @dataclasses.dataclass(frozen=True)
 class _Work:
-  """The static arguments of `map_needed`; `places` are those of its `laws`."""
+  """The static arguments of `map_needed`; `places` are those of its `probs`."""
 
   function: Callable[..., Any]
   places: tuple[np.ndarray, ...]
@@ -272,13 +262,15 @@ def _one_by_one(work, is_needed, otherwise, arrays, items):
   def flat(tree):
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree)
 
-  laws, items, order = flat(arrays), flat(items), _needed_first(flat(is_needed))
+  probs, items, order = flat(arrays), flat(items), _needed_first(flat(is_needed))
 
   def compute(i, results):
     entry = order[i]
     row, own = entry // num_entries, entry % num_entries
-    law = (x[row * array.shape[1] + jnp.asarray(place)[own]] for x, array, place in zip(laws, arrays, work.places))
-    computed = work.function(*law, *(x[entry] for x in jax.tree.leaves(items)))
+    of_entry = (
+      x[row * array.shape[1] + jnp.asarray(place)[own]] for x, array, place in zip(probs, arrays, work.places)
+    )
+    computed = work.function(*of_entry, *(x[entry] for x in jax.tree.leaves(items)))
     return jax.tree.map(lambda x, y: x.at[entry].set(y), results, computed)
 
   results = jax.lax.fori_loop(0, jnp.sum(is_needed), compute, flat(otherwise))

@@ -95,11 +95,9 @@ def _axis_of_heads(num_heads: int, mesh: Mesh | None) -> str | None:
 def by_kernel(
   query: jax.Array, keys: jax.Array, values: jax.Array, documents: jax.Array, *, interpret: bool = False
 ) -> jax.Array:
-  """`attend_packed` by the kernel, on one device.
+  """`attend_packed` by the kernel, on one device, of a multiple of 128 tokens.
 
-  Args:
-    query, keys, values, documents: As for `attend_packed`, of a multiple of 128 tokens.
-    interpret: Whether to run the kernel without a TPU, for tests.
+  `interpret` runs it without a TPU, for tests.
   """
   # Takes seconds to import.
   from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash

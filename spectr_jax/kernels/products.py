@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
+import pathlib
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from spectr_jax.kernels import processor
 from spectr_jax.kernels.dispatch import operation
 
 LARGE = 2**17  # numbers of a kernel that does not stay in a CPU's caches
@@ -20,21 +20,35 @@ _NUM_PARTS = 8  # of a kernel; a part more costs a CPU the time of a term, a par
 _BLOCK_SIZE = 2**18  # numbers of an int8 kernel that a CPU converts at a time
 
 
+_CPU_INFO = pathlib.Path('/proc/cpuinfo')
+
+
+@functools.cache
+def multiplies_bfloat16() -> bool:
+  """Whether this processor has units for products of bfloat16 matrices (AMX), as far as Linux says so."""
+  try:
+    return 'amx_bf16' in _CPU_INFO.read_text()
+  except OSError:
+    return False
+
+
 def accumulation_dtype(dtype: DTypeLike) -> jnp.dtype:
   """The type of sums over numbers of a type: float32 or wider."""
   return jnp.promote_types(dtype, jnp.float32)
 
 
+def inverse_root(variance: jax.Array) -> jax.Array:
+  """`rsqrt` for norms: NaN where the variance has overflowed, since 0 would make numbers out of range look sound."""
+  return jnp.where(variance < jnp.inf, jax.lax.rsqrt(variance), jnp.nan)
+
+
 def multiply(x: jax.Array, kernel: jax.Array, axis: int = 0) -> jax.Array:
-  """The product of activations and a kernel, multiplied in the activations' dtype, accumulated in float32 or wider.
+  """The product `[..., out]`, multiplied in the activations' dtype, accumulated in float32 or wider.
 
   Args:
-    x: `[..., in]`.
+    x: `[..., in]`, activations.
     kernel: `[in, out]` for axis 0, `[out, in]` for axis 1; of any float dtype, or int8.
     axis: The kernel's input axis.
-
-  Returns:
-    `[..., out]` in the accumulation's dtype.
   """
   if x.ndim == 3 and x.shape[1] >= MANY_TOKENS:
     return product(x, kernel, axis)
@@ -93,7 +107,7 @@ def _takes_few_rows(rows, kernel, axis):
   """Whether rows are multiplied as columns of a large kernel `[out, in]`."""
   if axis == 0 or kernel.size < LARGE or rows.ndim > 2 or len(rows) > _FEW_ROWS:
     return False
-  return processor.multiplies_bfloat16() if rows.dtype == jnp.bfloat16 else len(rows) > 1
+  return multiplies_bfloat16() if rows.dtype == jnp.bfloat16 else len(rows) > 1
 
 
 @product.form('cpu', takes=_takes_few_rows)
@@ -143,7 +157,7 @@ def _int8_product_in_blocks(x, values, axis):
   XLA's CPU backend converts a whole kernel before it multiplies, and moves this out of the loop of decoding, so that a
   float copy of the model would stay in memory. What it converts here depends on the iteration and fits the caches.
   """
-  if x.dtype == jnp.bfloat16 and not processor.multiplies_bfloat16():
+  if x.dtype == jnp.bfloat16 and not multiplies_bfloat16():
     x = x.astype(jnp.float32)  # in bfloat16 a single token takes nine times as long there
   num_inputs, num_channels = values.shape[axis], values.shape[1 - axis]
   # A loop of one iteration would be none.

@@ -8,25 +8,17 @@ import jax
 import jax.numpy as jnp
 
 from spectr_jax.kernels.blocks import argmin, fits_kernels
-from spectr_jax.kernels.dispatch import launch, operation
-
-_LANES = 128
-_ROWS = 8  # rows per step of the grid, the sublanes of a register
-_AT_ONCE = 64  # registers per turn of a loop
-_MEMORY = 64 * 2**20
+from spectr_jax.kernels.dispatch import launch, lazy, operation
 
 
 @operation
 def softmax(logits: jax.Array, scale: jax.Array, is_greedy: jax.Array) -> jax.Array:
-  """The softmax of logits divided by a scale, or a point mass.
+  """The softmax `[B, N, V]` of logits divided by a scale, or a point mass; NaN where the largest logit is not finite.
 
   Args:
     logits: `[B, N, V]`.
     scale: `[B, 1]`, positive.
     is_greedy: bool `[B, 1]`, the rows that get the point mass at the first largest logit.
-
-  Returns:
-    `[B, N, V]`; NaN throughout where the largest logit is not finite.
   """
   # Only indices pass through the choice: one between distributions would copy them.
   none = functools.partial(jnp.full, logits.shape[:-1], -1, jnp.int32)
@@ -44,7 +36,9 @@ def _without_choice(logits, scale, is_greedy):
 def _by_kernel(logits, scale, is_greedy):
   # XLA hands the kernel the logits in fast memory if nothing else needs them, and copies no result of a kernel.
   scales = jnp.broadcast_to(scale, logits.shape[:-1]).reshape(-1)
-  probs = launch(_of_rows, scaled_softmax, logits.reshape(-1, logits.shape[-1]), scales).reshape(logits.shape)
+  probs = launch(
+    _of_rows, lazy('tpu.distributions:scaled_softmax'), logits.reshape(-1, logits.shape[-1]), scales
+  ).reshape(logits.shape)
   return jax.lax.cond(
     jnp.any(is_greedy), lambda probs: _at_points(probs, _points(logits, is_greedy)), lambda probs: probs, probs
   )
@@ -80,73 +74,3 @@ def first_largest(logits: jax.Array) -> jax.Array:
 def _first_largest_in_blocks(logits):  # an argmin over a whole vocabulary is not vectorised on CPU
   largest = jnp.max(logits, axis=-1)
   return jnp.where(jnp.isfinite(largest), jax.vmap(jax.vmap(argmin))(-logits), -1).astype(jnp.int32)
-
-
-def _kernel(logits, scales, probs):
-  from jax.experimental import pallas as pl
-
-  num_parts = logits.shape[1] // _LANES
-  at_once = min(_AT_ONCE, num_parts)
-  wide = (_ROWS, _LANES)
-
-  def parts(turn):
-    # The last turn visits some parts once more: the largest stay the largest, and sums leave them out.
-    start = jnp.minimum(turn * at_once, num_parts - at_once)
-    return [(i, pl.ds(pl.multiple_of(i * _LANES, _LANES), _LANES)) for i in (start + j for j in range(at_once))]
-
-  def each(function, start):
-    return jax.lax.fori_loop(0, -(-num_parts // at_once), function, start)
-
-  def find(turn, top):
-    return functools.reduce(jnp.maximum, [logits[:, part] for _, part in parts(turn)], top)
-
-  top = jnp.max(each(find, jnp.full(wide, -jnp.inf, logits.dtype)), axis=1, keepdims=True)
-  factor = 1 / scales[...]
-
-  def weigh(turn, total):
-    for i, part in parts(turn):
-      weights = jnp.exp((logits[:, part] - top) * factor)
-      probs[:, part] = weights
-      total += jnp.where(i >= turn * at_once, weights, 0)
-    return total
-
-  share = 1 / jnp.sum(each(weigh, jnp.zeros(wide, logits.dtype)), axis=1, keepdims=True)
-
-  def divide(turn, _):
-    for i, part in parts(turn):
-      probs[:, part] *= jnp.where(i >= turn * at_once, share, 1)
-    return 0
-
-  each(divide, 0)
-
-
-def scaled_softmax(logits: jax.Array, scales: jax.Array, *, interpret: bool = False) -> jax.Array:
-  """The softmax of `logits / scales`.
-
-  Args:
-    logits: float32 `[M, V]`; V is a multiple of 128.
-    scales: float32 `[M]`, positive.
-    interpret: Whether to run the kernel's operations one by one on any backend, for tests.
-
-  Returns:
-    float32 `[M, V]`; NaN in rows whose largest logit is not finite.
-  """
-  from jax.experimental import pallas as pl  # takes seconds to import
-  from jax.experimental.pallas import tpu as pltpu
-
-  num_rows, width = logits.shape
-
-  def rows(size):
-    return pl.BlockSpec((_ROWS, size), lambda i: (i, 0))
-
-  # The last step may have rows beyond the end, of any values, which are not written.
-  return pl.pallas_call(
-    _kernel,
-    grid=(pl.cdiv(num_rows, _ROWS),),
-    in_specs=[rows(width), rows(1)],
-    out_specs=rows(width),
-    out_shape=jax.ShapeDtypeStruct(logits.shape, logits.dtype),
-    compiler_params=pltpu.CompilerParams(vmem_limit_bytes=_MEMORY),
-    interpret=interpret,
-    name='softmax',
-  )(logits, scales[:, None])

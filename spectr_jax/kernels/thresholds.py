@@ -86,7 +86,9 @@ def _bracket(probs, above):
 def largest_threshold(
   probs: jax.Array, goal: jax.Array, *, is_weighted: bool, above: tuple[jax.Array, jax.Array] | None = None
 ) -> jax.Array:
-  """Finds the largest t such that the tokens with probability at least t have a total weight of `goal` or more.
+  """The largest t `[..., 1]` such that the tokens with probability at least t have a total weight of `goal` or more.
+
+  It is 0 where all tokens together weigh less.
 
   Args:
     probs: `[..., V]`, not negative; distributions if `is_weighted`.
@@ -94,9 +96,6 @@ def largest_threshold(
     is_weighted: Whether tokens weigh their probability; otherwise each weighs 1.
     above: None, or a number `[..., 1]` that t is known to be no less than, which shortens the search, and the weight
       `[...]` of the tokens with at least that probability.
-
-  Returns:
-    `[..., 1]`, t; the tokens to keep are those with probability at least t. 0 where all tokens together weigh less.
   """
 
   def measure(point, low_count, high_count):

@@ -6,7 +6,6 @@ parameters have it.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,34 +15,14 @@ import numpy as np
 
 from spectr_jax.kernels.attention import Rotation, attend, rotary_angles
 from spectr_jax.kernels.layouts import heads_in_order
+from spectr_jax.kernels.matrices import JOINED, matmul, params_for_decoding
 from spectr_jax.kernels.products import accumulation_dtype
-from spectr_jax.model import KVCache, Model, ModelOutput
+from spectr_jax.model import KVCache, Model, ModelOutput, slots_of
 from spectr_jax.models import functions, layers
-from spectr_jax.models.causal_lm_config import ACTIVATIONS, CausalLMConfig, Rope, init_params, param_shapes
-from spectr_jax.models.decoding_form import JOINED, params_for_decoding
+from spectr_jax.models.causal_lm_config import ACTIVATIONS, CausalLMConfig, Rope, param_shapes
+from spectr_jax.models.causal_lm_config import init_params as init_params
 from spectr_jax.models.functions import model_functions
-from spectr_jax.models.products import matmul
 from spectr_jax.sharding import CAUSAL_LM_RULES
-
-__all__ = [
-  'CausalLMConfig',
-  'Rope',
-  'attention',
-  'block',
-  'causal_lm',
-  'config_of',
-  'hidden_states',
-  'init_params',
-  'linear',
-  'linears',
-  'mlp',
-  'norm',
-  'param_shapes',
-  'project',
-  'rotation_of',
-  'visible_slots',
-  'visible_tokens',
-]
 
 
 def linear(params: Mapping[str, Any], x: jax.Array) -> jax.Array:
@@ -58,13 +37,12 @@ def linear(params: Mapping[str, Any], x: jax.Array) -> jax.Array:
 
 
 def linears(params: Mapping[str, Any], names: tuple[str, ...], x: jax.Array, widths: Sequence[int]) -> list[jax.Array]:
-  """The products of one input with several kernels, `[..., out]` each, which `decoding_form` may have made one.
+  """The products of one input with several kernels, `[..., out]` each, which `params_for_decoding` may have made one.
 
   Args:
-    params: Parameters by name, as for `linear`, or of all under the name that `decoding_form.JOINED` gives them.
-    names: The products.
+    params: Parameters by name, as for `linear`, or of all under the name that `JOINED` gives them.
+    names, widths: The products and their numbers of outputs.
     x: `[..., in]`.
-    widths: Their numbers of outputs.
   """
   joined = params.get(JOINED[names])
   if joined is None:
@@ -81,13 +59,7 @@ def _rms_norm(params, x, config):
 
 
 def norm(params: Mapping[str, Any], x: jax.Array, config: CausalLMConfig) -> jax.Array:
-  """The norm that a configuration names.
-
-  Args:
-    params: `gain` `[D]`, and `bias` `[D]` of layer norms.
-    x: `[..., D]`.
-    config: The configuration.
-  """
+  """The norm that a configuration names, of `x` `[..., D]`, with `gain` `[D]`, and `bias` `[D]` of layer norms."""
   if config.norm == 'rms':
     return _rms_norm(params, x, config)
   return layers.layer_norm(x, params['gain'], params['bias'], epsilon=config.norm_epsilon)
@@ -109,14 +81,9 @@ def visible_tokens(window: int | None, mask: jax.Array) -> jax.Array:
 
 
 def visible_slots(window: int | None, positions: jax.Array, cache: KVCache) -> jax.Array:
-  """The slots of a cache, bool `[B, 1 or N, S]`, that each token attends to in a layer.
+  """The slots of a cache, bool `[B, 1 or N, S]`, that tokens at `positions` `[B, N]` attend to in a layer.
 
-  A committed token's position is its slot.
-
-  Args:
-    window: The layer's window, or None.
-    positions: int32 `[B, N]`.
-    cache: The cache.
+  A committed token's position is its slot. `window` is the layer's, or None.
   """
   num_slots = cache.keys[0].shape[-1]
   slots = layers.committed_slots(num_slots, cache.lengths)
@@ -126,12 +93,7 @@ def visible_slots(window: int | None, positions: jax.Array, cache: KVCache) -> j
 
 
 def rotation_of(rope: Rope | None, positions: jax.Array) -> Rotation | None:
-  """The angles of rotary positions; None for learned ones.
-
-  Args:
-    rope: The rotary positions of a layer, or None.
-    positions: int32 `[B, N]`.
-  """
+  """The angles of rotary positions at `positions` `[B, N]`; None for learned ones, where `rope` is None."""
   if rope is None:
     return None
   return rotary_angles(positions, jnp.asarray(rope.frequencies, jnp.float32), magnitude=rope.magnitude)
@@ -157,40 +119,39 @@ def project(params, config: CausalLMConfig, x: jax.Array, rotation: Rotation | N
   return query, key, value
 
 
-def attention(params, config: CausalLMConfig, layer: int, x, rotation, visible, cache: KVCache | None):
-  """The output of attention `[B, N, embed_dim]`, and the layer's pending keys and values.
+def mix(config: CausalLMConfig, layer: int, query, key, value, visible, cache: KVCache | None):
+  """The mixed values `[B, N, H, head_dim]`, and the layer's pending keys and values.
 
   Args:
-    params: The parameters of the layer's attention.
     config: The configuration.
     layer: The layer.
-    x: `[B, N, in]`, the input of attention.
-    rotation: As `rotation_of` gives it.
+    query, key, value: As of `project`.
     visible: The pending tokens, bool `[1 or B, N, M]`, and the slots, bool `[B, 1 or N, S]`, that each token sees; None
       for the slots if there is no cache or nothing is committed.
     cache: The cache, or None.
   """
-  query, key, value = project(params, config, x, rotation)
   pending_mask, slots = visible
-  keys, values = jnp.transpose(key, (0, 2, 3, 1)), jnp.transpose(value, (0, 2, 1, 3))
-  prefix = None
-  if cache is not None:
-    keys, values = cache.append(layer, keys, values, num_pending_slots=pending_mask.shape[-1])
+  if cache is None:
+    (keys, values), prefix = slots_of(key, value), None
+  else:
+    keys, values = cache.append(layer, key, value, num_pending_slots=pending_mask.shape[-1])
     prefix = None if slots is None else (cache.keys[layer], cache.values[layer], slots)
-  mixed = attend(
-    query, keys, values, pending_mask, prefix, scale=config.query_scale, soft_cap=config.attention_soft_cap
-  )
+  options = {'scale': config.query_scale, 'soft_cap': config.attention_soft_cap}
+  return attend(query, keys, values, pending_mask, prefix, **options), keys, values
+
+
+def attention(params, config: CausalLMConfig, layer: int, x, rotation, visible, cache: KVCache | None):
+  """The output of attention `[B, N, embed_dim]` to `x` `[B, N, in]`, and the layer's pending keys and values.
+
+  `rotation` is as `rotation_of` gives it; other arguments are those of `mix`.
+  """
+  query, key, value = project(params, config, x, rotation)
+  mixed, keys, values = mix(config, layer, query, key, value, visible, cache)
   return linear(params['out'], mixed.reshape(*x.shape[:2], -1)), keys, values
 
 
 def mlp(params, config: CausalLMConfig, x: jax.Array) -> jax.Array:
-  """The output of a layer's MLP, `[..., embed_dim]`.
-
-  Args:
-    params: The parameters of the layer's MLP.
-    config: The configuration.
-    x: `[..., embed_dim]`.
-  """
+  """The output of a layer's MLP, `[..., embed_dim]`, for `x` of that shape."""
 
   def activation(products):
     # Rounded once, as in PyTorch. To round after each of its operations takes CPUs longer than these.
@@ -206,14 +167,9 @@ def mlp(params, config: CausalLMConfig, x: jax.Array) -> jax.Array:
 
 
 def block(params, config: CausalLMConfig, layer: int, x, rotation, visible, cache: KVCache | None):
-  """The stream after a block, `[B, N, embed_dim]`, and the layer's pending keys and values.
+  """The stream `[B, N, embed_dim]` after a block, given `x` before it, and the layer's pending keys and values.
 
-  Args:
-    params: The parameters of the block.
-    config: The configuration.
-    layer: The layer.
-    x: `[B, N, embed_dim]`, the stream before it.
-    rotation, visible, cache: As for `attention`.
+  Other arguments are those of `attention`.
   """
 
   def post(name, out):
@@ -264,7 +220,7 @@ def hidden_states(params: Mapping[str, Any], config: CausalLMConfig, tokens: jax
   """The inputs of the output head, `[B, T, embed_dim]`, after every token of whole texts; they have a gradient.
 
   Args:
-    params: Parameters as of `init_params`, in `config.dtype`.
+    params: As of `init_params`, in `config.dtype`.
     config: The sizes.
     tokens: int32 `[B, T]`, texts from their first tokens on.
   """
@@ -278,9 +234,7 @@ def _apply(params, tokens, positions, mask, cache, *, config, feature_layers):
   mask = mask[None] if mask.ndim == 2 else mask
   streams, pending = _streams(params, tokens, positions, mask, cache, config=config)
   features = jnp.stack([streams[layer] for layer in feature_layers], axis=2) if feature_layers else None
-  keys, values = zip(*pending, strict=True)
-  num_pending = cache.num_pending + tokens.shape[1]
-  cache = dataclasses.replace(cache, pending_keys=keys, pending_values=values, num_pending=num_pending)
+  cache = cache.with_pending(pending, tokens.shape[1])
   return ModelOutput(_unembed(params, streams[-1], config=config), cache, features)
 
 
@@ -290,14 +244,7 @@ def _for_decoding(params, *, config):
 
 
 def _init_cache(batch_size, cache_size, *, config):
-  return KVCache.empty(
-    num_layers=config.num_layers,
-    batch_size=batch_size,
-    num_heads=config.num_cached_heads,
-    head_dim=config.head_dim,
-    cache_size=cache_size,
-    dtype=config.cache_dtype or config.dtype,
-  )
+  return config.empty_cache(batch_size, cache_size)
 
 
 def causal_lm(params: Mapping[str, Any], config: CausalLMConfig) -> Model:

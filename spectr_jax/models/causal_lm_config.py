@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
+from spectr_jax.kernels.int8 import CHANNEL_AXES, Int8Kernel, check_weights, quantized
 from spectr_jax.kernels.products import accumulation_dtype
-from spectr_jax.models.int8 import CHANNEL_AXES, Int8Kernel, check_weights, quantized
+from spectr_jax.model import KVCache
 from spectr_jax.sharding import MODEL
 
 ACTIVATIONS = {
@@ -205,6 +206,17 @@ class CausalLMConfig:
       )
     return dataclasses.replace(self, kv_copies=num_shards // num_kv_heads)
 
+  def empty_cache(self, batch_size: int, cache_size: int) -> KVCache:
+    """An empty cache of the decoder's keys and values, see `KVCache.empty`."""
+    return KVCache.empty(
+      num_layers=self.num_layers,
+      batch_size=batch_size,
+      num_heads=self.num_cached_heads,
+      head_dim=self.head_dim,
+      cache_size=cache_size,
+      dtype=self.cache_dtype or self.dtype,
+    )
+
   def window(self, layer: int) -> int | None:
     """The window of a layer, or None for all tokens."""
     return self.windows[layer] if self.windows else None
@@ -265,12 +277,7 @@ def param_shapes(config: CausalLMConfig) -> dict[str, Any]:
 
 
 def init_params(key: jax.Array, config: CausalLMConfig) -> dict[str, Any]:
-  """Random parameters, of a scale that keeps activations near unit variance.
-
-  Args:
-    key: A typed key.
-    config: The sizes.
-  """
+  """Random parameters for a typed key, of a scale that keeps activations near unit variance."""
   shapes, structure = jax.tree_util.tree_flatten_with_path(param_shapes(dataclasses.replace(config, weights=None)))
 
   def draw(key, path, shape):

@@ -23,8 +23,7 @@ def model_functions(config: Any, *, apply: Callable, **others: Callable | None) 
   Args:
     config: The sizes, hashable, with `num_layers`.
     apply: `(params, tokens, positions, mask, cache, *, config, feature_layers) -> ModelOutput`.
-    **others: Other functions of `Model` by name, without `_fn`, each with the keyword `config`; None for one that the
-      network does not have.
+    **others: Other functions by name, without `_fn`, each with the keyword `config`; None for one that is missing.
   """
   functions = {
     f'{name}_fn': None if function is None else functools.partial(function, config=config)
@@ -37,12 +36,7 @@ def model_functions(config: Any, *, apply: Callable, **others: Callable | None) 
 
 
 def config_of(model: Model, apply: Callable, maker: str) -> Any:
-  """The configuration that a model was made with.
-
-  Args:
-    model: The model.
-    apply: The network's function.
-    maker: Name of the function that makes such models, for the message.
+  """The configuration that a model was made with by the function `maker`, of the network's `apply`.
 
   Raises:
     ValueError: The model is of another network.

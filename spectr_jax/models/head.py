@@ -8,7 +8,7 @@ EAGLE (Li et al. 2024), EAGLE-3 (Li et al. 2025), P-EAGLE (arXiv:2602.01469), mu
 section 2.2).
 
 Parameters are a nested dict of arrays of one dtype, with kernels `[in, out]`, see `param_shapes`. Heads differ in which
-parameters they have and in three options of `HeadConfig`.
+parameters they have and in three options of `HeadConfig`. Functions take the head's `params` and `config` first.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from spectr_jax.kernels import attention
 from spectr_jax.model import KVCache
 from spectr_jax.models import causal_lm
 from spectr_jax.models.causal_lm_config import CausalLMConfig, check_sizes
-from spectr_jax.models.products import matmul
+from spectr_jax.models.layers import unembed as unembed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,9 +104,6 @@ def param_shapes(config: HeadConfig) -> dict[str, Any]:
   """The shapes of all parameters, a nested dict of `jax.ShapeDtypeStruct`.
 
   The output head is one of them also where it is made of the target's rows: it is gathered once, when a head is loaded.
-
-  Args:
-    config: The head.
   """
   embedding_dim = config.embedding_dim
   block, width = config.block, config.block.embed_dim
@@ -153,11 +149,9 @@ def param_shapes(config: HeadConfig) -> dict[str, Any]:
 
 
 def random_params(key: jax.Array, shapes: Mapping[str, Any]) -> dict[str, Any]:
-  """Random parameters, of a scale that keeps activations near unit variance; `target_ids` are the first Vd ids.
+  """Random parameters of a nested dict of shapes, of a scale that keeps activations near unit variance.
 
-  Args:
-    key: A typed key.
-    shapes: A nested dict, such as `param_shapes` returns.
+  The key is a typed one; `target_ids` are the first Vd ids.
   """
   leaves, structure = jax.tree_util.tree_flatten_with_path(shapes)
 
@@ -174,12 +168,7 @@ def random_params(key: jax.Array, shapes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def init_params(key: jax.Array, config: HeadConfig) -> dict[str, Any]:
-  """Random parameters, see `random_params`.
-
-  Args:
-    key: A typed key.
-    config: The head.
-  """
+  """Random parameters of a head for a typed key, see `random_params`."""
   return random_params(key, param_shapes(config))
 
 
@@ -187,8 +176,6 @@ def hidden_of_features(params: Mapping[str, Any], config: HeadConfig, features: 
   """The hidden state h of tokens that the target has seen, `[..., embed_dim]`.
 
   Args:
-    params: The head's parameters.
-    config: The head.
     features: `[..., F, target_dim]`, the target's hidden states of the token before.
   """
   features = features.astype(config.block.dtype)
@@ -250,40 +237,21 @@ def advance(
   positions: jax.Array,
   attend_fn: AttendFn[Kept],
 ) -> tuple[jax.Array, jax.Array, Kept]:
-  """A head of one block at some tokens.
+  """A head of one block: the next hidden states, the input of the output head, and what `attend_fn` keeps.
 
   Args:
-    params: The head's parameters.
-    config: The head.
     embedded: `[B, N, embedding_dim]`, the embedded tokens.
-    hidden: `[B, N, embed_dim]`, the hidden states h of what stands before each.
+    hidden: `[B, N, embed_dim]`, the hidden states h of what stands before each; results have this shape.
     positions: int32 `[B, N]`; any origin will do.
     attend_fn: Attention over these tokens and those before them.
-
-  Returns:
-    The next hidden states and the input of the output head, `[B, N, embed_dim]` each, and what `attend_fn` keeps.
   """
   x, kept = _first_block(params, config, embedded, hidden, positions, attend_fn)
   return *_finish(params, config, x), kept
 
 
 def init_cache(config: HeadConfig, batch_size: int, cache_size: int) -> KVCache:
-  """An empty cache of the head's keys and values.
-
-  Args:
-    config: The head.
-    batch_size: B, rows.
-    cache_size: Committed tokens that a row can hold.
-  """
-  block = config.block
-  return KVCache.empty(
-    num_layers=block.num_layers,
-    batch_size=batch_size,
-    num_heads=block.num_cached_heads,
-    head_dim=block.head_dim,
-    cache_size=cache_size,
-    dtype=block.cache_dtype or block.dtype,
-  )
+  """An empty cache of the head's keys and values, see `KVCache.empty`."""
+  return config.block.empty_cache(batch_size, cache_size)
 
 
 def apply(
@@ -295,20 +263,14 @@ def apply(
   mask: jax.Array,
   cache: KVCache,
 ) -> tuple[jax.Array, jax.Array, KVCache]:
-  """`advance` after the committed tokens of a cache, like `Model.apply_fn`; through all blocks.
+  """`advance` through all blocks after the committed tokens of a cache, which is returned with the tokens pending.
 
   Args:
-    params: The head's parameters.
-    config: The head.
     embedded: `[B, N, embedding_dim]`.
     hidden: `[B, N, embed_dim]`.
     positions: int32 `[B, N]`, the committed tokens' slots continued.
     mask: bool `[N, M]` or `[B, N, M]`, the pending tokens that each token attends to.
     cache: The cache.
-
-  Returns:
-    The next hidden states and the input of the output head, `[B, N, embed_dim]` each, and the cache with the tokens
-    pending.
   """
   block = config.block
   mask = mask[None] if mask.ndim == 2 else mask
@@ -316,12 +278,7 @@ def apply(
   visible = causal_lm.visible_tokens(window, mask), causal_lm.visible_slots(window, positions, cache)
 
   def attend(query, key, value):
-    keys, values = cache.append(
-      0, jnp.transpose(key, (0, 2, 3, 1)), jnp.transpose(value, (0, 2, 1, 3)), num_pending_slots=mask.shape[-1]
-    )
-    prefix = cache.keys[0], cache.values[0], visible[1]
-    options = {'scale': block.query_scale, 'soft_cap': block.attention_soft_cap}
-    mixed = attention.attend(query, keys, values, visible[0], prefix, **options)
+    mixed, keys, values = causal_lm.mix(block, 0, query, key, value, visible, cache)
     return mixed, (keys, values)
 
   x, *pending = _first_block(params, config, embedded, hidden, positions, attend)
@@ -329,20 +286,7 @@ def apply(
     rotation = causal_lm.rotation_of(block.rope_of(layer), positions)
     x, keys, values = causal_lm.block(params[f'layer_{layer}'], block, layer, x, rotation, visible, cache)
     pending.append((keys, values))
-  keys, values = zip(*pending, strict=True)
-  num_pending = cache.num_pending + embedded.shape[1]
-  cache = dataclasses.replace(cache, pending_keys=keys, pending_values=values, num_pending=num_pending)
-  return *_finish(params, config, x), cache
-
-
-def unembed(params: Mapping[str, Any], output: jax.Array) -> jax.Array:
-  """Logits of the Vd tokens that the head can guess, `[..., Vd]`, in float32 or wider.
-
-  Args:
-    params: The head's parameters.
-    output: `[..., embed_dim]`, from `advance`.
-  """
-  return matmul(output, params['unembedding'])
+  return *_finish(params, config, x), cache.with_pending(pending, embedded.shape[1])
 
 
 def check_target_ids(params: Mapping[str, Any], is_reduced: bool, num_ids: int, vocab_size: int) -> None:

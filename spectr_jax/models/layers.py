@@ -12,21 +12,18 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from spectr_jax.kernels.attention import Rotation
-from spectr_jax.kernels.products import accumulation_dtype
-from spectr_jax.models.block_kernel import BlockKernel, is_in_blocks
-from spectr_jax.models.int8 import Int8Kernel, is_int8
-from spectr_jax.models.products import matmul
+from spectr_jax.kernels.block_kernel import BlockKernel, is_in_blocks
+from spectr_jax.kernels.int8 import Int8Kernel, is_int8
+from spectr_jax.kernels.matrices import matmul
+from spectr_jax.kernels.products import accumulation_dtype, inverse_root
 
 
 def take_rows(embedding: jax.Array | Int8Kernel | BlockKernel, rows: jax.Array) -> jax.Array:
-  """Rows of an embedding.
+  """Rows `[..., embed_dim]` of an embedding, in its dtype or in that of its scale.
 
   Args:
     embedding: `[V, embed_dim]`, of any float dtype, in int8, or uint16, the bits of bfloat16; or in blocks.
     rows: Integers `[...]`.
-
-  Returns:
-    `[..., embed_dim]` in the embedding's dtype, or in that of its scale.
   """
   if isinstance(embedding, BlockKernel):
     return embedding.columns(jnp.clip(rows, 0, embedding.num_out - 1))
@@ -36,21 +33,10 @@ def take_rows(embedding: jax.Array | Int8Kernel | BlockKernel, rows: jax.Array) 
   return jax.lax.bitcast_convert_type(taken, jnp.bfloat16) if taken.dtype == jnp.uint16 else taken
 
 
-def inverse_root(variance: jax.Array) -> jax.Array:
-  """`rsqrt` for norms: NaN where the variance has overflowed, since 0 would make numbers out of range look sound."""
-  return jnp.where(variance < jnp.inf, jax.lax.rsqrt(variance), jnp.nan)
-
-
 def rms_norm(x: jax.Array, gain: jax.Array, *, epsilon: float = 1e-6) -> jax.Array:
-  """Root-mean-square normalization, computed in float32 or wider.
+  """Root-mean-square normalization of `x` `[..., D]` with gains `[D]`, computed in float32 or wider.
 
-  Args:
-    x: `[..., D]`.
-    gain: `[D]`.
-    epsilon: Added to the mean square.
-
-  Returns:
-    The normalized array, of the shape and dtype of `x`; NaN where the sum of squares overflows.
+  `epsilon` is added to the mean square. The result has the dtype of `x`, and is NaN where the sum of squares overflows.
   """
   wide = x.astype(accumulation_dtype(x.dtype))
   scale = inverse_root(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + epsilon)
@@ -58,16 +44,9 @@ def rms_norm(x: jax.Array, gain: jax.Array, *, epsilon: float = 1e-6) -> jax.Arr
 
 
 def layer_norm(x: jax.Array, gain: jax.Array, bias: jax.Array, *, epsilon: float) -> jax.Array:
-  """Layer normalization, computed in float32 or wider.
+  """Layer normalization of `x` `[..., D]` with gains and biases `[D]`, computed in float32 or wider.
 
-  Args:
-    x: `[..., D]`.
-    gain: `[D]`.
-    bias: `[D]`.
-    epsilon: Added to the variance.
-
-  Returns:
-    The normalized array, of the shape and dtype of `x`; NaN where the sum of squares overflows.
+  `epsilon` is added to the variance. The result has the dtype of `x`, and is NaN where the sum of squares overflows.
   """
   wide = x.astype(accumulation_dtype(x.dtype))
   centered = wide - jnp.mean(wide, axis=-1, keepdims=True)
@@ -76,14 +55,9 @@ def layer_norm(x: jax.Array, gain: jax.Array, bias: jax.Array, *, epsilon: float
 
 
 def rotate(x: jax.Array, rotation: Rotation) -> jax.Array:
-  """Rotary position embedding, which pairs entry i of a head with entry F + i.
+  """Rotary position embedding of queries or keys `x` `[B, N, H, head_dim]`, in their dtype.
 
-  Args:
-    x: `[B, N, H, head_dim]`, queries or keys; entries of a head from 2 F on are not rotated.
-    rotation: The angles.
-
-  Returns:
-    The rotated array, of the shape and dtype of `x`.
+  It pairs entry i of a head with entry F + i; entries from 2 F on are not rotated.
   """
   sin, cos = rotation
   width = 2 * sin.shape[-1]
@@ -93,24 +67,16 @@ def rotate(x: jax.Array, rotation: Rotation) -> jax.Array:
 
 
 def committed_slots(num_slots: int, lengths: jax.Array) -> jax.Array:
-  """The slots of a cache that hold committed tokens, bool `[B, 1, S]`.
-
-  Args:
-    num_slots: S.
-    lengths: int32 `[B]`, committed tokens.
-  """
+  """The slots of a cache that hold committed tokens, bool `[B, 1, S]`, of numbers of committed tokens `[B]`."""
   return jnp.arange(num_slots) < lengths[:, None, None]
 
 
 def unembed(params: Mapping[str, Any], features: jax.Array) -> jax.Array:
-  """Logits of the final norm's output, by the output head or, where there is none, by the embedding.
+  """Logits `[..., V]` in float32 or wider, by the output head or, where there is none, by the embedding.
 
   Args:
     params: `unembedding` `[embed_dim, V]` or `embedding` `[V, embed_dim]`.
-    features: `[..., embed_dim]`.
-
-  Returns:
-    `[..., V]` in the accumulation's dtype.
+    features: `[..., embed_dim]`, the final norm's output.
   """
   if 'unembedding' in params:
     return matmul(features, params['unembedding'])

@@ -11,22 +11,22 @@ logits become a Markov chain, softmax(U_k + B(x_{k-1})), and any tree of guesses
 so with the likeliest tokens of each slot alone, and mixes neighboring slots before and after attention and MLP.
 
 Sources: DFlash (arXiv:2602.06036), DSpark (arXiv:2607.05147), DFlash 2 (github.com/z-lab/dflash). Parameters are a
-nested dict of arrays of one dtype, with kernels `[in, out]`, see `param_shapes`.
+nested dict of arrays of one dtype, with kernels `[in, out]`, see `param_shapes`. Functions take the network's `params`
+and `config` first.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
+from spectr_jax.kernels.matrices import matmul
 from spectr_jax.model import KVCache
 from spectr_jax.models import causal_lm, layers
 from spectr_jax.models.one_pass_config import OnePassConfig
-from spectr_jax.models.products import matmul
 
 Visible: TypeAlias = tuple[jax.Array, jax.Array | None]
 
@@ -35,9 +35,6 @@ def param_shapes(config: OnePassConfig) -> dict[str, Any]:
   """The shapes of all parameters, a nested dict of `jax.ShapeDtypeStruct`.
 
   The output head is one of them also where it is made of the target's rows: it is gathered once, when it is loaded.
-
-  Args:
-    config: The network.
   """
   backbone, width = config.backbone, config.backbone.embed_dim
 
@@ -84,22 +81,8 @@ def param_shapes(config: OnePassConfig) -> dict[str, Any]:
 
 
 def init_cache(config: OnePassConfig, batch_size: int, cache_size: int) -> KVCache:
-  """An empty cache of the keys and values of the context.
-
-  Args:
-    config: The network.
-    batch_size: B, rows.
-    cache_size: Tokens that a row can hold.
-  """
-  backbone = config.backbone
-  return KVCache.empty(
-    num_layers=backbone.num_layers,
-    batch_size=batch_size,
-    num_heads=backbone.num_cached_heads,
-    head_dim=backbone.head_dim,
-    cache_size=cache_size,
-    dtype=backbone.cache_dtype or backbone.dtype,
-  )
+  """An empty cache of the keys and values of the context, see `KVCache.empty`."""
+  return config.backbone.empty_cache(batch_size, cache_size)
 
 
 def _rotations(config: OnePassConfig, positions: jax.Array) -> list[Any]:
@@ -115,8 +98,6 @@ def read_context(
   """The cache with the keys and values of some tokens' context pending.
 
   Args:
-    params: The parameters.
-    config: The network.
     features: `[B, N, F, target_dim]`, the target's hidden states at these tokens.
     positions: int32 `[B, N]`, their positions.
     cache: The cache, with nothing pending.
@@ -127,10 +108,8 @@ def read_context(
   pending = []
   for layer, rotation in enumerate(_rotations(config, positions)):
     _, key, value = causal_lm.project(params[f'layer_{layer}']['attention'], backbone, context, rotation)
-    keys, values = jnp.transpose(key, (0, 2, 3, 1)), jnp.transpose(value, (0, 2, 1, 3))
-    pending.append(cache.append(layer, keys, values, num_pending_slots=num_new))
-  keys, values = zip(*pending, strict=True)
-  return dataclasses.replace(cache, pending_keys=keys, pending_values=values, num_pending=cache.num_pending + num_new)
+    pending.append(cache.append(layer, key, value, num_pending_slots=num_new))
+  return cache.with_pending(pending, num_new)
 
 
 def _visible(config: OnePassConfig, window: int | None, positions: jax.Array, cache: KVCache) -> Visible:
@@ -199,8 +178,6 @@ def run_slots(
   """The outputs of slots, `[B, N, embed_dim]`, the inputs of the output head.
 
   Args:
-    params: The parameters.
-    config: The network.
     embedded: `[B, N, embed_dim]`, the embedded tokens of the slots.
     positions: int32 `[B, N]`, their positions.
     visible_fn: What each slot attends to in layers with a window, or without one: pending tokens, bool
@@ -220,8 +197,6 @@ def run_block(params: Mapping[str, Any], config: OnePassConfig, embedded: jax.Ar
   """The outputs of all slots of one block, `[B, W, embed_dim]`.
 
   Args:
-    params: The parameters.
-    config: The network.
     embedded: `[B, W, embed_dim]`, the embedded last token and mask tokens.
     cache: The context of all tokens before the last one; it stays as it is.
   """
@@ -231,22 +206,10 @@ def run_block(params: Mapping[str, Any], config: OnePassConfig, embedded: jax.Ar
   )
 
 
-def unembed(params: Mapping[str, Any], output: jax.Array) -> jax.Array:
-  """Logits U of the Vd tokens that can be guessed, `[..., Vd]`, in float32 or wider.
-
-  Args:
-    params: The parameters.
-    output: `[..., embed_dim]`, from `run_block`.
-  """
-  return matmul(output, params['unembedding'])
-
-
 def embed_before(params: Mapping[str, Any], config: OnePassConfig, tokens: jax.Array) -> jax.Array:
   """The embeddings e of the tokens before, `[..., rank]`, of a network with a sequential part.
 
   Args:
-    params: The parameters.
-    config: The network.
     tokens: Integers `[...]`.
   """
   return layers.take_rows(params['markov']['embedding'], tokens).astype(config.backbone.dtype)
@@ -258,8 +221,6 @@ def read_before(
   """What W of the sequential part is applied to for the bias of a slot's logits, see `Markov`.
 
   Args:
-    params: The parameters.
-    config: The network, with a sequential part.
     before: `[..., rank]`, from `embed_before`.
     output: `[..., embed_dim]`, the outputs of the slot.
     state: `[..., rank]`, s before the slot, 0 before the first. Only `rnn` reads it; None for others.
@@ -294,12 +255,9 @@ def select(
   tokens: jax.Array,
   output: jax.Array,
 ) -> jax.Array:
-  """The logits of a slot after the tokens before it, `[B, N, V]`; -inf for tokens that are no candidates.
-
-  Source: see `Selector`.
+  """The logits `[B, N, V]` of a slot after the tokens before it; -inf where no candidate is. See `Selector`.
 
   Args:
-    params: The parameters of a network with a selector.
     logits: `[B, V]`, the slot's logits U.
     candidates: int32 `[B, C]`, the tokens that are candidates.
     tokens: int32 `[B, N]`, the tokens before.
@@ -320,15 +278,11 @@ def select(
 def confidence_logits(
   params: Mapping[str, Any], config: OnePassConfig, output: jax.Array, before: jax.Array | None
 ) -> jax.Array:
-  """Logits of the estimated chance that the guess of a slot is accepted, `[...]`, in float32 or wider.
-
-  Source: DSpark, section 3.
+  """Logits `[...]` of the estimated chance that a slot's guess is accepted, in float32 or wider (DSpark, section 3).
 
   They read neither that guess nor a later one.
 
   Args:
-    params: The parameters.
-    config: The network, with an estimate.
     output: `[..., embed_dim]`, the outputs of the slot.
     before: `[..., rank]`, from `embed_before`; only read if `config.confidence` is `markov`, else it may be None.
 
@@ -365,15 +319,13 @@ def begin(
   """The part of a pass that a tree of some depth needs.
 
   Args:
-    params: The parameters.
-    config: The network.
     outputs: `[B, W, embed_dim]`, from `run_block`.
     root: int32 `[B, 1]`, the last token of the text.
     num_depths: L, at most `config.max_depth`.
   """
   first = config.num_slots - config.max_depth
   own = outputs[:, first : first + num_depths]
-  logits, candidates, state = unembed(params, own), None, None
+  logits, candidates, state = layers.unembed(params, own), None, None
   if config.selector is not None:
     _, candidates = jax.lax.top_k(logits, config.selector.num_candidates)
   if config.markov is not None and config.markov.kind == 'rnn':
@@ -400,8 +352,6 @@ def logits_after(
   """The logits after nodes of one depth, `[B, N, Vd]`, and s after the slot that guesses their children.
 
   Args:
-    params: The parameters.
-    config: The network.
     block: The pass.
     depth: int32 scalar, the depth of the nodes, 0 for the root.
     tokens: int32 `[B, N]`, the nodes' tokens.

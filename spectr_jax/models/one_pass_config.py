@@ -41,7 +41,7 @@ class Markov:
 
 @dataclasses.dataclass(frozen=True)
 class Selector:
-  """The sequential part of DFlash 2: a law over the likeliest tokens of a slot, given the token before.
+  """The sequential part of DFlash 2: a distribution over the likeliest tokens of a slot, given the token before.
 
   With h the output of the slot, a candidate y after the token x has the logit U(y) + sum of a(x) (P h) b(y), over the
   entries of the three vectors. Tokens that are no candidates are not guessed.

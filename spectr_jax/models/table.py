@@ -5,32 +5,10 @@ The next token's distribution depends on the last token and, if wanted, on its p
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 
 from spectr_jax.model import Model, ModelOutput
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class _Cache:
-  """The cache of a Markov chain, which needs no past tokens.
-
-  Attributes:
-    lengths: int32 `[B]`, committed tokens per row.
-  """
-
-  lengths: jax.Array
-
-  def truncate(self, lengths: jax.Array) -> _Cache:
-    """The cache with the first `lengths[b]` committed tokens of each row.
-
-    Args:
-      lengths: int32 `[B]`.
-    """
-    return _Cache(lengths)
 
 
 def _apply(params, tokens, positions, mask, cache):
@@ -40,14 +18,22 @@ def _apply(params, tokens, positions, mask, cache):
   return ModelOutput(params[jnp.minimum(positions, len(params) - 1), tokens], cache)
 
 
+# A Markov chain needs no past tokens: its cache is the number of committed tokens of each row.
+
+
 def _init_cache(batch_size, cache_size):
   del cache_size
-  return _Cache(jnp.zeros(batch_size, jnp.int32))
+  return jnp.zeros(batch_size, jnp.int32)
 
 
 def _commit(cache, path, num_committed):
   del path
-  return _Cache(cache.lengths + num_committed)
+  return cache + num_committed
+
+
+def _truncate(cache, lengths):
+  del cache
+  return lengths
 
 
 def table_model(log_probs: jax.Array) -> Model:
@@ -66,4 +52,4 @@ def table_model(log_probs: jax.Array) -> Model:
     raise ValueError(f'log_probs must be [V, V] or [T, V, V], got shape {shape}')
   if not jnp.issubdtype(log_probs.dtype, jnp.floating) or log_probs.dtype.itemsize < 4:
     raise ValueError(f'log_probs must be float32 or float64, got {log_probs.dtype}')
-  return Model(log_probs, _apply, _init_cache, shape[-1], _commit)
+  return Model(log_probs, _apply, _init_cache, shape[-1], _commit, _truncate)

@@ -6,7 +6,6 @@ stores them as the backend reads them fastest.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, TypeAlias, cast
 
@@ -15,12 +14,13 @@ import jax
 import jax.numpy as jnp
 
 from spectr_jax.kernels.attention import attend, attend_causally, rotary_angles
-from spectr_jax.model import KVCache, Model, ModelOutput
+from spectr_jax.kernels.dispatch import operation
+from spectr_jax.kernels.int8 import is_int8
+from spectr_jax.kernels.matrices import matmul, params_for_decoding
+from spectr_jax.kernels.tpu import fused_layers
+from spectr_jax.model import KVCache, Model, ModelOutput, slots_of
 from spectr_jax.models import functions, layers
-from spectr_jax.models.decoding_form import params_for_decoding
 from spectr_jax.models.functions import model_functions
-from spectr_jax.models.int8 import is_int8
-from spectr_jax.models.products import matmul
 from spectr_jax.models.transformer_config import TransformerConfig
 from spectr_jax.sharding import TRANSFORMER_RULES
 
@@ -35,7 +35,7 @@ class Linear(nn.Module):
   @nn.compact
   def __call__(self, x):
     init = nn.initializers.variance_scaling(self.init_scale, 'fan_in', 'normal', in_axis=-1, out_axis=-2)
-    if self.has_variable('params', 'kernel'):  # in a form of `decoding_form` perhaps, whose shape `param` would refuse
+    if self.has_variable('params', 'kernel'):  # in a form for decoding perhaps, whose shape `param` would refuse
       kernel = self.get_variable('params', 'kernel')
     else:
       # Drawn as `[out, in]`, so that a key gives the same numbers as when kernels were stored in that order.
@@ -73,11 +73,11 @@ class Block(nn.Module):
     # Gradients of a split are concatenated, those of slices would be padded and added.
     query, key, value = jnp.split(qkv, 3, axis=-1)
     query, key = layers.rotate(query, rotation), layers.rotate(key, rotation)
-    keys, values = jnp.transpose(key, (0, 2, 3, 1)), jnp.transpose(value, (0, 2, 1, 3))
     if cache is None:
+      keys, values = slots_of(key, value)
       mixed = self.attend_fn(query, keys, values, mask)
     else:
-      keys, values = cache.append(self.layer, keys, values, num_pending_slots=mask.shape[-1])
+      keys, values = cache.append(self.layer, key, value, num_pending_slots=mask.shape[-1])
       committed = layers.committed_slots(cache.keys[self.layer].shape[-1], cache.lengths)
       prefix = cache.keys[self.layer], cache.values[self.layer], committed
       mixed = attend(query, keys, values, mask, prefix)
@@ -134,38 +134,21 @@ class Transformer(nn.Module):
     if self.feature_layers:
       features = jnp.stack([streams[layer] for layer in self.feature_layers], axis=2)
     if cache is not None:
-      keys, values = zip(*pending, strict=True)
-      num_pending = cache.num_pending + tokens.shape[1]
-      cache = dataclasses.replace(cache, pending_keys=keys, pending_values=values, num_pending=num_pending)
+      cache = cache.with_pending(pending, tokens.shape[1])
     return logits, features, cache
 
 
 _Outputs: TypeAlias = tuple[jax.Array, jax.Array | None, KVCache]  # of `Transformer`, called with a cache
 
 
-def _apply(params, tokens, positions, mask, cache, *, config, feature_layers):
+@operation
+def transformer_call(params, tokens, positions, mask, cache, *, config, feature_layers):
+  """`Model.apply` of a transformer."""
   network = Transformer(config, feature_layers=feature_layers)
   # Flax types the result as a pair for calls with mutable variables, of which there are none here.
   outputs = cast(_Outputs, network.apply({'params': params}, tokens, positions, mask, cache))
   logits, features, cache = outputs
   return ModelOutput(logits, cache, features)
-
-
-def _apply_on_tpu(params, tokens, positions, mask, cache, *, config):
-  """`_apply` by a kernel, if it takes such calls."""
-  from spectr_jax.models import fused_layers  # takes seconds to import
-
-  if isinstance(cache, KVCache):
-    if any(is_int8(leaf) for leaf in jax.tree.leaves(params, is_leaf=is_int8)) or not fused_layers.fits(
-      config, tokens.shape[0], mask.shape[-1], cache.keys[0].shape[-1]
-    ):
-      return _apply(params, tokens, positions, mask, cache, config=config, feature_layers=())
-    cache = fused_layers.FusedCache.of(cache, mask.shape[-1])
-  mask = mask[None] if mask.ndim == 2 else mask
-  fused = fused_layers.fuse(params, config)
-  x = _embed(params, tokens, config=config)
-  x, cache = fused_layers.apply_layers(fused, x, positions, mask, cache, config=config)
-  return ModelOutput(layers.unembed(params, x), cache)
 
 
 def _init_cache(batch_size, cache_size, *, config):
@@ -188,28 +171,22 @@ def _unembed(params, features, *, config):
   return layers.unembed(params, features)
 
 
+fused_layers.register(transformer_call, _embed, _unembed)
+
+
 def _for_decoding(params, *, config):
   del config
   return params_for_decoding(params)
 
 
 def init_params(key: jax.Array, config: TransformerConfig) -> Any:
-  """Randomly initialized float32 parameters, a nested dict.
-
-  Args:
-    key: A typed key.
-    config: The sizes.
-  """
+  """Randomly initialized float32 parameters, a nested dict, for a typed key."""
   tokens = jnp.zeros((1, 1), jnp.int32)
   return Transformer(config).init(key, tokens, tokens, jnp.ones((1, 1), bool))['params']
 
 
 def param_shapes(config: TransformerConfig) -> dict[str, Any]:
-  """The shapes of all parameters, a nested dict of float32 `jax.ShapeDtypeStruct`.
-
-  Args:
-    config: The sizes.
-  """
+  """The shapes of all parameters, a nested dict of float32 `jax.ShapeDtypeStruct`."""
 
   def array(*shape):
     return jax.ShapeDtypeStruct(shape, jnp.float32)
@@ -254,24 +231,13 @@ def transformer_model(params: Any, config: TransformerConfig) -> Model:
     sharding_rules=TRANSFORMER_RULES,
     **model_functions(
       config,
-      apply=_apply,
+      apply=transformer_call,
       init_cache=_init_cache,
       embed=_embed,
       unembed=_unembed,
       for_decoding=_for_decoding,
-      tpu_apply=_apply_on_tpu,
     ),
   )
-
-
-def for_decoding(model: Model) -> Model:
-  """`Model.for_decoding` of a transformer.
-
-  Raises:
-    ValueError: The model was not made by `transformer_model`.
-  """
-  config_of(model)
-  return model.for_decoding()
 
 
 def config_of(model: Model) -> TransformerConfig:
@@ -280,4 +246,4 @@ def config_of(model: Model) -> TransformerConfig:
   Raises:
     ValueError: The model was not made by `transformer_model`.
   """
-  return functions.config_of(model, _apply, 'transformer_model')
+  return functions.config_of(model, transformer_call, 'transformer_model')

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from spectr_jax.testing.checks import LEVEL, Check, Notify, table_of, worst_of
-from spectr_jax.testing.chi_square import chi_square
+from spectr_jax.testing.checks import LEVEL, Check, Notify, chi_square, table_of, worst_of
 from spectr_jax.testing.rows import PARAMETERS, ROWS_PER_KIND, Caller, Laws, PlainFn, Sampler, kinds_of_rows, plain_law
 from spectr_jax.testing.tables import ContextTables, first_context, random_tables
 from spectr_jax.tree import TokenTree

@@ -33,17 +33,9 @@ _LONGEST_TEXT = 8  # tokens that a `GuessFn` sees
 
 
 def grown_parents(tree: TokenTree, grow_fn: GrowFn, tokens: jax.Array, probs_at: Callable) -> jax.Array:
-  """The parents that a growth rule assigns, depth by depth, if the slots hold the given tokens.
+  """The parents `[N]` that a growth rule assigns, depth by depth, if the slots hold these tokens `[N]`.
 
-  Args:
-    tree: The bounds of the grown trees.
-    grow_fn: The rule.
-    tokens: int32 `[N]`, the tokens of all slots. Each step sees the tokens above it.
-    probs_at: Function `parents [N] -> [R, V]`, the draft's distributions. Those above a depth depend on the parents
-      above it only.
-
-  Returns:
-    int32 `[N]`.
+  `probs_at`, `parents [N] -> [R, V]`, gives the draft's distributions, which depend on the parents above them only.
   """
   depths, of_laws = jnp.asarray(tree.depths), jnp.asarray(tree.depths[tree.parent_nodes])
   parents = jnp.full(tree.num_nodes, -1, jnp.int32)
@@ -77,16 +69,10 @@ def _all_rounds(
   """All outcomes of one round after a committed prefix, for each of the G ways to fill the tree.
 
   Args:
-    draft_table: `[C, V]`, the draft's distribution after each context.
-    target_table: `[C, V]`, the target's distribution after each context.
-    prefix: The prefix as a number in base V.
-    length: Number of tokens of the prefix.
+    draft_table, target_table: `[C, V]`, the distributions after each context.
+    prefix, length: The prefix as a number in base V, and its number of tokens.
     state: The verifier's state.
-    method: The method, static.
-    tree: The tree, static.
-    grow_fn: The rule by which rows shape their trees, static, or None.
-    guess_fn: The rule that gives tokens, static, or None for drawn candidates.
-    drawn_nodes: Nodes whose tokens are drawn where a rule gives the others, static.
+    method, tree, grow_fn, guess_fn, drawn_nodes: As in `joint_law`, static.
 
   Returns:
     `[G, N + 1]`, the tokens down to each node as a number in base V; `[G, N + 1, V]`, the joint probability of these

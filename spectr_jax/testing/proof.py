@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spectr_jax.couplings.coupling import checked_result
 from spectr_jax.engine.generate import generate
 from spectr_jax.methods import METHODS, Method, get_method, with_gumbel
 from spectr_jax.models import table
-from spectr_jax.testing.checks import LEVEL, POWER, Check, Notify, describe_error, table_of, worst_of
-from spectr_jax.testing.chi_square import chi_square
+from spectr_jax.proposal import Proposal
+from spectr_jax.testing.checks import LEVEL, POWER, Check, Notify, chi_square, describe_error, table_of, worst_of
 from spectr_jax.testing.engine import engine_counts, ordinary_law, sample_counts, tiny_transformers
 from spectr_jax.testing.enumeration import enumeration_error
-from spectr_jax.testing.shapes import check_shapes
 from spectr_jax.testing.tables import random_tables
 from spectr_jax.tree import TokenTree
+from spectr_jax.verifiers import Verdict
 
 LARGEST_ERROR = 1e-10  # float64 sums of a few thousand terms have errors of 1e-13
 
@@ -34,6 +37,7 @@ _ENUMERATED = (
 _NUM_TABLES = 3
 _SAMPLED = TokenTree.chains(3, 2), TokenTree.chains(1, 3)
 _DEFAULT_SAMPLES, _FEWEST_SAMPLES, _SAMPLES_PER_BATCH = 1_000_000, 50_000, 10_000
+_VOCAB_SIZE = 11  # of shapes that are traced; the size of no other axis
 _SECONDS = {'sampling': 120, 'engine': 60}
 
 # A Markov chain. In the first context the target can draw a token that the draft cannot, in the second the draft can
@@ -113,15 +117,50 @@ def _allows(method: Method, tree: TokenTree) -> bool:
 
 
 def _trees_for(method: Method, trees) -> list[TokenTree]:
-  """The trees that the method is defined for; the empty tree for a method that drafts nothing.
-
-  Raises:
-    ValueError: The method is defined for none of the trees.
-  """
+  """The trees that the method is defined for, at least one; the empty tree for a method that drafts nothing."""
   allowed = [tree for tree in ([TokenTree()] if method.max_drafts == 0 else trees) if _allows(method, tree)]
   if not allowed:
     raise ValueError(f'{method.name} allows none of the trees of the proof: {", ".join(map(_name_of, trees))}')
   return allowed
+
+
+def _check_array(what: str, found: Any, shape: tuple[int, ...]) -> None:
+  if not isinstance(found, jax.Array) or found.shape != shape:
+    own = list(found.shape) if isinstance(found, jax.Array) else type(found).__name__
+    raise ValueError(f'{what} must return an array {list(shape)}, got {own}')
+
+
+def _trace(method: Method, tree: TokenTree) -> None:
+  """Calls a method's rule and verifier on one row of a tree."""
+  rule, verifier = method.proposal_rule, method.verifier
+  keys = jax.random.split(jax.random.key(0), tree.max_depth + 1)
+  laws = jnp.full((tree.num_nodes + 1, _VOCAB_SIZE), 1 / _VOCAB_SIZE, jnp.float32)
+  tokens = jnp.zeros(tree.num_nodes, jnp.int32)
+  for node in tree.parent_nodes:
+    count, first = int(tree.num_children[node]), int(tree.first_child[node])
+    drawn = rule(keys[0], laws[0], jnp.int32(first), count)
+    _check_array(f'{type(rule).__name__}', drawn, (count,))
+    _check_array(f'{type(rule).__name__}.probability', rule.probability(laws[0], drawn), ())
+    tokens = tokens.at[first - 1 : first - 1 + count].set(drawn)
+  row = tree, Proposal(tokens, laws[: len(tree.parent_nodes)]), laws, verifier.init_state(tree)
+  verdict = verifier.verify(keys, *row)
+  checked_result(verifier, verdict, Verdict, path=(tree.max_depth,), num_accepted=(), next_token=())
+  for what, state in (('verify', verdict.state), ('advance', verifier.advance(*row, *2 * [jnp.int32(0)]))):
+    own, begun = (jax.tree.map(jnp.shape, each) for each in (state, row[-1]))
+    if own != begun:
+      raise ValueError(f'{type(verifier).__name__}.{what} must return a state of the shapes {begun}, got {own}')
+  if not method.is_seed_exact:  # whose law is no finite sum
+    _check_array(f'{type(verifier).__name__}.law', verifier.law(*row), laws.shape)
+
+
+def _check_shapes(method: Method, trees: Iterable[TokenTree]) -> None:
+  """Compares, by tracing alone, the shapes of what a method's rule and verifier return with what they must return.
+
+  Raises:
+    ValueError: A type or a shape differs.
+  """
+  for tree in trees:
+    jax.eval_shape(functools.partial(_trace, method, tree))
 
 
 @contextlib.contextmanager
@@ -200,16 +239,7 @@ def _token_for_token(method: Method, num_rows: int, seed: int, progress: _Progre
 
 
 def _draw(part: str, num_samples: int, num_batches: int, is_limited: bool, progress: _Progress, draw_batch):
-  """Sums the counts of batches. It stops early if time is limited and runs out.
-
-  Args:
-    part: The part of the proof, whose time limit applies.
-    num_samples: Rows in total.
-    num_batches: Batches in total.
-    is_limited: Whether time is limited.
-    progress: Advanced after every batch.
-    draw_batch: Function from a batch's index and number of rows to its counts.
-  """
+  """Sums the counts of batches by `draw_batch(index, size)`; stops early if time is limited and runs out."""
   size = -(-num_samples // num_batches)
   fewest = -(-_FEWEST_SAMPLES * num_batches // _DEFAULT_SAMPLES)
   counts, start = np.zeros((), np.int64), time.monotonic()
@@ -270,7 +300,7 @@ def prove(
   key = jax.random.key(seed)
 
   with _during(method, 'shapes'):
-    check_shapes(method, dict.fromkeys([*enumerated, tree]))
+    _check_shapes(method, dict.fromkeys([*enumerated, tree]))
 
   with _during(method, 'exact'):
     if method.is_seed_exact:

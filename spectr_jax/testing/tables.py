@@ -37,12 +37,7 @@ class ContextTables:
 
 
 def first_context(vocab_size: int, length):
-  """The number of the first context of a length.
-
-  Args:
-    vocab_size: V.
-    length: Length of the context in tokens.
-  """
+  """The number of the first context of `length` tokens."""
   return (vocab_size**length - 1) // (vocab_size - 1)
 
 

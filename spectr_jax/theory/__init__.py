@@ -1,6 +1,8 @@
 """Theory: what methods attain and what the best possible rule could attain, as functions."""
 
+from spectr_jax.couplings.optimum import given_optimum, optimal_acceptance
 from spectr_jax.theory.acceptance import kseq_acceptance, kseq_gamma, race_acceptance, recursive_acceptance
+from spectr_jax.theory.arguments import total_variation
 from spectr_jax.theory.blocks import (
   conditional_coupling_error,
   independent_block_acceptance,
@@ -8,8 +10,6 @@ from spectr_jax.theory.blocks import (
   published_block_bound,
 )
 from spectr_jax.theory.chains import MarkovChains, random_chains
-from spectr_jax.theory.laws import total_variation
-from spectr_jax.theory.optimal import given_optimum, optimal_acceptance
 from spectr_jax.theory.over_acceptance import (
   best_rejection_law,
   emitted_law,

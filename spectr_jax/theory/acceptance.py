@@ -13,7 +13,7 @@ from spectr_jax.couplings.race import Race
 _KSEQ, _RACE = KSeq(), Race()
 
 
-def _of_laws(function):
+def _of_distributions(function):
   """Extends `function(p, q, num_drafts)` from `[V]` to `[..., V]` and checks the arguments."""
 
   @functools.wraps(function)
@@ -35,7 +35,7 @@ def _of_laws(function):
   return on_leading_axes
 
 
-@_of_laws
+@_of_distributions
 def kseq_gamma(
   draft_probs: jax.Array, target_probs: jax.Array, num_drafts: int, *, coupling: KSeq = _KSEQ
 ) -> jax.Array:
@@ -48,8 +48,7 @@ def kseq_gamma(
   says that it rises.
 
   Args:
-    draft_probs: `[..., V]`, distributions p.
-    target_probs: `[..., V]`, distributions q.
+    draft_probs, target_probs: `[..., V]`, distributions p and q.
     num_drafts: n.
     coupling: The coupling. `KSeq(num_rounds=60)` gives all digits of float64.
 
@@ -62,7 +61,7 @@ def kseq_gamma(
   return coupling.gamma(draft_probs, target_probs, jnp.asarray(num_drafts))
 
 
-@_of_laws
+@_of_distributions
 def kseq_acceptance(
   draft_probs: jax.Array, target_probs: jax.Array, num_drafts: int, *, coupling: KSeq = _KSEQ
 ) -> jax.Array:
@@ -73,8 +72,7 @@ def kseq_acceptance(
   Source: SpecTr (Sun et al. 2023), Algorithm 2 and Theorem 2.
 
   Args:
-    draft_probs: `[..., V]`, distributions p.
-    target_probs: `[..., V]`, distributions q.
+    draft_probs, target_probs: `[..., V]`, distributions p and q.
     num_drafts: n.
     coupling: The coupling.
 
@@ -89,7 +87,7 @@ def kseq_acceptance(
   return any_accepted(overlap(draft_probs, target_probs, gamma), num_candidates)
 
 
-@_of_laws
+@_of_distributions
 def recursive_acceptance(draft_probs: jax.Array, target_probs: jax.Array, num_drafts: int) -> jax.Array:
   """The acceptance of recursive rejection with replacement (SpecInfer, Miao et al. 2024, Algorithm 2).
 
@@ -97,8 +95,7 @@ def recursive_acceptance(draft_probs: jax.Array, target_probs: jax.Array, num_dr
   probability follows from the two distributions alone.
 
   Args:
-    draft_probs: `[..., V]`, distributions p.
-    target_probs: `[..., V]`, distributions q.
+    draft_probs, target_probs: `[..., V]`, distributions p and q.
     num_drafts: n.
 
   Returns:
@@ -119,7 +116,7 @@ def recursive_acceptance(draft_probs: jax.Array, target_probs: jax.Array, num_dr
   return 1 - jax.lax.fori_loop(0, num_drafts, try_next, (one, target_probs))[0]
 
 
-@_of_laws
+@_of_distributions
 def race_acceptance(
   draft_probs: jax.Array, target_probs: jax.Array, num_drafts: int, *, selection: Race = _RACE
 ) -> jax.Array:
@@ -128,8 +125,7 @@ def race_acceptance(
   The winner is coupled maximally with q.
 
   Args:
-    draft_probs: `[..., V]`, distributions p.
-    target_probs: `[..., V]`, distributions q.
+    draft_probs, target_probs: `[..., V]`, distributions p and q.
     num_drafts: n.
     selection: The race.
 

@@ -6,27 +6,17 @@ import itertools
 
 import numpy as np
 
-from spectr_jax.theory.laws import as_joint_laws, prefix_laws
-
-MAX_PROGRAM_SIZE = 10**5
-# As in `transport`: masses are scaled up, since the solver's tolerances are absolute.
-_SCALE, _TOLERANCE = 2.0**10, 1e-10
+from spectr_jax.theory.arguments import as_joint_probs, prefix_probs, whole_numbers
+from spectr_jax.theory.linear_program import check_size, maximize
 
 
-def _numbers(num_drafts) -> np.ndarray:
-  numbers = np.asarray(num_drafts)
-  if not np.issubdtype(numbers.dtype, np.integer) or (numbers < 1).any():
-    raise ValueError(f'num_drafts must be integers from 1 on, got {num_drafts}')
-  return numbers
-
-
-def _expected_found(draft_law, target_law, num_drafts, found_fn) -> np.ndarray:
-  """Sum over sub-blocks of q (1 - (1 - c)^K), where c = `found_fn(p, q)` is the probability that one draft has it."""
-  draft, target = as_joint_laws(draft_law, target_law)
-  numbers = _numbers(num_drafts)[..., None]
-  pairs = zip(prefix_laws(draft), prefix_laws(target))
-  found = ((q * (1 - (1 - found_fn(p, q)) ** numbers)).sum(axis=-1) for p, q in pairs)
-  return sum(found, start=np.zeros(numbers.shape[:-1]))
+def _expected_matches(draft_law, target_law, num_drafts, match_fn) -> np.ndarray:
+  """Sum over sub-blocks of q (1 - (1 - c)^K), where c = `match_fn(p, q)` is the probability that one draft has it."""
+  draft, target = as_joint_probs(draft_law, target_law)
+  numbers = whole_numbers(num_drafts, 'num_drafts')[..., None]
+  pairs = zip(prefix_probs(draft), prefix_probs(target))
+  terms = ((q * (1 - (1 - match_fn(p, q)) ** numbers)).sum(axis=-1) for p, q in pairs)
+  return sum(terms, start=np.zeros(numbers.shape[:-1]))
 
 
 def published_block_bound(draft_law, target_law, num_drafts) -> np.ndarray:
@@ -47,8 +37,7 @@ def published_block_bound(draft_law, target_law, num_drafts) -> np.ndarray:
   Source: SpecTr-GBV, "Multi-Draft Block Verification Accelerating Speculative Decoding", Lemma 5.1 and Definition 4.1.
 
   Args:
-    draft_law: `[V] * L`, the joint distribution p of a draft.
-    target_law: `[V] * L`, the joint distribution q of the target's next L tokens.
+    draft_law, target_law: `[V] * L`, the joint distributions p of a draft and q of the target's next L tokens.
     num_drafts: K, an integer or an array of them.
 
   Returns:
@@ -61,7 +50,7 @@ def published_block_bound(draft_law, target_law, num_drafts) -> np.ndarray:
   def maximal_coupling(p, q):
     return np.divide(np.minimum(p, q), q, out=np.ones_like(q), where=q > 0)
 
-  return _expected_found(draft_law, target_law, num_drafts, maximal_coupling)
+  return _expected_matches(draft_law, target_law, num_drafts, maximal_coupling)
 
 
 def independent_block_acceptance(draft_law, target_law, num_drafts) -> np.ndarray:
@@ -71,8 +60,7 @@ def independent_block_acceptance(draft_law, target_law, num_drafts) -> np.ndarra
   distribution for every draft (see `published_block_bound`).
 
   Args:
-    draft_law: `[V] * L`, the joint distribution p of a draft.
-    target_law: `[V] * L`, the joint distribution q of the target's next L tokens.
+    draft_law, target_law: `[V] * L`, the joint distributions p of a draft and q of the target's next L tokens.
     num_drafts: K, an integer or an array of them.
 
   Returns:
@@ -81,44 +69,7 @@ def independent_block_acceptance(draft_law, target_law, num_drafts) -> np.ndarra
   Raises:
     ValueError: An argument is not a joint distribution, the shapes differ, or K is below 1.
   """
-  return _expected_found(draft_law, target_law, num_drafts, lambda p, q: p)
-
-
-def check_size(num_combinations: int) -> None:
-  """Refuses a linear program that would take too long to solve.
-
-  Raises:
-    ValueError: There are more than `MAX_PROGRAM_SIZE` combinations.
-  """
-  if num_combinations > MAX_PROGRAM_SIZE:
-    raise ValueError(
-      f'at most {MAX_PROGRAM_SIZE} combinations of guesses and texts are allowed, got {num_combinations}'
-    )
-
-
-def largest_value(values, matrix, limits) -> float:
-  """The largest `values . x` over x >= 0 with `matrix x <= limits`, where x and the limits are probabilities.
-
-  Args:
-    values: `[X]`, the objective.
-    matrix: `[C, X]`, sparse, the constraints.
-    limits: `[C]`, the constraints' right sides.
-
-  Raises:
-    RuntimeError: The solver failed.
-  """
-  from scipy import optimize
-
-  result = optimize.linprog(
-    -np.asarray(values, np.float64),
-    A_ub=matrix,
-    b_ub=_SCALE * limits,
-    method='highs',
-    options={'primal_feasibility_tolerance': _TOLERANCE, 'dual_feasibility_tolerance': _TOLERANCE},
-  )
-  if not result.success:
-    raise RuntimeError(f'linear program failed: {result.message}')
-  return float(-result.fun / _SCALE)
+  return _expected_matches(draft_law, target_law, num_drafts, lambda p, q: p)
 
 
 def conditional_coupling_error(draft_law, target_law, num_drafts: int) -> float:
@@ -127,8 +78,7 @@ def conditional_coupling_error(draft_law, target_law, num_drafts: int) -> float:
   Drafts are drawn from p^K. So if this is above 0, the coupling that Lemma 5.1 of SpecTr-GBV assumes does not exist.
 
   Args:
-    draft_law: `[V] * L`, the joint distribution p of a draft.
-    target_law: `[V] * L`, the joint distribution q of the target's next L tokens.
+    draft_law, target_law: `[V] * L`, the joint distributions p of a draft and q of the target's next L tokens.
     num_drafts: K.
 
   Returns:
@@ -138,8 +88,8 @@ def conditional_coupling_error(draft_law, target_law, num_drafts: int) -> float:
     ValueError: An argument is not a joint distribution, the shapes differ, K is below 1, or there are too many
       combinations.
   """
-  p, q = (law.reshape(-1) for law in as_joint_laws(draft_law, target_law))
-  num_drafts = int(_numbers(num_drafts))
+  p, q = (joint_probs.reshape(-1) for joint_probs in as_joint_probs(draft_law, target_law))
+  num_drafts = int(whole_numbers(num_drafts, 'num_drafts'))
   check_size(len(p) ** (num_drafts + 1))
   both = np.minimum(p, q)
   excess = q - both
@@ -165,8 +115,7 @@ def optimal_block_acceptance(draft_law, target_law, num_drafts: int) -> float:
   greedy block verification attains it. For several drafts of longer blocks it may be out of reach.
 
   Args:
-    draft_law: `[V] * L`, the joint distribution p of a draft.
-    target_law: `[V] * L`, the joint distribution q of the target's next L tokens.
+    draft_law, target_law: `[V] * L`, the joint distributions p of a draft and q of the target's next L tokens.
     num_drafts: K.
 
   Returns:
@@ -179,8 +128,8 @@ def optimal_block_acceptance(draft_law, target_law, num_drafts: int) -> float:
   """
   from scipy import sparse
 
-  draft, target = as_joint_laws(draft_law, target_law)
-  num_drafts = int(_numbers(num_drafts))
+  draft, target = as_joint_probs(draft_law, target_law)
+  num_drafts = int(whole_numbers(num_drafts, 'num_drafts'))
   p, q = draft.reshape(-1), target.reshape(-1)
   check_size(len(p) ** (num_drafts + 1))
   blocks = np.array(list(itertools.product(range(draft.shape[0]), repeat=draft.ndim)))
@@ -202,4 +151,4 @@ def optimal_block_acceptance(draft_law, target_law, num_drafts: int) -> float:
       sparse.csr_array((ones, (block, variable)), shape=(len(q), len(block))),
     ]
   )
-  return largest_value(value[set_index, block], incidence, np.concatenate([set_probs, q]))
+  return maximize(value[set_index, block], incidence, np.concatenate([set_probs, q]))[0]

@@ -7,7 +7,7 @@ import functools
 
 import numpy as np
 
-from spectr_jax.theory.laws import as_laws
+from spectr_jax.theory.arguments import as_probs
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -31,7 +31,7 @@ class MarkovChains:
 
   def __post_init__(self):
     for field in dataclasses.fields(self):
-      object.__setattr__(self, field.name, as_laws(getattr(self, field.name), field.name))
+      object.__setattr__(self, field.name, as_probs(getattr(self, field.name), field.name))
     prompt, draft, target = (getattr(self, field.name).shape for field in dataclasses.fields(self))
     if len(prompt) != 1 or len(draft) != 3 or draft != target or draft[1:] != prompt * 2:
       raise ValueError(
@@ -52,10 +52,10 @@ class MarkovChains:
   @functools.cached_property
   def context_probs(self) -> np.ndarray:
     """float64 `[T, V]`: at `[n - 1]` the target's distribution of x_{n-1}, the token before the n-th."""
-    laws = [self.prompt_probs]
+    contexts = [self.prompt_probs]
     for transition in self.target_probs[:-1]:
-      laws.append(laws[-1] @ transition)
-    return np.stack(laws)
+      contexts.append(contexts[-1] @ transition)
+    return np.stack(contexts)
 
 
 def random_chains(seed: int, *, num_tokens: int, vocab_size: int = 7) -> MarkovChains:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from spectr_jax.theory.laws import as_laws, as_pair, total_variation
+from spectr_jax.theory.arguments import as_pair, as_probs, in_unit, total_variation
 
 
 def over_acceptance(draft_probs, target_probs, epsilon) -> np.ndarray:
@@ -13,8 +13,7 @@ def over_acceptance(draft_probs, target_probs, epsilon) -> np.ndarray:
   Source: "A Theoretical Perspective for Speculative Decoding Algorithm" (Yin et al. 2024), section 4.1.
 
   Args:
-    draft_probs: `[..., V]`, distributions p.
-    target_probs: `[..., V]`, distributions q.
+    draft_probs, target_probs: `[..., V]`, distributions p and q.
     epsilon: The over-acceptance, at least 0: a number, or an array that broadcasts against the leading axes.
 
   Returns:
@@ -35,10 +34,7 @@ def over_acceptance(draft_probs, target_probs, epsilon) -> np.ndarray:
 
 def _checked(draft_probs, target_probs, accept_probs):
   draft, target = as_pair(draft_probs, target_probs)
-  accept = np.asarray(accept_probs, np.float64)
-  if not ((accept >= 0) & (accept <= 1)).all():
-    raise ValueError(f'accept_probs must be from 0 to 1, got {accept.min()} to {accept.max()}')
-  return np.broadcast_arrays(draft, target, accept)
+  return np.broadcast_arrays(draft, target, in_unit(accept_probs, 'accept_probs'))
 
 
 def rejection_prob(draft_probs, accept_probs) -> np.ndarray:
@@ -74,7 +70,7 @@ def emitted_law(draft_probs, accept_probs, rejection_law) -> np.ndarray:
   Raises:
     ValueError: An argument is not a distribution, or a probability is not between 0 and 1.
   """
-  draft, rejection, accept = _checked(draft_probs, as_laws(rejection_law, 'rejection_law'), accept_probs)
+  draft, rejection, accept = _checked(draft_probs, as_probs(rejection_law, 'rejection_law'), accept_probs)
   return accept * draft + ((1 - accept) * draft).sum(axis=-1, keepdims=True) * rejection
 
 
@@ -88,8 +84,7 @@ def best_rejection_law(draft_probs, target_probs, accept_probs) -> np.ndarray:
   Source: Yin et al. 2024, Theorem 4.
 
   Args:
-    draft_probs: `[..., V]`, distributions p.
-    target_probs: `[..., V]`, distributions q.
+    draft_probs, target_probs: `[..., V]`, distributions p and q.
     accept_probs: `[..., V]`, b.
 
   Returns:
@@ -112,8 +107,7 @@ def minimal_bias(draft_probs, target_probs, accept_probs) -> np.ndarray:
   Source: Yin et al. 2024, Theorems 4 and 5.
 
   Args:
-    draft_probs: `[..., V]`, distributions p.
-    target_probs: `[..., V]`, distributions q.
+    draft_probs, target_probs: `[..., V]`, distributions p and q.
     accept_probs: `[..., V]`, b.
 
   Returns:
@@ -136,8 +130,7 @@ def pareto_bias(draft_probs, target_probs, rejection) -> np.ndarray:
   Source: Yin et al. 2024, Theorem 5 and Figure 4.
 
   Args:
-    draft_probs: `[..., V]`, distributions p.
-    target_probs: `[..., V]`, distributions q.
+    draft_probs, target_probs: `[..., V]`, distributions p and q.
     rejection: P(reject), from 0 to 1: a number, or an array that broadcasts against the leading axes.
 
   Returns:
@@ -146,7 +139,4 @@ def pareto_bias(draft_probs, target_probs, rejection) -> np.ndarray:
   Raises:
     ValueError: An argument is not a distribution, the shapes do not fit, or a probability is not between 0 and 1.
   """
-  rejection = np.asarray(rejection, np.float64)
-  if not ((rejection >= 0) & (rejection <= 1)).all():
-    raise ValueError(f'rejection must be from 0 to 1, got {rejection.min()} to {rejection.max()}')
-  return np.maximum(total_variation(draft_probs, target_probs) - rejection, 0)
+  return np.maximum(total_variation(draft_probs, target_probs) - in_unit(rejection, 'rejection'), 0)

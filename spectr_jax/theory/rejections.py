@@ -6,8 +6,8 @@ import math
 
 import numpy as np
 
+from spectr_jax.theory.arguments import as_pair
 from spectr_jax.theory.chains import MarkovChains
-from spectr_jax.theory.laws import as_pair
 
 
 def _numbers(num_drafts) -> np.ndarray:
@@ -118,8 +118,7 @@ def batch_improvement(draft_probs, target_probs, num_drafts) -> np.ndarray:
   U(V) and U(V/r) it is (1 - 1/r) - (1 - 1/r)^M.
 
   Args:
-    draft_probs: `[..., V]`, distributions p.
-    target_probs: `[..., V]`, distributions q.
+    draft_probs, target_probs: `[..., V]`, distributions p and q.
     num_drafts: M, a whole number or `math.inf`, or an array of such numbers.
 
   Returns:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from spectr_jax.theory.laws import as_pair
+from spectr_jax.theory.arguments import as_pair
 
 
 def race_match_prob(draft_probs, target_probs) -> np.ndarray:
@@ -20,8 +20,7 @@ def race_match_prob(draft_probs, target_probs) -> np.ndarray:
   decoding.
 
   Args:
-    draft_probs: `[..., V]`, distributions p.
-    target_probs: `[..., V]`, distributions q.
+    draft_probs, target_probs: `[..., V]`, distributions p and q.
 
   Returns:
     float64 `[...]`.
@@ -50,8 +49,7 @@ def race_match_bound(draft_probs, target_probs) -> np.ndarray:
   2021): given the draft's winner x, the target's is the same with probability at least 1 / (1 + p(x)/q(x)).
 
   Args:
-    draft_probs: `[..., V]`, distributions p.
-    target_probs: `[..., V]`, distributions q.
+    draft_probs, target_probs: `[..., V]`, distributions p and q.
 
   Returns:
     float64 `[...]`.

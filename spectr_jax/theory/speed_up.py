@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from spectr_jax.theory.arguments import in_unit
+
 
 def expected_chain_tokens(acceptance_rate, draft_length) -> np.ndarray:
   """Tokens per target call if each of L drafted tokens is accepted with probability a: (1 - a^{L+1}) / (1 - a).
@@ -20,9 +22,7 @@ def expected_chain_tokens(acceptance_rate, draft_length) -> np.ndarray:
   Raises:
     ValueError: A rate is not between 0 and 1, or L negative.
   """
-  rate, length = np.asarray(acceptance_rate, np.float64), np.asarray(draft_length, np.float64)
-  if not ((rate >= 0) & (rate <= 1)).all():
-    raise ValueError(f'acceptance_rate must be from 0 to 1, got {rate.min()} to {rate.max()}')
+  rate, length = in_unit(acceptance_rate, 'acceptance_rate'), np.asarray(draft_length, np.float64)
   if not (length >= 0).all():
     raise ValueError(f'draft_length must be at least 0, got {length.min()}')
   is_certain = rate == 1

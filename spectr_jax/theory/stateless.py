@@ -19,8 +19,8 @@ import collections
 
 import numpy as np
 
-from spectr_jax.theory.blocks import check_size, largest_value
-from spectr_jax.theory.laws import TOLERANCE, as_joint_laws, prefix_laws
+from spectr_jax.theory.arguments import TOLERANCE, as_joint_probs, prefix_probs
+from spectr_jax.theory.linear_program import check_size, maximize
 from spectr_jax.tree import TokenTree
 
 # For u below it, log(-log(1 - e^u)) and its inverse are u in float64.
@@ -89,10 +89,10 @@ def log_presence(tree: TokenTree, draft_log_probs) -> np.ndarray:
     ValueError: The texts do not have L tokens, or an entry is not the logarithm of a probability.
   """
   log_probs = _log_probs(draft_log_probs, 'draft_log_probs', tree)
-  found = np.empty_like(log_probs)
+  presence = np.empty_like(log_probs)
   for length in range(1, tree.max_depth + 1):
-    found[..., length - 1] = _log_presence_at(tree, log_probs, length)
-  return found
+    presence[..., length - 1] = _log_presence_at(tree, log_probs, length)
+  return presence
 
 
 def stateless_kept_bound(tree: TokenTree, draft_log_probs, target_log_probs) -> np.ndarray:
@@ -173,13 +173,13 @@ def stateless_fewest_calls(kept_bounds) -> np.ndarray:
   return calls[:, 0]
 
 
-def _tree_of_texts(law: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _tree_of_texts(joint: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
   """Of every text of 0 to L tokens: its probability, and that of its last token given the others, 0 where undefined.
 
   The text c followed by token t has the number c V + 1 + t, and the empty one is 0.
   """
-  probs = np.concatenate([[1.0], *prefix_laws(law)])
-  before = probs[(np.arange(len(probs)) - 1) // law.shape[0]]
+  probs = np.concatenate([[1.0], *prefix_probs(joint)])
+  before = probs[(np.arange(len(probs)) - 1) // joint.shape[0]]
   before[0] = 1
   return probs, np.divide(probs, before, out=np.zeros_like(probs), where=before > 0)
 
@@ -212,7 +212,7 @@ def stateless_optimum(tree: TokenTree, draft_law, target_law) -> float:
   """
   from scipy import sparse
 
-  draft, target = as_joint_laws(draft_law, target_law)
+  draft, target = as_joint_probs(draft_law, target_law)
   if draft.ndim != tree.max_depth:
     raise ValueError(f'distributions must be of {tree.max_depth} tokens, as deep as the tree; got {draft.ndim}')
   vocab_size, num_nodes = draft.shape[0], tree.num_nodes
@@ -248,8 +248,8 @@ def stateless_optimum(tree: TokenTree, draft_law, target_law) -> float:
   child = np.flatnonzero(above)
   allowed = sparse.csr_array((q_given[1:][child], (child, above[child] - 1)), shape=(len(above),) * 2)
   drawn = sparse.csr_array((np.ones(len(text)), (set_index, variable)), shape=(len(sets), len(text)))
-  return largest_value(
+  return maximize(
     num_tokens,
     sparse.vstack([drawn, kept - allowed @ kept]),
     np.concatenate([set_probs, np.where(above == 0, q[1:], 0)]),
-  )
+  )[0]

@@ -11,15 +11,12 @@ import numpy as np
 from spectr_jax.couplings.coupling import Coupling, Outcome
 from spectr_jax.proposal import Independent
 from spectr_jax.sampling import positive_part_or
-from spectr_jax.theory.laws import as_laws
+from spectr_jax.theory.arguments import as_pair
+from spectr_jax.theory.linear_program import maximize
 
 MAX_PLAN_SIZE = 10**5
 MAX_BOUND_SIZE = 10**7
-_LAW_TOLERANCE = 1e-9
-# HiGHS takes absolute tolerances of at least 1e-10, by default 1e-7, which exceeds the probability of many tuples.
-# Multiplying the masses by a power of 2 is exact and lowers the tolerance to 1e-13 of the total.
-_SCALE = 2.0**10
-_TOLERANCE = 1e-10
+_TOLERANCE = 1e-9  # of a sum from 1
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -68,11 +65,11 @@ class TransportCoupling(Coupling):
 
   def __call__(self, draft_probs, target_probs, candidates, is_valid) -> Outcome:
     shape = self.transport.plan.shape
-    laws = draft_probs.shape, target_probs.shape
-    if laws != (shape[-1:],) * 2 or candidates.shape != (self.transport.num_drafts,):
+    sizes = draft_probs.shape, target_probs.shape
+    if sizes != (shape[-1:],) * 2 or candidates.shape != (self.transport.num_drafts,):
       raise ValueError(
         f'the plan is for {self.transport.num_drafts} candidates and distributions [{shape[-1]}], got'
-        f' candidates {list(candidates.shape)} and distributions {list(laws[0])} and {list(laws[1])}'
+        f' candidates {list(candidates.shape)} and distributions {list(sizes[0])} and {list(sizes[1])}'
       )
     emitted = jnp.asarray(self.transport.conditional, target_probs.dtype)[tuple(candidates)]
     is_planned = jnp.all(is_valid) & jnp.any(emitted > 0)
@@ -82,21 +79,14 @@ class TransportCoupling(Coupling):
     return Outcome(accept_probs, positive_part_or(residual, target_probs))
 
 
-def _as_law(probs, name: str) -> np.ndarray:
-  """The distribution in float64 `[V]`, normalized again; ValueError if it is not a distribution."""
-  shape = np.shape(probs)
-  if len(shape) != 1 or not shape[0]:
-    raise ValueError(f'{name} must have shape [V], V at least 1; got {shape}')
-  return as_laws(probs, name, tolerance=_LAW_TOLERANCE)
-
-
 def _check(draft_probs, target_probs, num_drafts: int) -> tuple[np.ndarray, np.ndarray]:
-  draft_probs, target_probs = _as_law(draft_probs, 'draft_probs'), _as_law(target_probs, 'target_probs')
-  if draft_probs.shape != target_probs.shape:
-    raise ValueError(f'distributions must have the same length, got {len(draft_probs)} and {len(target_probs)}')
+  """Both distributions in float64 `[V]`, normalized again; ValueError if an argument does not fit."""
+  for name, probs in (('draft_probs', draft_probs), ('target_probs', target_probs)):
+    if np.ndim(probs) != 1 or not np.size(probs):
+      raise ValueError(f'{name} must have shape [V], V at least 1; got {np.shape(probs)}')
   if num_drafts < 1:
     raise ValueError(f'num_drafts must be at least 1, got {num_drafts}')
-  return draft_probs, target_probs
+  return as_pair(draft_probs, target_probs, tolerance=_TOLERANCE)
 
 
 def _tuples(vocab_size: int, num_drafts: int) -> tuple[np.ndarray, np.ndarray]:
@@ -117,8 +107,7 @@ def optimal_transport(draft_probs, target_probs, num_drafts: int) -> TransportPl
   value for any V.
 
   Args:
-    draft_probs: `[V]`, the distribution p.
-    target_probs: `[V]`, the distribution q.
+    draft_probs, target_probs: `[V]`, the distributions p and q.
     num_drafts: n.
 
   Returns:
@@ -128,7 +117,7 @@ def optimal_transport(draft_probs, target_probs, num_drafts: int) -> TransportPl
     ValueError: An argument is not a distribution, the lengths differ, n is below 1, or the plan would be too large.
     RuntimeError: The solver failed.
   """
-  from scipy import optimize, sparse
+  from scipy import sparse
 
   draft_probs, target_probs = _check(draft_probs, target_probs, num_drafts)
   vocab_size = len(draft_probs)
@@ -148,17 +137,9 @@ def optimal_transport(draft_probs, target_probs, num_drafts: int) -> TransportPl
   incidence = sparse.vstack(
     [sparse.csr_array((ones, (set_index, variable))), sparse.csr_array((ones, (token, variable)))]
   )
-  result = optimize.linprog(
-    -ones,
-    A_ub=incidence,
-    b_ub=_SCALE * np.concatenate([set_probs, target_probs]),
-    method='highs',
-    options={'primal_feasibility_tolerance': _TOLERANCE, 'dual_feasibility_tolerance': _TOLERANCE},
-  )
-  if not result.success:
-    raise RuntimeError(f'linear program failed: {result.message}')
+  _, flow = maximize(ones, incidence, np.concatenate([set_probs, target_probs]))
   joint = np.zeros(sets.shape)
-  joint[set_index, token] = np.maximum(result.x, 0) / _SCALE  # -1e-13 is within the tolerance
+  joint[set_index, token] = flow
   set_left = np.maximum(set_probs - joint.sum(axis=1), 0)
   token_left = np.maximum(target_probs - joint.sum(axis=0), 0)
   if token_left.sum() > 0:
@@ -184,8 +165,7 @@ def transport_bound(draft_probs, target_probs, num_drafts: int) -> float:
   Source: SpecTr (Sun et al. 2023), Theorem 1.
 
   Args:
-    draft_probs: `[V]`, the distribution p.
-    target_probs: `[V]`, the distribution q.
+    draft_probs, target_probs: `[V]`, the distributions p and q.
     num_drafts: n.
 
   Returns:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from spectr_jax.theory.arguments import in_unit, whole_numbers
 from spectr_jax.tree import TokenTree
 
 # Candidate numbers of symbols that share the rest of the mass. Each gives a bound; the smallest bound is used.
@@ -16,8 +17,7 @@ def _rates(acceptance, num_axes: tuple[int, ...]) -> np.ndarray:
   if rates.ndim not in num_axes or not rates.size:
     shapes = ' or '.join({1: '[W]', 2: '[D, W]'}[axes] for axes in num_axes)
     raise ValueError(f'acceptance must have the shape {shapes} with entries, got {list(rates.shape)}')
-  if not ((rates >= 0) & (rates <= 1)).all():
-    raise ValueError(f'acceptance must be from 0 to 1, got {rates.min()} to {rates.max()}')
+  in_unit(rates, 'acceptance')
   if (total := rates.sum(axis=-1).max()) > 1 + _SUM_TOLERANCE:
     raise ValueError(f'the acceptance of the children of a node must sum to at most 1, got {total}')
   return rates
@@ -79,13 +79,6 @@ def acceptance_entropy(acceptance) -> np.ndarray:
   return _information(np.append(rates, max(1 - rates.sum(), 0))).sum()
 
 
-def _node_numbers(num_nodes) -> np.ndarray:
-  numbers = np.asarray(num_nodes)
-  if not np.issubdtype(numbers.dtype, np.integer) or (numbers < 1).any():
-    raise ValueError(f'num_nodes must be integers from 1 on, got {num_nodes}')
-  return numbers
-
-
 def tunstall_bound(acceptance, num_nodes) -> np.ndarray:
   """An upper bound on the mean tokens per call of any tree of N nodes: log2((N + 1)(A - 1) + 1) / H(a).
 
@@ -106,7 +99,7 @@ def tunstall_bound(acceptance, num_nodes) -> np.ndarray:
   Raises:
     ValueError: `acceptance` has another shape, values outside [0, 1] or a sum above 1, or N is below 1.
   """
-  rates, numbers = _rates(acceptance, (1,)), _node_numbers(num_nodes)
+  rates, numbers = _rates(acceptance, (1,)), whole_numbers(num_nodes, 'num_nodes')
   entropy = acceptance_entropy(rates)
   num_symbols = len(rates) + (1 - rates.sum() > _NOTHING)
   if entropy == 0:
@@ -134,7 +127,7 @@ def few_children_bound(acceptance, num_nodes, num_rest=None) -> np.ndarray:
   Raises:
     ValueError: `acceptance` has another shape, values outside [0, 1] or a sum above 1, or N or s is below 1.
   """
-  rates, numbers = _rates(acceptance, (1,)), _node_numbers(num_nodes)
+  rates, numbers = _rates(acceptance, (1,)), whole_numbers(num_nodes, 'num_nodes')
   if num_rest is not None and not num_rest >= 1:
     raise ValueError(f'num_rest must be at least 1, got {num_rest}')
   shares = _REST_SYMBOLS if num_rest is None else np.array([float(num_rest)])

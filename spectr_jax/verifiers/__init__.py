@@ -4,11 +4,10 @@ from spectr_jax.tree import Tree
 from spectr_jax.verifiers.block import Block
 from spectr_jax.verifiers.greedy_block import GreedyBlock
 from spectr_jax.verifiers.race_traversal import RaceTraversal
-from spectr_jax.verifiers.record import Decisions, Record
 from spectr_jax.verifiers.seed_exact import SeedExact
 from spectr_jax.verifiers.traversal import Traversal
 from spectr_jax.verifiers.univer import UniVer
-from spectr_jax.verifiers.verifier import RecordedVerifier, Verdict, Verifier
+from spectr_jax.verifiers.verifier import Decisions, Record, RecordedVerifier, Verdict, Verifier
 from spectr_jax.verifiers.walk import Walk
 
 __all__ = [

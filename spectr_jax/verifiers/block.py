@@ -7,15 +7,13 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from spectr_jax.couplings.coupling import ratio
-from spectr_jax.couplings.explanation import Explanation
+from spectr_jax.couplings.coupling import Explanation, ratio
 from spectr_jax.couplings.selection import Pick, Selection, check_selection, picked
 from spectr_jax.proposal import Independent, Proposal
 from spectr_jax.sampling import draw, positive_part
 from spectr_jax.tree import Tree
-from spectr_jax.verifiers.position import Position, next_position
-from spectr_jax.verifiers.record import Decisions, Record, run_steps
-from spectr_jax.verifiers.verifier import RecordedVerifier, Verdict, stop_at
+from spectr_jax.verifiers.contexts import Position, next_position
+from spectr_jax.verifiers.verifier import Decisions, Record, RecordedVerifier, Verdict, run_steps, stop_at
 
 
 @jax.tree_util.register_dataclass

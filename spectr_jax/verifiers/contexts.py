@@ -1,4 +1,4 @@
-"""Contexts: the nodes of a tree that spell the same, and which of them stands for all."""
+"""Nodes that spell the same: the candidates after one of them, and the contexts of a whole tree."""
 
 from __future__ import annotations
 
@@ -16,12 +16,7 @@ NOTHING = -2  # in spellings, unlike every token and unlike the -1 of a node tha
 
 
 def spellings(paths: jax.Array | np.ndarray, tokens: jax.Array) -> jax.Array:
-  """int32 `[..., L]`: the tokens on the paths to nodes; `NOTHING` beyond the depth of a node.
-
-  Args:
-    paths: `[..., L]`, rows of `TokenTree.paths`.
-    tokens: int32 `[N]`, -1 for nodes that do not exist.
-  """
+  """int32 `[..., L]`: the tokens on paths, rows of `TokenTree.paths`; `NOTHING` beyond the depth of a node."""
   return jnp.where(paths < 0, NOTHING, tokens[paths - 1])
 
 
@@ -29,10 +24,6 @@ def preferences(tree: Tree, proposal: Proposal) -> jax.Array:
   """int32 `[N + 1]`, by which one of the nodes that spell the same stands for all: the first of the highest value.
 
   It has children if any of them has, and drawn children if any has, since only those have the draft's distribution.
-
-  Args:
-    tree: The row's tree, with at least one node.
-    proposal: `tokens` `[N]`, and `is_given` `[N]` or None.
   """
   has_children = jnp.asarray(tree.num_children > 0, jnp.int32)
   if proposal.is_given is None:
@@ -40,6 +31,68 @@ def preferences(tree: Tree, proposal: Proposal) -> jax.Array:
   is_drawn = (proposal.tokens >= 0) & ~proposal.is_given
   has_drawn = jnp.zeros(tree.num_nodes + 1, bool).at[jnp.asarray(tree.parent_of)[1:]].max(is_drawn)
   return has_children + has_drawn
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Position:
+  """The candidates after an accepted node.
+
+  Attributes:
+    node: int32 scalar, the node to stop at if no candidate is accepted. It spells the same as the accepted node, and it
+      has children if any such node has.
+    draft_probs: `[V]`, the distribution that the candidates were drawn from; arbitrary if none was drawn.
+    target_probs: `[V]`, the target's distribution.
+    nodes: int32 `[W]`, nodes of the next depth.
+    tokens: int32 `[W]`, their tokens; 0 where `is_valid` is False.
+    is_valid: bool `[W]`, which of them are candidates.
+    is_given: bool `[W]`, which candidates are given; None if no row has given candidates.
+  """
+
+  node: jax.Array
+  draft_probs: jax.Array
+  target_probs: jax.Array
+  nodes: jax.Array
+  tokens: jax.Array
+  is_valid: jax.Array
+  is_given: jax.Array | None = None
+
+
+def next_position(
+  tree: Tree, proposal: Proposal, target_probs: jax.Array, node: jax.Array, *, is_pooled: bool = True
+) -> Position:
+  """The candidates after an accepted node.
+
+  All nodes that spell the accepted prefix are active, and their children, pooled, are the candidates (SpecTr,
+  Algorithm 3). A rejected duplicate of an accepted token thus keeps its descendants in play, and with children drawn
+  i.i.d. the pool is i.i.d. given the prefix.
+
+  Args:
+    tree, proposal, target_probs: As for `Verifier.verify`; the tree has at least one node.
+    node: int32 scalar, the accepted node.
+    is_pooled: Whether the children of all active nodes are candidates, or those of `node` alone.
+  """
+  if is_pooled:
+    spelled = spellings(jnp.asarray(tree.paths), proposal.tokens)
+    is_active = jnp.all(spelled == spelled[node], axis=-1)
+  else:
+    is_active = jnp.arange(tree.num_nodes + 1) == node
+  nodes = jnp.asarray(tree.levels)[jnp.asarray(tree.depths)[node] + 1]
+  tokens = proposal.tokens[nodes - 1]
+  is_valid = (nodes >= 0) & is_active[jnp.asarray(tree.parent_of)[nodes]] & (tokens >= 0)
+  # Active nodes share their distributions, but only those with children have the draft's.
+  rank = is_active * preferences(tree, proposal)
+  parent = jnp.argmax(rank)
+  node = jnp.where(rank[parent] > 0, parent, node).astype(jnp.int32)
+  return Position(
+    node=node,
+    draft_probs=proposal.probs[jnp.asarray(tree.law_index)[parent]],
+    target_probs=target_probs[node],
+    nodes=nodes,
+    tokens=jnp.where(is_valid, tokens, 0),
+    is_valid=is_valid,
+    is_given=None if proposal.is_given is None else is_valid & proposal.is_given[nodes - 1],
+  )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,12 +164,7 @@ class Contexts:
 
 
 def contexts_of(tree: Tree, proposal: Proposal) -> Contexts:
-  """The contexts of a row's guesses.
-
-  Args:
-    tree: The row's tree, with at least one node.
-    proposal: The row's guesses.
-  """
+  """The contexts of a row's guesses; its tree has at least one node."""
   slots = slots_of(tree)
   width = slots.nodes.shape[1]
   spelled = spellings(tree.paths[slots.nodes], proposal.tokens)

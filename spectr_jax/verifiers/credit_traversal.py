@@ -17,8 +17,7 @@ from spectr_jax.proposal import Proposal
 from spectr_jax.sampling import draw, positive_part
 from spectr_jax.tree import Tree
 from spectr_jax.verifiers.contexts import Contexts, contexts_of, slots_of
-from spectr_jax.verifiers.record import Decisions, Record
-from spectr_jax.verifiers.verifier import RecordedVerifier, Verdict, stop_at, uniforms_of_nodes
+from spectr_jax.verifiers.verifier import Decisions, Record, RecordedVerifier, Verdict, stop_at, uniforms_of_nodes
 
 # Masses are compared in steps of 1 over this. Finer steps keep no more tokens; the bounds between two steps, such as
 # 1.5/256, are no shares k/n of fewer than 512 candidates, so rounding never decides between two of these.
@@ -52,11 +51,7 @@ def siblings(contexts: Contexts) -> jax.Array:
 def ascending(values: jax.Array, is_sibling: jax.Array) -> jax.Array:
   """bool, whether k comes before j: the smaller value first, rounded to 1/256, and of equal ones the lower slot.
 
-  Candidates whose values are equal up to rounding keep their order whatever the batch.
-
-  Args:
-    values: `[..., W]`, from 0 to 1.
-    is_sibling: bool `[..., W, W]`.
+  Candidates whose values `[..., W]` in [0, 1] are equal up to rounding keep their order whatever the batch.
   """
   place, values = jnp.arange(values.shape[-1]), jnp.round(_ORDER_STEPS * values)
   mine, other = values[..., :, None], values[..., None, :]
@@ -70,14 +65,7 @@ def law_rows(tree: Tree, proposal: Proposal, target_probs: jax.Array):
 
 
 def excess_of_single(laws, credits: jax.Array, is_single: jax.Array, otherwise: jax.Array) -> jax.Array:
-  """S = sum of [P q - p]+ where a single candidate was drawn from p, and `otherwise` elsewhere; `[R]`.
-
-  Args:
-    laws: Of `law_rows`.
-    credits: `[R]`, P.
-    is_single: bool `[R]`.
-    otherwise: `[R]`.
-  """
+  """S = sum of [P q - p]+ where a single candidate was drawn from p, else `otherwise`; `[R]`, as all but `laws`."""
 
   def of_one(p, q, credit):
     (excess,) = _excess_of_token([credit])([p, q])
@@ -143,12 +131,7 @@ class CreditTraversal(RecordedVerifier, Generic[AnyPlan]):
 
   @abc.abstractmethod
   def _numbers(self, plan: AnyPlan, log_above: jax.Array) -> dict[str, jax.Array]:
-    """Numbers of the contexts below the root for display, `[L, W]` each: m as `mass`, and what it is made of.
-
-    Args:
-      plan: The plan.
-      log_above: `[L, W]`, log P of the context above each.
-    """
+    """Numbers `[L, W]` of contexts below the root, from log P above each, for display: m as `mass`, and more."""
 
   def _keep_probs(self, tree: Tree, proposal: Proposal, target_probs, contexts, plan, log_credits, uniforms=None):
     """h by slot, `[L + 1, W]`; given uniforms, 0 for contexts with u >= P, which cannot be kept since h <= P."""

@@ -8,12 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spectr_jax.couplings.explanation import Explanation
+from spectr_jax.couplings.coupling import Explanation
 from spectr_jax.proposal import Independent, Proposal
 from spectr_jax.sampling import positive_part, positive_part_or
 from spectr_jax.tree import Tree
-from spectr_jax.verifiers.record import Decisions, Record
-from spectr_jax.verifiers.verifier import RecordedVerifier, Verdict, stop_at
+from spectr_jax.verifiers.verifier import Decisions, Record, RecordedVerifier, Verdict, stop_at
 
 
 @jax.tree_util.register_dataclass

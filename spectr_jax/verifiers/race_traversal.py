@@ -7,8 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from spectr_jax.couplings.coupling import ratio
-from spectr_jax.couplings.explanation import Explanation
+from spectr_jax.couplings.coupling import Explanation, ratio
 from spectr_jax.couplings.given import with_given
 from spectr_jax.couplings.race import Race
 from spectr_jax.kernels.on_demand import map_needed

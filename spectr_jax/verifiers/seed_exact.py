@@ -7,12 +7,11 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from spectr_jax.couplings.explanation import Explanation
+from spectr_jax.couplings.coupling import Explanation
 from spectr_jax.proposal import FirstArrivals
 from spectr_jax.sampling import arrivals, first_arrival
-from spectr_jax.verifiers.position import Position, next_position
-from spectr_jax.verifiers.record import Decisions, Record, run_steps
-from spectr_jax.verifiers.verifier import RecordedVerifier, Verdict
+from spectr_jax.verifiers.contexts import Position, next_position
+from spectr_jax.verifiers.verifier import Decisions, Record, RecordedVerifier, Verdict, run_steps
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,13 +7,19 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from spectr_jax.couplings.coupling import ratio
-from spectr_jax.couplings.explanation import Explanation
+from spectr_jax.couplings.coupling import Explanation, ratio
 from spectr_jax.proposal import Independent, Proposal, ProposalRule, WithoutReplacement
 from spectr_jax.sampling import positive_part
 from spectr_jax.tree import Tree
-from spectr_jax.verifiers.record import Decisions, Record, run_steps
-from spectr_jax.verifiers.verifier import RecordedVerifier, Verdict, stop_at, uniforms_of_nodes
+from spectr_jax.verifiers.verifier import (
+  Decisions,
+  Record,
+  RecordedVerifier,
+  Verdict,
+  run_steps,
+  stop_at,
+  uniforms_of_nodes,
+)
 
 
 @jax.tree_util.register_dataclass

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spectr_jax.couplings.coupling import ratio
-from spectr_jax.couplings.explanation import Explanation
+from spectr_jax.couplings.coupling import Explanation, ratio
 from spectr_jax.kernels.on_demand import map_needed
 from spectr_jax.kernels.tree_steps import scan_depths
 from spectr_jax.proposal import LikeliestAndOne, Proposal

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from spectr_jax.couplings.explanation import Explanation
+from spectr_jax.couplings.coupling import Explanation
 from spectr_jax.proposal import Proposal, ProposalRule
 from spectr_jax.sampling import draw
 from spectr_jax.tree import TokenTree, Tree
-from spectr_jax.verifiers.record import Decisions, Record
 
 
 @jax.tree_util.register_dataclass
@@ -37,16 +37,84 @@ class Verdict:
 
   @classmethod
   def at(cls, tree: Tree, node: jax.Array, next_token: jax.Array, state: Any) -> Verdict:
-    """The verdict that accepts everything down to a node.
-
-    Args:
-      tree: The row's tree.
-      node: int32 scalar, the deepest accepted node.
-      next_token: int32 scalar, the token after it.
-      state: The row's state for its next round.
-    """
+    """The verdict that accepts everything down to a node of the row's tree; the arguments are scalars but the state."""
     path = jnp.maximum(jnp.asarray(tree.paths)[node], 0)
     return cls(path, jnp.asarray(tree.depths)[node], next_token, state)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Decisions:
+  """Up to T choices among W nodes each, in the order in which they are made.
+
+  The shares of the nodes lie side by side from 0 on, in the order of `nodes`. The node in whose share the uniform falls
+  is chosen; no node is chosen if it falls behind the last share.
+
+  Attributes:
+    is_made: bool `[T]`, the entries that are choices; all others are to be ignored.
+    node: int32 `[T]`, the place of the choice: the node below which the others stand, or the one that is tested.
+    nodes: int32 `[T, W]`, the nodes that could be chosen.
+    is_valid: bool `[T, W]`, which of them exist.
+    shares: `[T, W]`, the probability of each; 0 for those that do not exist. None if no uniform decides.
+    uniform: `[T]`, in [0, 1), or None.
+    chosen: int32 `[T]`, the node that is chosen, or -1 for none.
+    numbers: Arrays `[T]` or `[T, W]` from which the shares are computed, by name.
+  """
+
+  is_made: jax.Array
+  node: jax.Array
+  nodes: jax.Array
+  is_valid: jax.Array
+  shares: jax.Array | None
+  uniform: jax.Array | None
+  chosen: jax.Array
+  numbers: dict[str, jax.Array]
+
+  @classmethod
+  def of_one(
+    cls,
+    *,
+    is_made: jax.Array,
+    node: jax.Array,
+    share: jax.Array,
+    uniform: jax.Array,
+    is_chosen: jax.Array,
+    numbers: dict[str, jax.Array],
+  ) -> Decisions:
+    """A choice of one node or none, without the leading axis: `share` is the probability that the node is chosen."""
+    return cls(
+      is_made=is_made,
+      node=node,
+      nodes=node[None],
+      is_valid=is_made[None],
+      shares=share[None],
+      uniform=uniform,
+      chosen=jnp.where(is_chosen, node, -1),
+      numbers=numbers,
+    )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Record:
+  """The decisions that led to a verdict on one row.
+
+  Attributes:
+    decisions: The decisions by kind: `accept` takes one of the candidates of a position or none, `pick` takes one
+      without deciding whether it is kept, `keep` keeps the path down to a node, `race` compares arrival times. Empty
+      if there was no guess.
+    node: int32 scalar, the deepest accepted node.
+    weights: `[V]`, the weights of the next token, not normalized.
+    uniform: Scalar in [0, 1), by which the next token is drawn from them; None if it is not drawn by a uniform.
+    credits: `[N + 1]`, the probability that each node or one below it is kept, once it is tried; None for verifiers
+      that try no branches by credit.
+  """
+
+  decisions: dict[str, Decisions]
+  node: jax.Array
+  weights: jax.Array
+  uniform: jax.Array | None
+  credits: jax.Array | None = None
 
 
 class Verifier(abc.ABC):
@@ -102,10 +170,7 @@ class Verifier(abc.ABC):
 
   @abc.abstractmethod
   def law(self, tree: Tree, proposal: Proposal, target_probs: jax.Array, state: Any) -> jax.Array:
-    """The distribution of `verify`'s decision, given the guesses.
-
-    Args:
-      tree, proposal, target_probs, state: As for `verify`.
+    """The distribution of `verify`'s decision, given the guesses; all arguments are those of `verify`.
 
     Returns:
       `[N + 1, V]`, at `[v, x]` the probability that the deepest accepted node is v and the next token is x.
@@ -114,23 +179,11 @@ class Verifier(abc.ABC):
   def explain(
     self, keys: jax.Array, tree: Tree, proposal: Proposal, target_probs: jax.Array, state: Any
   ) -> tuple[Verdict, Record | None]:
-    """Decides one row as `verify` does, and records how.
-
-    Args:
-      keys, tree, proposal, target_probs, state: As for `verify`.
-
-    Returns:
-      The verdict of `verify` for the same arguments, and its record. By default the record is None.
-    """
+    """The verdict of `verify` for the same arguments, and its record; by default the record is None."""
     return self.verify(keys, tree, proposal, target_probs, state), None
 
   def without_candidates(self, keys: jax.Array, tree: Tree, target_probs: jax.Array, state: Any) -> Verdict:
-    """The decision of `verify` on a row whose tree holds no candidate; by default by `verify` itself.
-
-    Args:
-      keys, tree, state: As for `verify`.
-      target_probs: `[V]`, the target's distribution after the root.
-    """
+    """The decision of `verify` on a row without candidates, where only the root's `target_probs` `[V]` are known."""
     size = tree.num_nodes
     proposal = Proposal(
       jnp.full(size, -1, jnp.int32),
@@ -142,13 +195,7 @@ class Verifier(abc.ABC):
   def advance(
     self, tree: Tree, proposal: Proposal, target_probs: jax.Array, state: Any, node: jax.Array, token: jax.Array
   ) -> Any:
-    """The state after a round; by default unchanged.
-
-    Args:
-      tree, proposal, target_probs, state: As for `verify`.
-      node: int32 scalar, the deepest node that the round accepted.
-      token: int32 scalar, the token that it emitted next.
-    """
+    """The state after a round that accepted down to `node` and emitted `token`, scalars; by default unchanged."""
     del tree, proposal, target_probs, node, token
     return state
 
@@ -173,15 +220,7 @@ class RecordedVerifier(Verifier):
   def decide(
     self, keys: jax.Array, tree: Tree, proposal: Proposal, target_probs: jax.Array, state: Any, *, is_explained: bool
   ) -> tuple[Verdict, Record]:
-    """Decides one row and records how, if that is asked for.
-
-    Args:
-      keys, tree, proposal, target_probs, state: As for `verify`.
-      is_explained: Whether the decisions are read. If not, the record may lack them.
-
-    Returns:
-      The verdict, which does not depend on `is_explained`, and its record.
-    """
+    """The verdict on one row, and its record, which may lack the decisions unless `is_explained`."""
 
   def verify(self, keys: jax.Array, tree: Tree, proposal: Proposal, target_probs: jax.Array, state: Any) -> Verdict:
     _check_wide(proposal, target_probs)
@@ -203,13 +242,7 @@ def _check_wide(proposal: Proposal, target_probs: jax.Array) -> None:
 
 
 def uniforms_of_nodes(keys: jax.Array, tree: Tree, dtype: jnp.dtype) -> jax.Array:
-  """Uniforms `[N + 2]` of a verifier that visits nodes: one for every node, and one for the next token.
-
-  Args:
-    keys: `[L + 1]`, as for `Verifier.verify`.
-    tree: The row's tree.
-    dtype: That of the distributions.
-  """
+  """Uniforms `[N + 2]` of a verifier that visits nodes: one for every node, and one for the next token."""
   return jax.random.uniform(keys[0], (tree.num_nodes + 2,), dtype)
 
 
@@ -218,15 +251,45 @@ def stop_at(
 ) -> tuple[Verdict, Record]:
   """The verdict that accepts everything down to a node and draws the next token, and its record.
 
-  Without guesses the node is the root, 0, and the weights are the target's distribution.
-
   Args:
-    tree: The row's tree.
-    node: int32 scalar, the deepest accepted node.
-    weights: `[V]`, the weights of the next token, not normalized.
-    uniform: Scalar in [0, 1), by which the token is drawn.
-    state: The row's state for its next round.
-    decisions: The decisions that led to the node, by kind.
+    tree, state: As for `Verifier.verify`.
+    node: int32 scalar, the deepest accepted node; the root, 0, without guesses.
+    weights, uniform, decisions: As in `Record`.
   """
   node = jnp.asarray(node, jnp.int32)
   return Verdict.at(tree, node, draw(uniform, weights), state), Record(decisions, node, weights, uniform)
+
+
+def run_steps(
+  is_going: Callable[[Any], jax.Array],
+  step: Callable[[Any], tuple[Any, Any]],
+  carry: Any,
+  *,
+  num_steps: int,
+  describe: Callable[..., Any] | None = None,
+) -> tuple[Any, Any]:
+  """Repeats `step` while `is_going`, and describes every step if a description is asked for.
+
+  `verify` and `explain` of a verifier both run their steps here, so they make the same decisions.
+
+  Args:
+    is_going: `carry -> bool scalar`.
+    step: `carry -> (next carry, seen)`, with a second value `seen` for `describe`.
+    carry: The first carry.
+    num_steps: The largest number of steps, and one more if the carry after the last is to be described.
+    describe: `(number, carry, next carry, seen) -> arrays` for step `number`. Steps after the last are described too,
+      with a carry that does not change any more. None to run without descriptions.
+
+  Returns:
+    The last carry, and the descriptions with a leading axis `[num_steps]`, or None.
+  """
+  if describe is None:
+    return jax.lax.while_loop(is_going, lambda carry: step(carry)[0], carry), None
+
+  def one(carry, number):
+    following, seen = step(carry)
+    described = describe(number, carry, following, seen)
+    is_on = is_going(carry)
+    return jax.tree.map(lambda new, old: jnp.where(is_on, new, old), following, carry), described
+
+  return jax.lax.scan(one, carry, jnp.arange(num_steps))

@@ -8,17 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spectr_jax.couplings.coupling import Coupling, Outcome, ThresholdCoupling, checked_result, ratio
-from spectr_jax.couplings.explanation import Explanation
+from spectr_jax.couplings.coupling import Coupling, Explanation, Outcome, ThresholdCoupling, checked_result, ratio
 from spectr_jax.couplings.given import Given
-from spectr_jax.kernels.dispatch import operation
+from spectr_jax.kernels.dispatch import ACCELERATORS, operation
 from spectr_jax.kernels.on_demand import map_needed
 from spectr_jax.proposal import Independent, Proposal, ProposalRule
 from spectr_jax.sampling import draw
 from spectr_jax.tree import Tree
-from spectr_jax.verifiers.position import Position, next_position
-from spectr_jax.verifiers.record import Decisions, Record, run_steps
-from spectr_jax.verifiers.verifier import RecordedVerifier, Verdict, stop_at
+from spectr_jax.verifiers.contexts import Position, next_position
+from spectr_jax.verifiers.verifier import Decisions, Record, RecordedVerifier, Verdict, run_steps, stop_at
 
 _GIVEN = Given()
 # Positions whose thresholds an accelerator finds together; chains rarely have more with several candidates.
@@ -164,14 +162,12 @@ class Walk(RecordedVerifier):
     if tree.num_nodes == 0:
       return stop_at(tree, 0, target_probs[0], uniforms[0, 1], state, {})
 
-    if is_explained:
-      (node, depth, _), decisions = self._path(tree, proposal, target_probs, uniforms, is_explained=True)
-      residual = self._step(tree, proposal, target_probs, node)[1].residual
-    else:
+    if not is_explained:
       node, depth, residual = _end_of_walk(self, tree, proposal, target_probs, uniforms)
-      decisions = None
-    decisions = {} if decisions is None else {'accept': decisions}
-    return stop_at(tree, node, residual, uniforms[depth, 1], state, decisions)
+      return stop_at(tree, node, residual, uniforms[depth, 1], state, {})
+    (node, depth, _), decisions = self._path(tree, proposal, target_probs, uniforms, is_explained=True)
+    residual = self._step(tree, proposal, target_probs, node)[1].residual
+    return stop_at(tree, node, residual, uniforms[depth, 1], state, {'accept': decisions})
 
   def _path(self, tree: Tree, proposal: Proposal, target_probs, uniforms, *, is_explained: bool):
     """The carry at the end of the walk, and the decisions if they are asked for."""
@@ -277,7 +273,6 @@ def _has_table(walk, tree, proposal, target_probs, uniforms):
   return isinstance(walk.coupling, ThresholdCoupling) and proposal.is_given is None
 
 
-@_end_of_walk.form('gpu', takes=_has_table)
-@_end_of_walk.form('tpu', takes=_has_table)
+@_end_of_walk.form(ACCELERATORS, takes=_has_table)
 def _end_by_table(walk, tree, proposal, target_probs, uniforms):
   return walk._by_table(walk.coupling, tree, proposal, target_probs, uniforms)

@@ -1,4 +1,7 @@
-"""All couplings: the distribution of what is emitted, and candidates that do not exist or cannot be drawn."""
+"""All couplings by enumeration: the distribution of what is emitted, and candidates that do not exist or are given."""
+
+import dataclasses
+import itertools
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +13,7 @@ from enumerated import (
   ONE_DRAFT,
   RACES,
   AtGamma,
+  all_candidates,
   apply,
   assert_close,
   emitted_law,
@@ -21,7 +25,8 @@ from enumerated import (
   outcome_of,
 )
 
-from spectr_jax.couplings import KSeq, Maximal, MaximalAfter, Race, Recursive
+from spectr_jax.couplings import Given, KSeq, Maximal, MaximalAfter, OverAccept, Race, Recursive
+from spectr_jax.proposal import Independent, WithoutReplacement
 
 
 @pytest.mark.parametrize(('d', 'r'), [(4, 2), (6, 2), (6, 3)])
@@ -40,9 +45,11 @@ def test_uniform_to_a_part_of_it(d, r, n, coupling):
   assert acceptance == pytest.approx(best, abs=exactness(coupling))
 
 
-@pytest.mark.parametrize('n', [1, 2, 3])
+_EXACT = [*COUPLINGS, AtGamma(), AtGamma(place=0.3), AtGamma(place=1.0), MaximalAfter(RACES[1])]
+
+
 @pytest.mark.parametrize(
-  'coupling', [*COUPLINGS, AtGamma(), AtGamma(place=0.3), AtGamma(place=1.0), MaximalAfter(RACES[1])]
+  ('coupling', 'n'), [*itertools.product(_EXACT, (1, 2, 3)), *((coupling, 1) for coupling in ONE_DRAFT)]
 )
 def test_emits_the_target(coupling, n):
   for p, q in law_pairs():
@@ -58,36 +65,25 @@ def test_emits_the_target(coupling, n):
       assert acceptance <= best + EXACT if isinstance(coupling, KSeq) else acceptance == pytest.approx(best, abs=EXACT)
 
 
-@pytest.mark.parametrize('coupling', ONE_DRAFT)
-def test_one_draft_emits_the_target(coupling):
-  for p, q in law_pairs():
-    law, acceptance = emitted_law(coupling, p, q, 1)
-    assert_close(law, q, EXACT)
-    assert acceptance == pytest.approx(np.minimum(p, q).sum(), abs=EXACT)
-
-
 def test_maximal_is_for_one_candidate():
   """The enumeration can tell: two candidates under the single-draft rule do not give the target."""
   law, _ = emitted_law(Maximal(), *BERNOULLI, 2)
   assert np.abs(law - BERNOULLI[1]).max() > 1e-2
 
 
-@pytest.mark.parametrize(('n', 'places'), [(2, (1, 2)), (2, (0, 2)), (1, (1,)), (1, (2,))])
-@pytest.mark.parametrize('coupling', COUPLINGS)
-def test_invalid_candidates_are_skipped(coupling, n, places):
+_ONE_PLACE, _PLACES = [(1,), (2,)], [(1, 2), (0, 2), (1,), (2,)]
+
+
+@pytest.mark.parametrize(
+  ('coupling', 'places'), [*itertools.product(COUPLINGS, _PLACES), *itertools.product(ONE_DRAFT, _ONE_PLACE)]
+)
+def test_invalid_candidates_are_skipped(coupling, places):
   """Wherever they stand and whatever they hold, the outcome is that of the valid ones alone."""
   for p, q in law_pairs():
-    law, acceptance = emitted_law(coupling, p, q, n, places)
-    plain_law, plain_acceptance = emitted_law(coupling, p, q, n)
+    law, acceptance = emitted_law(coupling, p, q, len(places), places)
+    plain_law, plain_acceptance = emitted_law(coupling, p, q, len(places))
     assert_close(law, plain_law, exactness(coupling))
     assert acceptance == pytest.approx(plain_acceptance, abs=exactness(coupling))
-
-
-@pytest.mark.parametrize('place', [1, 2])
-@pytest.mark.parametrize('coupling', ONE_DRAFT)
-def test_invalid_candidates_beside_one_draft_are_skipped(coupling, place):
-  for p, q in law_pairs():
-    assert_close(emitted_law(coupling, p, q, 1, (place,))[0], q, EXACT)
 
 
 @pytest.mark.parametrize('coupling', [*COUPLINGS, *ONE_DRAFT])
@@ -141,3 +137,141 @@ def test_rows_do_not_depend_on_each_other(coupling):
     # Sums over 4096 float32 in another order.
     assert_close(together.accept_probs[row], alone.accept_probs, 2e-6)
     assert_close(together.residual[row], alone.residual, 2e-6)
+
+
+# Over-acceptance, on purpose.
+
+
+@pytest.mark.parametrize('epsilon', [0.0, 0.05, 0.2, 3.0])
+def test_over_acceptance_is_on_the_front(epsilon):
+  """Rejections saved and bias add up to TV(p, q) with the best residual; with the target's law the bias is larger."""
+  for p, q in law_pairs():
+    total_variation = 1 - np.minimum(p, q).sum()
+    law, acceptance = emitted_law(OverAccept(epsilon, has_best_residual=True), p, q, 1)
+    assert acceptance == pytest.approx(np.minimum(p, q + epsilon).sum(), abs=EXACT)
+    bias = np.abs(law - q).sum() / 2
+    assert 1 - acceptance + bias == pytest.approx(total_variation, abs=EXACT)
+    uno, same = emitted_law(OverAccept(epsilon, has_best_residual=False), p, q, 1)
+    assert same == acceptance
+    assert_close(uno, np.minimum(p, q + epsilon) + (1 - acceptance) * q, EXACT)
+    assert np.abs(uno - q).sum() / 2 >= bias - EXACT
+
+
+@pytest.mark.parametrize('epsilon', [-0.1, -1e-9, float('nan')])
+def test_negative_epsilon_is_refused(epsilon):
+  with pytest.raises(ValueError, match='epsilon must be at least 0'):
+    OverAccept(epsilon, has_best_residual=True)
+
+
+# Given candidates, which are not samples.
+
+
+def _given_law(coupling, p, q, candidates, is_valid):
+  """The law of the emitted token for fixed candidates, and the chance of acceptance."""
+  outcome = outcome_of(coupling, p, q, candidates, is_valid)
+  accept, residual = np.asarray(outcome.accept_probs), np.asarray(outcome.residual)
+  assert (accept >= 0).all()
+  assert (residual >= 0).all()
+  law = (1 - accept.sum()) * residual / residual.sum()
+  np.add.at(law, np.asarray(candidates), accept)
+  return law, accept
+
+
+def test_given_candidates_emit_the_target_whatever_they_are():
+  """For every set and order of candidates by itself, not on average; accepted with q(D), which is the most."""
+  for p, q in law_pairs():
+    for candidates in itertools.product(range(4), repeat=3):
+      for is_valid in ((True, True, True), (False, True, True), (True, False, False), (False, False, False)):
+        law, accept = _given_law(Given(), p, q, candidates, is_valid)
+        assert_close(law, q, EXACT)
+        there = {token for token, exists in zip(candidates, is_valid) if exists}
+        assert accept.sum() == pytest.approx(q[list(there)].sum(), abs=EXACT)
+        # A copy adds nothing to the first.
+        for slot, token in enumerate(candidates):
+          if not is_valid[slot] or token in [candidates[i] for i in range(slot) if is_valid[i]]:
+            assert accept[slot] == 0
+
+
+def test_one_given_candidate_is_a_draw_from_a_point_mass():
+  for p, q in law_pairs():
+    for token in range(4):
+      given = outcome_of(Given(), p, q, [token], [True])
+      drawn = outcome_of(Maximal(), np.eye(4)[token], q, [token], [True])
+      assert_close(given.accept_probs, drawn.accept_probs, EXACT)
+      assert_close(given.residual / given.residual.sum(), drawn.residual / drawn.residual.sum(), EXACT)
+
+
+@pytest.mark.parametrize('coupling', [Maximal(), KSeq(), Recursive(), MaximalAfter(Race())])
+def test_given_counted_as_a_draw_is_caught(coupling):
+  """The enumeration can tell: the draft's likeliest tokens, judged as if they had been drawn from p."""
+  errors = []
+  for p, q in law_pairs()[:6]:
+    candidates = np.argsort(-p)[: 1 if coupling == Maximal() else 2]
+    law, _ = _given_law(coupling, p, q, candidates, np.ones(len(candidates), bool))
+    errors.append(np.abs(law - q).max())
+  assert max(errors) > 0.05
+
+
+# Recursive rejection, with and without replacement.
+
+
+@pytest.mark.parametrize('n', [1, 2, 3])
+def test_recursive_on_the_bernoulli_example(n):
+  """Only token 0 is ever rejected, and from then on r is all on token 1: accepted as soon as it is among the rest."""
+  _, acceptance = emitted_law(Recursive(), *BERNOULLI, n)
+  assert acceptance == pytest.approx(0.75 + 0.25 * (1 - 0.75 ** (n - 1)), abs=EXACT)  # .8125 with two candidates
+  # Without replacement the second candidate is the other token, for sure.
+  _, acceptance = emitted_law(Recursive(with_replacement=False), *BERNOULLI, n)
+  assert acceptance == pytest.approx(0.75 if n == 1 else 1, abs=EXACT)
+
+
+def _one_after_the_other(p, q, candidates, with_replacement):
+  """Recursive rejection as it is published: r, and without replacement p, rewritten after every rejection."""
+  accept, reach, r = [], 1.0, q
+  for x in candidates:
+    chance = min(1, r[x] / p[x]) if p[x] > 0 else 0.0
+    accept.append(reach * chance)
+    reach *= 1 - chance
+    residual = np.maximum(r - p, 0)
+    r = residual / residual.sum() if residual.sum() > 0 else r
+    if not with_replacement:
+      p = np.where(np.arange(len(p)) == x, 0, p)
+      p = p / p.sum() if p.sum() > 0 else p
+  return np.array(accept), reach, r
+
+
+@pytest.mark.parametrize('with_replacement', [True, False])
+def test_recursive_is_what_is_published(with_replacement):
+  coupling = Recursive(with_replacement=with_replacement)
+  num_compared = 0
+  for p, q in law_pairs()[:-1]:
+    tuples, weights = all_candidates(p, 3, coupling.proposal_rules[0])
+    tuples = tuples[(weights > 0) & (tuples >= 0).all(1)]
+    if not len(tuples):
+      continue
+    outcome = jitted(coupling)(p, q, tuples, np.ones(tuples.shape, bool))
+    for candidates, accept, residual in zip(tuples, np.asarray(outcome.accept_probs), np.asarray(outcome.residual)):
+      expected, reach, r = _one_after_the_other(p, q, candidates, with_replacement)
+      assert_close(accept, expected, EXACT)
+      if reach > 1e-6:  # else it is a difference of equals
+        assert_close(residual / residual.sum(), r, 1e-9)
+        num_compared += 1
+  assert num_compared > 20
+
+
+@dataclasses.dataclass(frozen=True)
+class _OnOtherChildren(Recursive):
+  """Recursive rejection on candidates that were drawn in the other way."""
+
+  @property
+  def proposal_rules(self):
+    return (WithoutReplacement,) if self.with_replacement else (Independent,)
+
+
+@pytest.mark.parametrize('with_replacement', [True, False])
+def test_recursive_is_for_its_own_children(with_replacement):
+  errors = []
+  for p, q in law_pairs()[:6]:
+    law, _ = emitted_law(_OnOtherChildren(with_replacement=with_replacement), p, q, 2)
+    errors.append(np.abs(law - q).max())
+  assert max(errors) > 1e-2

@@ -47,7 +47,7 @@ def assert_close(actual, expected, atol):
 
 
 def exactness(coupling):
-  return INTEGRAL if isinstance(coupling, MaximalAfter) else EXACT
+  return INTEGRAL if isinstance(getattr(coupling, 'selection', None), Race) else EXACT
 
 
 @functools.cache

@@ -7,20 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from decode.auto import acceptance
-from decode.auto.acceptance import (
-  LONGEST_CHAIN,
-  TOLERANCE,
-  bound_kept,
-  calibration_trees,
-  choose_tree,
-  is_chosen_by_bound,
-  kept_bounds,
-  measure_acceptance,
-  rates_name,
-  read_acceptance,
-)
-from decode.experiment import laws
+from decode.experiment import distributions, optimal_trees
+from decode.experiment.optimal_trees import bound_kept, choose_tree, kept_bounds, measure_acceptance
 from decode.experiment.options import DecodeOptions
 from decode.experiment.prompts import Prompt
 from decode.experiment.run import run_decode
@@ -45,11 +33,11 @@ def _statistics(tree, accepted, *, visits=1000):
 
 
 def test_calibration_trees_fit_the_budget():
-  trees = calibration_trees(METHODS['race_block'], 20)
+  trees = optimal_trees.calibration_trees(METHODS['race_block'], 20)
   assert list(trees) == [1, 2, 3, 4, 6, 8]
   assert trees[2] == TokenTree.prefix((2, 2, 2))  # 14 nodes; one depth more would have 30
   assert all(tree.num_nodes <= 20 for tree in trees.values())
-  assert list(calibration_trees(METHODS['block'], 20)) == [1]
+  assert list(optimal_trees.calibration_trees(METHODS['block'], 20)) == [1]
 
 
 def test_rates_are_shares_of_visits():
@@ -70,54 +58,52 @@ def test_siblings_without_replacement_have_rates_of_their_own():
   assert found == [[0.5, 0.25, 0.125, 0, 0, 0, 0, 0]] * 2
 
 
+def _chosen(method, budget, rates):
+  return choose_tree(Setting(METHODS[method], spec=TreeSpec('optimal', (budget,))), rates)
+
+
 def test_the_best_shapes():
-  setting = Setting(METHODS['race'], spec=TreeSpec('optimal', (6,)))
   # 2,1,1: .8 + .8 * .5 + .8 * .25 = 1.4 in six nodes; 1 x 6: below 1; 2,2: .8 + .64 = 1.44.
-  chosen = choose_tree(setting, [[0.5, 0.8]])
-  assert chosen.tree == TokenTree.prefix((2, 2))
-  assert chosen.shape == 'prefix:2,2'
-  chosen = choose_tree(Setting(METHODS['gsd'], spec=TreeSpec('optimal', (4,))), [[0.6, 0.2], [0.5, 0.1]])
+  chosen = _chosen('race', 6, [[0.5, 0.8]])
+  assert (chosen.tree, chosen.shape) == (TokenTree.prefix((2, 2)), 'prefix:2,2')
   # The four largest products: .6, .6 * .5 = .3, .2, .6 * .5 * .5 = .15.
-  assert chosen.tree == TokenTree((0, 0, 1, 3))
-  assert chosen.draft_length == 3
-
-
-def test_a_tree_has_no_nodes_that_are_never_accepted():
-  # As at temperature 0: the first child or none.
-  chosen = choose_tree(Setting(METHODS['gsd'], spec=TreeSpec('optimal', (64,))), [[0.6, 0.0], [0.5, 0.0]])
+  chosen = _chosen('gsd', 4, [[0.6, 0.2], [0.5, 0.1]])
+  assert (chosen.tree, chosen.draft_length) == (TokenTree((0, 0, 1, 3)), 3)
+  # As at temperature 0, the first child or none: no node that is never accepted.
+  chosen = _chosen('gsd', 64, [[0.6, 0.0], [0.5, 0.0]])
   assert chosen.tree.is_chain
   assert chosen.tree.max_depth == 24
 
 
 def test_the_best_chains():
-  assert [name for name, method in METHODS.items() if is_chosen_by_bound(method)] == ['race_traversal']
+  assert [name for name, method in METHODS.items() if optimal_trees.is_chosen_by_bound(method)] == ['race_traversal']
   # 1 x 4: .8 + .5 + .1 + .1 = 1.5; 2 x 2: .9 + .7 = 1.6; 4 x 1: .95.
   rates = [[0.8, 0.9, None, 0.95], [0.5, 0.7, None, 0.9], [0.1, 0.2, None, 0.4], [0.1, 0.1, None, 0.1]]
-  chosen = choose_tree(Setting(METHODS['race_traversal'], spec=TreeSpec('optimal', (4,))), rates)
+  chosen = _chosen('race_traversal', 4, rates)
   assert chosen.tree == TokenTree.chains(2, 2)
   assert (chosen.shape, chosen.draft_length) == ('prefix:2,1', 2)
   assert TreeSpec.parse(chosen.shape).numbers == (2, 1)
   # The same rates as chances per depth: branching everywhere would seem best.
-  assert choose_tree(Setting(METHODS['race'], spec=TreeSpec('optimal', (6,))), rates).shape == 'prefix:2,2'
-  assert choose_tree(Setting(METHODS['race_traversal'], spec=TreeSpec('optimal', (6,))), rates).shape == 'prefix:2,1,1'
+  assert _chosen('race', 6, rates).shape == 'prefix:2,2'
+  assert _chosen('race_traversal', 6, rates).shape == 'prefix:2,1,1'
 
 
 def test_rates_are_of_a_way_to_draw_children():
-  assert rates_name(METHODS['traversal']) == 'traversal'
-  assert rates_name(with_children(METHODS['traversal'], 'without_replacement')) == 'traversal, without_replacement'
+  assert optimal_trees.rates_name(METHODS['traversal']) == 'traversal'
+  method = with_children(METHODS['traversal'], 'without_replacement')
+  assert optimal_trees.rates_name(method) == 'traversal, without_replacement'
 
 
-def test_useless_drafts_have_no_tree():
-  with pytest.raises(ValueError, match='nothing is ever accepted'):
-    choose_tree(Setting(METHODS['race'], spec=TreeSpec('optimal', (6,))), [[0.0, 0.0]])
-  with pytest.raises(ValueError, match='gsd optimal:6: nothing is ever accepted'):
-    choose_tree(Setting(METHODS['gsd'], spec=TreeSpec('optimal', (6,))), [[0.0, 0.0]])
-  with pytest.raises(ValueError, match='too few positions'):
-    choose_tree(Setting(METHODS['gsd'], spec=TreeSpec('optimal', (6,))), [[None, None]])
-  with pytest.raises(ValueError, match='race_traversal optimal:6: nothing is ever accepted'):
-    choose_tree(Setting(METHODS['race_traversal'], spec=TreeSpec('optimal', (6,))), [[0.0, 0.0]])
-  with pytest.raises(ValueError, match='too few positions'):
-    choose_tree(Setting(METHODS['race_traversal'], spec=TreeSpec('optimal', (6,))), [[None, None]])
+@pytest.mark.parametrize(
+  ('method', 'rate', 'message'),
+  [
+    *((method, 0.0, f'{method} optimal:6: nothing is ever accepted') for method in ('race', 'gsd', 'race_traversal')),
+    *((method, None, 'too few positions') for method in ('gsd', 'race_traversal')),
+  ],
+)
+def test_useless_drafts_have_no_tree(method, rate, message):
+  with pytest.raises(ValueError, match=message):
+    _chosen(method, 6, [[rate, rate]])
 
 
 # What the laws allow to be kept.
@@ -166,7 +152,7 @@ def test_rates_are_means_over_all_places():
         bounds.append(min(1, np.min((1 - (1 - p) ** number) / q)))
       # What is missing after the end is not kept.
       assert row[number - 1] == pytest.approx(np.sum(bounds) / ends.sum(), rel=1e-9)
-  assert len(bound_kept(*(np.zeros((2, 50)),) * 2)) == LONGEST_CHAIN
+  assert len(bound_kept(*(np.zeros((2, 50)),) * 2)) == optimal_trees.LONGEST_CHAIN
   few = bound_kept(draft[:5], target[:5])
   assert {rate for row in few for rate in row} == {None}
 
@@ -203,8 +189,8 @@ def test_the_bound_is_that_of_the_laws_tokens_are_drawn_from(options):
     np.asarray(logits_to_probs(np.log(laws_by_role[role]).astype(np.float32)[None], params)[0], np.float64)
     for role in ('draft', 'target')
   )
-  texts = laws.target_texts(workload, seed=3)
-  draft, target = laws.written_log_probs(workload, (workload.draft, workload.target), texts)
+  texts = distributions.target_texts(workload, seed=3)
+  draft, target = distributions.written_log_probs(workload, (workload.draft, workload.target), texts)
   with np.errstate(divide='ignore'):
     np.testing.assert_allclose(draft, np.log([[p[0, a], p[a, b]] for a, b in texts]), rtol=1e-5)
     np.testing.assert_allclose(target, np.log([[q[0, a], q[a, b]] for a, b in texts]), rtol=1e-5)
@@ -222,12 +208,12 @@ def test_the_bound_is_that_of_the_laws_tokens_are_drawn_from(options):
 def test_tokens_after_the_end_have_no_law():
   workload, laws_by_role = _tables([0, 1], max_new_tokens=3)
   tokens = np.array([[1, 2, 2], [0, -1, -1]], np.int32)
-  [found] = laws.written_log_probs(workload, (workload.draft,), tokens)
+  [found] = distributions.written_log_probs(workload, (workload.draft,), tokens)
   p = np.log(laws_by_role['draft'])
   np.testing.assert_allclose(found, [[p[0, 1], p[1, 2], p[2, 2]], [p[1, 0], np.nan, np.nan]], rtol=1e-5)
   broken = dataclasses.replace(workload, draft=table.table_model(np.full((3, 3), np.nan, np.float32)))
   with pytest.raises(ValueError, match='prompt 0: the logits of a model are not finite'):
-    laws.written_log_probs(broken, (broken.draft,), tokens)
+    distributions.written_log_probs(broken, (broken.draft,), tokens)
 
 
 @pytest.mark.parametrize(
@@ -238,15 +224,20 @@ def test_files_without_rates_are_refused(tmp_path, content):
   path = tmp_path / 'rates.json'
   path.write_text(content)
   with pytest.raises(ValueError, match=r'rates\.json'):
-    read_acceptance(path)
+    optimal_trees.read_acceptance(path)
+
+
+@pytest.fixture
+def repeated(pair, tmp_path):
+  """Options of a pair, and of one prompt twelve times."""
+  prompts = tmp_path / 'prompts.txt'
+  prompts.write_text('the quick brown fox\n' * 12)
+  return {**pair, 'prompts': str(prompts), 'batch_size': 12, 'max_new_tokens': 40, 'temperature': 3.0}
 
 
 @pytest.mark.slow
-def test_measured_rates_choose_trees_and_can_be_used_again(pair, tmp_path):
-  prompts = tmp_path / 'prompts.txt'
-  prompts.write_text('the quick brown fox\n' * 12)
-  common = {**pair, 'method': ('specinfer', 'gsd'), 'tree': ('optimal:3',), 'prompts': str(prompts)}
-  common |= {'batch_size': 12, 'max_new_tokens': 40, 'temperature': 3.0}
+def test_measured_rates_choose_trees_and_can_be_used_again(repeated, tmp_path):
+  common = repeated | {'method': ('specinfer', 'gsd'), 'tree': ('optimal:3',)}
   run = run_decode(DecodeOptions(**common))
   assert [setting.tree.num_nodes <= 3 for setting in run.settings] == [True, True]
   assert set(run.acceptance) == {'specinfer', 'gsd'}
@@ -259,32 +250,29 @@ def test_measured_rates_choose_trees_and_can_be_used_again(pair, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_bound_chooses_chains_and_can_be_used_again(pair, tmp_path, monkeypatch):
-  prompts = tmp_path / 'prompts.txt'
-  prompts.write_text('the quick brown fox\n' * 12)
-  common = {**pair, 'method': ('race_traversal',), 'prompts': str(prompts)}
-  common |= {'batch_size': 12, 'max_new_tokens': 40, 'temperature': 3.0, 'top_k': 30, 'seed': 5}
+def test_a_bound_chooses_chains_and_can_be_used_again(repeated, tmp_path, monkeypatch):
+  common = repeated | {'method': ('race_traversal',), 'top_k': 30, 'seed': 5}
   seen, seeds = [], []
-  own = acceptance.target_texts
-  monkeypatch.setattr(acceptance, 'target_texts', lambda workload, seed: seeds.append(seed) or own(workload, seed))
+  own = optimal_trees.target_texts
+  monkeypatch.setattr(optimal_trees, 'target_texts', lambda workload, seed: seeds.append(seed) or own(workload, seed))
   found = run_decode(DecodeOptions(**common, tree=('optimal:8', 'optimal:3')), lambda what, *_: seen.append(what))
   assert seeds == [6]
   assert [what for what in seen if 'own texts' in what] == [
     "race_traversal: bounding what is kept of chains, on the target's own texts"
   ]
   workload = Workload.load(found.options)
-  texts = laws.target_texts(workload, 6)
-  rates = bound_kept(*laws.written_log_probs(workload, (workload.draft, workload.target), texts))
+  texts = distributions.target_texts(workload, 6)
+  rates = bound_kept(*distributions.written_log_probs(workload, (workload.draft, workload.target), texts))
   assert found.acceptance == {'race_traversal': rates}
   for setting, budget in zip(found.settings, (8, 3)):
     kept = np.array(rates, float)
-    assert setting.tree == TokenTree.optimal_chains(kept, budget, tolerance=TOLERANCE)
+    assert setting.tree == TokenTree.optimal_chains(kept, budget, tolerance=optimal_trees.TOLERANCE)
     assert setting.draft_length == setting.tree.max_depth
     shape = setting.shape
     assert shape == f'prefix:{",".join(map(str, setting.tree.num_children[:1]))}' + ',1' * (setting.draft_length - 1)
   path = tmp_path / 'rates.json'
   path.write_text(json.dumps({'acceptance': found.acceptance}))
-  monkeypatch.setattr(acceptance, 'target_texts', None)
+  monkeypatch.setattr(optimal_trees, 'target_texts', None)
   again = run_decode(DecodeOptions(**common, tree=('optimal:8',), acceptance=str(path)))
   assert again.settings == found.settings[:1]
   np.testing.assert_array_equal(again.measurements[0].tokens, found.measurements[0].tokens)

@@ -9,14 +9,13 @@ import types
 import numpy as np
 import pytest
 
-from decode.auto import grid
-from decode.auto.calibration_file import check_conditions, complete_settings, read_calibration
-from decode.auto.prediction import trial_of
-from decode.experiment.options import AUTO_GRID, AUTO_TREES, DecodeOptions
+from decode.experiment import auto_choice
+from decode.experiment.model_options import AUTO_GRID
+from decode.experiment.options import DecodeOptions
 from decode.experiment.run import run_decode
 from decode.experiment.workload import Workload
 from spectr_jax import METHODS, Generation, theory
-from spectr_jax.auto import calibration, plan, prediction
+from spectr_jax.auto import calibration, measurement, prediction, programs
 from spectr_jax.auto import setting as auto_setting
 from spectr_jax.engine.loop import run_rounds
 
@@ -25,8 +24,13 @@ def _options(**changes):
   return DecodeOptions(**{'method': ('auto',)} | changes)
 
 
-def test_the_grid_has_every_lossless_method_and_no_setting_twice():
-  settings = grid.grid(_options())
+@pytest.fixture(scope='module')
+def settings():
+  """The whole grid."""
+  return auto_choice.grid(_options())
+
+
+def test_the_grid_has_every_lossless_method_and_no_setting_twice(settings):
   assert {setting.method.name for setting in settings} == {name for name, m in METHODS.items() if m.is_lossless}
   assert all(setting.method.is_lossless for setting in settings)
   singles = {setting.method.name for setting in settings if setting.num_drafts == 1}
@@ -37,7 +41,7 @@ def test_the_grid_has_every_lossless_method_and_no_setting_twice():
 
 
 def test_a_tree_that_some_methods_cannot_use_is_for_the_others():
-  settings = grid.grid(_options(tree=('prefix:2,1', 'specinfer'), draft_length=(4,)))
+  settings = auto_choice.grid(_options(tree=('prefix:2,1', 'specinfer'), draft_length=(4,)))
   assert {str(s) for s in settings if s.method.name == 'spectr'} == {'spectr prefix:2,1', 'spectr specinfer'}
   assert not any(setting.method.name == 'block' for setting in settings)
 
@@ -50,7 +54,7 @@ def test_a_tree_that_some_methods_cannot_use_is_for_the_others():
   ],
 )
 def test_the_grid_with_lookup_has_every_lossless_method_that_takes_its_guesses(draft, takes, singles):
-  settings = grid.grid(_options(draft=draft))
+  settings = auto_choice.grid(_options(draft=draft))
   wanted = {name for name, m in METHODS.items() if m.is_lossless and m.max_drafts != 0 and getattr(m, takes)}
   assert {setting.method.name for setting in settings} == wanted | {'autoregressive'}
   assert {setting.method.name for setting in settings if setting.num_drafts == 1} == singles
@@ -61,46 +65,48 @@ def _trees(settings, name):
 
 
 def test_greedy_decoding_is_compared_with_trees_of_likeliest_guesses_and_single_drafts():
-  settings = grid.grid(_options(temperature=0.0))
+  settings = auto_choice.grid(_options(temperature=0.0))
   # One method stands for all, since they keep the same.
   first = next(
     name for name, each in METHODS.items() if each.takes_given and each.takes_grown and each.max_drafts is None
   )
   assert METHODS[first].is_lossless
+  grown = set(auto_choice.GREEDY_TREES)
   for name in METHODS:
-    assert _trees(settings, name) >= set(AUTO_TREES) if name == first else not _trees(settings, name) & set(AUTO_TREES)
+    assert _trees(settings, name) & grown == (grown if name == first else set())
   assert {setting.num_drafts for setting in settings if setting.spec and setting.spec.name == 'chains'} == {1}
   assert _trees(settings, 'speculative') == {'chains'}
-  several = grid.grid(_options(temperature=0.0, num_drafts=(1, 3)))
+  several = auto_choice.grid(_options(temperature=0.0, num_drafts=(1, 3)))
   assert {setting.num_drafts for setting in several if setting.spec and setting.spec.name == 'chains'} == {1, 3}
 
 
-@pytest.mark.parametrize(
-  'changes',
-  [{'temperature': 0.5}, {'temperature': 0.0, 'draft': 'lookup'}, {'temperature': 0.0, 'tree': ('prefix:2',)}],
-)
-def test_no_other_grid_has_them(changes):
-  assert not any(setting.growth for setting in grid.grid(_options(**changes)))
+def test_no_other_grid_has_them():
+  for changes in (
+    {'temperature': 0.5},
+    {'temperature': 0.0, 'draft': 'lookup'},
+    {'temperature': 0.0, 'tree': ('prefix:2',)},
+  ):
+    assert not any(setting.growth for setting in auto_choice.grid(_options(**changes)))
 
 
 def test_growing_trees_are_compared_with_others_where_methods_take_them():
   trees = 'chains', 'likeliest:2,2', 'confident:2,1'
-  settings = grid.grid(_options(tree=trees, num_drafts=(2,), draft_length=(2,)))
+  settings = auto_choice.grid(_options(tree=trees, num_drafts=(2,), draft_length=(2,)))
   assert _trees(settings, 'race_traversal') == set(trees)
   assert _trees(settings, 'traversal') == {'chains', 'confident:2,1'}  # takes no guesses that are not drawn
   assert _trees(settings, 'block') == {'chains'}
-  from_one = grid.grid(_options(tree=trees, growth_threshold=0.1, num_drafts=(2,), draft_length=(2,)))
+  from_one = auto_choice.grid(_options(tree=trees, growth_threshold=0.1, num_drafts=(2,), draft_length=(2,)))
   assert _trees(from_one, 'spectr') == {'chains', 'likeliest:2,2 from 0.1', 'confident:2,1 from 0.1'}
 
 
 def test_trees_that_are_deeper_than_the_draft_guesses_are_left_out():
-  assert {setting.draft_length for setting in grid.grid(_options(), 4)} == {0, 2, 4}
+  assert {setting.draft_length for setting in auto_choice.grid(_options(), 4)} == {0, 2, 4}
   with pytest.raises(ValueError, match='^the draft guesses 1 tokens ahead, and all trees are deeper$'):
-    grid.grid(_options(), 1)
+    auto_choice.grid(_options(), 1)
 
 
 def test_the_fastest_growing_tree_is_tuned():
-  settings = grid.grid(_options(tree=('chains', 'confident:4,4'), num_drafts=(2,), draft_length=(2,)))
+  settings = auto_choice.grid(_options(tree=('chains', 'confident:4,4'), num_drafts=(2,), draft_length=(2,)))
   ordered = sorted(settings, key=lambda setting: str(setting) != 'spectr confident:4,4')
   found = auto_setting.tuned(ordered)
   assert [str(setting) for setting in found] == [f'spectr confident:4,4 from {t:g}' for t in auto_setting._THRESHOLDS]
@@ -134,21 +140,19 @@ def test_seconds_of_a_group_are_those_of_the_first_groups_time():
     return seconds, seconds / 100, Generation(calls, 2 * calls, calls, calls[:, None], calls, 0 * calls)
 
   runs = [batch(3.0, [5, 6]), batch(5.0, [7, 7])]  # the last row is a copy
-  found = calibration._observation(runs, 3, num_passes=1, pace=2)
+  found = measurement.observation_of(runs, 3, num_passes=1, pace=2)
   assert (found.prefill_seconds, found.round_seconds) == (2.0, 0.02)
   assert (found.row_calls, found.num_tokens, found.kept) == ([5, 6, 7], 36, [18])
   # The same prompts twice, and a machine that was slow once.
-  found = calibration._observation([*runs, batch(100.0, [1, 2]), batch(5.0, [3, 3])], 3, num_passes=2, pace=1)
+  found = measurement.observation_of([*runs, batch(100.0, [1, 2]), batch(5.0, [3, 3])], 3, num_passes=2, pace=1)
   assert (found.num_batches, found.prefill_seconds, found.round_seconds) == (4, 5.0, 0.05)
   assert (found.row_calls, found.num_tokens, found.kept) == ([5, 6, 7, 1, 2, 3], 48, [24])
 
 
 @pytest.mark.slow
-def test_a_machine_that_slows_down_between_groups(pair, prompt_file, monkeypatch):
-  options = _options(
-    **pair, prompts=str(prompt_file), num_prompts=2, num_drafts=(2,), draft_length=(1,), max_new_tokens=4
-  )
-  alone, spectr = (each for each in grid.grid(options) if each.method.name in ('autoregressive', 'spectr'))
+def test_a_machine_that_slows_down_between_groups(small_options, monkeypatch):
+  options = small_options('auto', num_prompts=2, batch_size=1, draft_length=(1,), max_new_tokens=4)
+  alone, spectr = (each for each in auto_choice.grid(options) if each.method.name in ('autoregressive', 'spectr'))
   now, tick = 0.0, 1.0  # every look at the clock takes a tick
 
   def look():
@@ -165,16 +169,16 @@ def test_a_machine_that_slows_down_between_groups(pair, prompt_file, monkeypatch
     prepare(spectr)
     yield [alone, spectr]
 
-  monkeypatch.setattr(calibration, 'time', types.SimpleNamespace(perf_counter=look))
-  monkeypatch.setattr(calibration, 'in_groups', groups)
-  found = calibration._observe(trial_of(Workload.load(options)), [alone, spectr], lambda *_: None)
+  monkeypatch.setattr(measurement, 'time', types.SimpleNamespace(perf_counter=look))
+  monkeypatch.setattr(measurement, 'in_groups', groups)
+  trial = auto_choice.trial_of(Workload.load(options))
+  found = measurement.Measurer(*trial, alone, lambda *_: None).observe([spectr])
   assert set(found) == {str(alone), str(spectr)}
   assert [each.prefill_seconds for each in found.values()] == [1.0, 1.0]
   assert all(0.25 <= each.round_seconds <= 1 for each in found.values())
 
 
-def test_predictions_are_those_of_the_closed_form():
-  settings = grid.grid(_options())
+def test_predictions_are_those_of_the_closed_form(settings):
   found = {str(p.setting): p for p in prediction.predict(_calibration(settings), settings)}
   alone = found['autoregressive']
   assert alone.tokens_per_call == 1
@@ -196,7 +200,7 @@ def test_predictions_are_those_of_the_closed_form():
 
 
 def test_the_round_of_shorter_drafts_is_that_of_the_reference_and_its_own_share():
-  settings = grid.grid(_options(num_drafts=(4,), draft_length=(2, 8)))
+  settings = auto_choice.grid(_options(num_drafts=(4,), draft_length=(2, 8)))
   by_name = {str(setting): setting for setting in settings}
   longest, short = by_name['specinfer K=4 L=8'], by_name['specinfer K=4 L=2']
   assert str(auto_setting.reference_of(short, settings)) == 'spectr K=4 L=2'
@@ -210,8 +214,7 @@ def test_the_round_of_shorter_drafts_is_that_of_the_reference_and_its_own_share(
   assert found['specinfer K=4 L=2'] == pytest.approx(0.030 + 0.008 / 4)
 
 
-def test_the_fastest_is_chosen_and_speculation_left_where_it_does_not_pay():
-  settings = grid.grid(_options())
+def test_the_fastest_is_chosen_and_speculation_left_where_it_does_not_pay(settings):
   predictions = prediction.predict(_calibration(settings), settings)
   assert predictions == sorted(predictions, key=lambda found: -found.tokens_per_second)
   assert prediction.choose(predictions) == predictions[0].setting
@@ -221,8 +224,7 @@ def test_the_fastest_is_chosen_and_speculation_left_where_it_does_not_pay():
   assert prediction.choose(predictions).method.name == 'autoregressive'
 
 
-def test_processes_whose_clocks_differ_choose_alike(monkeypatch):
-  settings = grid.grid(_options())
+def test_processes_whose_clocks_differ_choose_alike(monkeypatch, settings):
   first = prediction.predict(_calibration(settings), settings)
   own = prediction.predict(_calibration(settings, node=4e-3), settings)
   assert prediction.choose(own) != prediction.choose(first)
@@ -232,33 +234,23 @@ def test_processes_whose_clocks_differ_choose_alike(monkeypatch):
     sent.append(np.asarray(order))
     return sent[0]
 
-  monkeypatch.setattr(prediction.jax, 'process_count', lambda: 2)
-  monkeypatch.setattr(prediction.multihost_utils, 'broadcast_one_to_all', broadcast)
-  in_first, in_other = (prediction._ranked(found) for found in (first, own))
+  monkeypatch.setattr(programs.jax, 'process_count', lambda: 2)
+  monkeypatch.setattr(programs.multihost_utils, 'broadcast_one_to_all', broadcast)
+  in_first, in_other = (prediction.ranked(found) for found in (first, own))
   assert in_first == in_other == [found.setting for found in first]
   assert not np.array_equal(sent[0], sent[1])
   assert prediction.choose(own) == prediction.choose(first)
 
 
 def test_no_seed_is_decoded_twice():
-  @dataclasses.dataclass(frozen=True)
-  class Prompts:
-    options: DecodeOptions
-    batch_size: int = 2
-    target = draft = tokens = lengths = sharding = None
-    tokenizer = types.SimpleNamespace(eos_ids=())
-
-    def take(self, number):
-      assert number == 4  # two batches
-      return self
-
-    def keys(self, seed):
-      return seed
-
   options = _options(seed=2**32 - 3, num_seeds=2, calibration_prompts=3)
-  passes = [trial_of(Prompts(options)).keys_fn(number) for number in range(2 * calibration.FEWEST_BATCHES)]
+  taken = types.SimpleNamespace(keys=lambda seed: seed)
+  workload = types.SimpleNamespace(options=options, batch_size=2, take={4: taken}.get)  # two batches
+  some, keys_fn = auto_choice.trial_of(workload)
+  assert some is taken
+  passes = [keys_fn(number) for number in range(2 * measurement.FEWEST_BATCHES)]
   used = [*options.seeds, options.seeds[-1] + 1, *passes]  # one is for acceptance rates
-  assert len(set(used)) == 2 + 1 + 2 * calibration.FEWEST_BATCHES
+  assert len(set(used)) == 2 + 1 + 2 * measurement.FEWEST_BATCHES
 
 
 def test_observations_are_joined_by_their_batches():
@@ -267,19 +259,15 @@ def test_observations_are_joined_by_their_batches():
   found = one.joined(other)
   assert found == calibration.Observation(8, 80, [8, 12, 5, 5, 5, 5, 5, 5], [23, 7], 1.75, found.round_seconds)
   assert found.round_seconds == pytest.approx(0.175)
-
-
-def test_rounds_are_those_of_the_slowest_row_of_all_batches():
+  # Rounds are those of the slowest row of all batches that the rows could form.
   calls = [4, 9, 6, 6, 3]
-  found = calibration.Observation(3, 30, calls, [8, 2], 1.0, 0.1)
-  assert found.rounds(1) == pytest.approx(np.mean(calls))
-  for size in (2, 3, 5):
+  found = dataclasses.replace(one, row_calls=calls)
+  for size in (1, 2, 3, 5):
     assert found.rounds(size) == pytest.approx(np.mean([max(rows) for rows in itertools.combinations(calls, size)]))
   assert found.rounds(8) == 9  # there are five prompts
 
 
-def test_batches_wait_for_their_slowest_row():
-  settings = grid.grid(_options())
+def test_batches_wait_for_their_slowest_row(settings):
   measured = _calibration(settings)
   together = dataclasses.replace(measured, conditions={'device': 'test', 'batch_size': 4})
   alone = {str(found.setting): found.tokens_per_second for found in prediction.predict(measured, settings)}
@@ -292,8 +280,7 @@ def test_batches_wait_for_their_slowest_row():
   assert all(slower[name] < 4 * alone[name] for name in alone)
 
 
-def test_a_setting_that_was_lucky_at_first_is_not_chosen(monkeypatch):
-  settings = grid.grid(_options())
+def test_a_setting_that_was_lucky_at_first_is_not_chosen(monkeypatch, settings):
   first, seconds = _calibration(settings), _calibration(settings).observations
   lucky = next(found for found in prediction.predict(first, settings)[3:] if found.is_observed).setting
 
@@ -303,21 +290,23 @@ def test_a_setting_that_was_lucky_at_first_is_not_chosen(monkeypatch):
   first.observations[str(lucky)] = with_time(0.6)
   predictions = prediction.predict(first, settings)
   assert prediction.choose(predictions) == lucky
-  finalists = prediction._finalists(predictions)
+  finalists = prediction.finalists_of(predictions)
   assert finalists == [found.setting for found in predictions[: prediction._NUM_FINALISTS]]
-  assert not prediction._finalists(predictions[:7])  # a quarter is a single one
+  assert not prediction.finalists_of(predictions[:7])  # a quarter is a single one
   unseen = next(setting for setting in settings if str(setting) not in seconds)
   alone = settings[0]
 
-  def observe(trial, some, notify, *, turn, pace):
+  def observe(self, some, *, turn, pace):
     assert turn == 1
-    assert some == [alone, *finalists, unseen]
+    assert some == [*finalists, unseen]
     assert pace == seconds[str(alone)].round_seconds
     own = {str(lucky): with_time(1.8), str(unseen): dataclasses.replace(seconds[str(alone)], num_tokens=1234)}
-    return {str(each): own.get(str(each)) or seconds[str(auto_setting.source_of(each, settings))] for each in some}
+    return {
+      str(each): own.get(str(each)) or seconds[str(auto_setting.source_of(each, settings))] for each in [alone, *some]
+    }
 
-  monkeypatch.setattr(calibration, '_observe', observe)
-  again = calibration.observe_finalists(first, None, [*finalists, unseen], alone, None)
+  monkeypatch.setattr(measurement.Measurer, 'observe', observe)
+  again = measurement.Measurer(None, None, alone, None).observe_finalists([*finalists, unseen], first)
   assert again.observations[str(lucky)].round_seconds == pytest.approx(1.2 * seconds[str(lucky)].round_seconds)
   assert again.observations[str(lucky)].num_tokens == 2 * seconds[str(lucky)].num_tokens
   predictions = {found.setting: found for found in prediction.predict(again, settings)}
@@ -326,48 +315,52 @@ def test_a_setting_that_was_lucky_at_first_is_not_chosen(monkeypatch):
   assert predictions[unseen].tokens_per_call == 1.234
 
 
-def test_a_calibration_is_the_same_after_a_file(tmp_path):
-  settings = grid.grid(_options())
+@pytest.mark.parametrize(
+  ('text', 'message'),
+  [
+    ('', 'x.json is not JSON .*--calibration writes one'),
+    *(
+      (text, 'x.json is no calibration')
+      for text in ('[]', '{"format": 0}', '{"format": 1}', '{"format": 1, "conditions": {}}')
+    ),
+  ],
+)
+def test_a_calibration_is_the_same_after_a_file_and_others_are_refused(tmp_path, settings, text, message):
+  path, measured = tmp_path / 'x.json', _calibration(settings)
+  path.write_text(measured.to_json())
+  assert auto_choice.read_calibration(path) == measured
+  path.write_text(text)
+  with pytest.raises(ValueError, match=message):
+    auto_choice.read_calibration(path)
+
+
+def test_a_calibration_for_something_else_is_refused(settings):
   measured = _calibration(settings)
-  (tmp_path / 'calibration.json').write_text(measured.to_json())
-  assert read_calibration(tmp_path / 'calibration.json') == measured
-
-
-@pytest.mark.parametrize('text', ['', '[]', '{"format": 0}', '{"format": 1}', '{"format": 1, "conditions": {}}'])
-def test_what_is_no_calibration(tmp_path, text):
-  (tmp_path / 'x.json').write_text(text)
-  with pytest.raises(
-    ValueError, match='x.json is no calibration' if text else 'x.json is not JSON .*--calibration writes one'
-  ):
-    read_calibration(tmp_path / 'x.json')
-
-
-def test_a_calibration_for_something_else_is_refused():
-  settings = grid.grid(_options())
-  measured = _calibration(settings)
-  check_conditions(measured, {'device': 'test'}, 'f')
-  assert complete_settings(measured, settings, 'f', is_short=False) == settings
+  measured.check_conditions({'device': 'test'}, 'f')
+  assert programs.complete_settings(measured, settings, 'f', is_short=False) == settings
   with pytest.raises(ValueError, match='f was measured with device test, not other; name a new file'):
-    check_conditions(measured, {'device': 'other'}, 'f')
+    measured.check_conditions({'device': 'other'}, 'f')
   with pytest.raises(ValueError, match='f was measured for another grid, without speculative K=1'):
-    complete_settings(measured, grid.grid(_options(draft_length=(2, 16))), 'f', is_short=False)
+    programs.complete_settings(measured, auto_choice.grid(_options(draft_length=(2, 16))), 'f', is_short=False)
 
 
 def _measured(calibration, settings, *, node, rate=0.8):
   """The calibration with all that is missing, as a short grid measures it, and the programs in their order."""
   full, done = _calibration(settings, node=node, rate=rate), []
-  while missing := [each for each in plan.plan(calibration, settings, is_short=True)[1] if not each.is_in(calibration)]:
-    first = missing[0]
+  while True:
+    planned = programs.plan(calibration, settings, is_short=True)[1]
+    first = next((each for each in planned if not each.is_in(calibration)), None)
+    if first is None:
+      return calibration, done
     done.append(str(first))
     name, size = auto_setting.tree_name_of(first.setting), first.setting.tree.num_nodes
     of = {
-      plan.TARGET: ('target_seconds', size, full.target_seconds.get(size)),
-      plan.DRAFT: ('draft_seconds', name, full.draft_seconds.get(name)),
-      plan.ROUNDS: ('observations', str(first.setting), full.observations.get(str(first.setting))),
+      programs.TARGET: ('target_seconds', size, full.target_seconds.get(size)),
+      programs.DRAFT: ('draft_seconds', name, full.draft_seconds.get(name)),
+      programs.ROUNDS: ('observations', str(first.setting), full.observations.get(str(first.setting))),
     }
     field, key, value = of[first.kind]
     calibration = dataclasses.replace(calibration, **{field: getattr(calibration, field) | {key: value}})
-  return calibration, done
 
 
 _NOTHING = calibration.Calibration({'device': 'test', 'batch_size': 1}, {}, {}, {}, is_complete=False)
@@ -385,17 +378,16 @@ _NOTHING = calibration.Calibration({'device': 'test', 'batch_size': 1}, {}, {}, 
     (3e-3, 0.8, 'block K=1 L=2', []),
   ],
 )
-def test_a_short_grid_is_what_the_slope_of_the_target_allows(node, rate, first, others):
-  settings = grid.grid(_options())
+def test_a_short_grid_is_what_the_slope_of_the_target_allows(node, rate, first, others, settings):
   found, done = _measured(_NOTHING, settings, node=node, rate=rate)
-  compared = [str(each) for each in plan.plan(found, settings, is_short=True)[0]]
+  compared = [str(each) for each in programs.plan(found, settings, is_short=True)[0]]
   assert compared == ['autoregressive', first, *others]
   sizes = [f'timing the target on {size + 1} tokens' for size in (0, 2, 4, 8)]
   assert done[:4] == sizes
   assert done[4].startswith('timing the draft on chains 1x')
   assert done[5:] == [f'decoding with {name}' for name in compared]
-  assert len(done) <= plan.plan(_NOTHING, settings, is_short=True)[2] == 9
-  predictions = prediction.predict(found, plan.plan(found, settings, is_short=True)[0])
+  assert len(done) <= programs.plan(_NOTHING, settings, is_short=True)[2] == 9
+  predictions = prediction.predict(found, programs.plan(found, settings, is_short=True)[0])
   assert all(each.is_observed and each.tokens_per_second > 0 for each in predictions)
 
 
@@ -404,15 +396,15 @@ def test_a_short_grid_promises_no_more_than_the_closed_form():
   setting = auto_setting.Setting.of_chains(METHODS['block'], 1, 5)
   tokens = theory.expected_chain_tokens(0.6, 5)
   wanted = theory.speed_up(tokens, 5, draft_cost=0.2)
-  assert plan.speed_up_at(setting, 0.6, (1.0, 1.0), 0.2) == pytest.approx(float(wanted))
+  assert programs.speed_up_at(setting, 0.6, (1.0, 1.0), 0.2) == pytest.approx(float(wanted))
   several = auto_setting.Setting.of_chains(METHODS['race_traversal'], 4, 5)
-  assert plan.speed_up_at(setting, 0.6, (1, 1), 0) < plan.speed_up_at(several, 0.6, (1, 1), 0) < 6
+  assert programs.speed_up_at(setting, 0.6, (1, 1), 0) < programs.speed_up_at(several, 0.6, (1, 1), 0) < 6
 
 
 @pytest.mark.parametrize('changes', [{'draft': 'lookup'}, {'draft': 'lookup+here'}, {'temperature': 0.0}])
 def test_every_kind_of_draft_has_a_short_grid(changes):
-  settings = grid.grid(_options(**changes))
-  candidates = plan.candidates_of(settings)
+  settings = auto_choice.grid(_options(**changes))
+  candidates = programs.candidates_of(settings)
   names = {'draft': {'lookup': {'speculative', 'race_traversal'}, 'lookup+here': {'race_traversal'}}}
   wanted = names.get(next(iter(changes)), {}).get(changes.get('draft'))
   found = {each.method.name for each in candidates[1:]}
@@ -432,17 +424,16 @@ def test_the_grid_is_short_on_cpus_unless_it_is_given(monkeypatch):
   assert _options(grid='short').has_short_grid
 
 
-def test_a_complete_file_of_the_whole_grid_serves_a_short_one():
-  settings = grid.grid(_options())
+def test_a_complete_file_of_the_whole_grid_serves_a_short_one(settings):
   whole = _calibration(settings)
-  assert complete_settings(whole, settings, 'f', is_short=True) == settings
+  assert programs.complete_settings(whole, settings, 'f', is_short=True) == settings
   few, _ = _measured(_NOTHING, settings, node=0.1e-3)
-  assert len(complete_settings(few, settings, 'f', is_short=True)) == 4
+  assert len(programs.complete_settings(few, settings, 'f', is_short=True)) == 4
   with pytest.raises(ValueError, match='f was measured for another grid, without '):
-    complete_settings(few, settings, 'f', is_short=False)
+    programs.complete_settings(few, settings, 'f', is_short=False)
   del few.observations['autoregressive']
   with pytest.raises(ValueError, match='f was measured for another grid, without autoregressive'):
-    complete_settings(few, settings, 'f', is_short=True)
+    programs.complete_settings(few, settings, 'f', is_short=True)
 
 
 class _Interrupted(BaseException):
@@ -463,7 +454,7 @@ def test_an_interrupted_measurement_goes_on_where_it_was(tmp_path, pair, prompt_
 
   with pytest.raises(_Interrupted):
     run_decode(options, notify)
-  kept = read_calibration(path)
+  kept = auto_choice.read_calibration(path)
   assert not kept.is_complete
   assert (len(kept.target_seconds), len(kept.draft_seconds), list(kept.observations)) == (4, 1, ['autoregressive'])
   assert [each.name for each in tmp_path.iterdir()] == ['calibration.json']  # nothing unfinished
@@ -472,41 +463,28 @@ def test_an_interrupted_measurement_goes_on_where_it_was(tmp_path, pair, prompt_
   numbers = [int(found[1]) for each in said if (found := re.match(r'auto: program (\d+) of 9, ', each))]
   assert numbers == sorted(numbers)
   assert numbers[0] == 7
-  found = read_calibration(path)
+  found = auto_choice.read_calibration(path)
   assert found.is_complete
   assert found.target_seconds == kept.target_seconds
   assert found.observations['autoregressive'] == kept.observations['autoregressive']
   assert {str(each.setting) for each in run.predictions} == set(found.observations)
-  monkeypatch.setattr('decode.auto.prediction.measure', None)  # not called again
+  monkeypatch.setattr(measurement, 'Measurer', None)  # not called again
   assert run_decode(options).predictions == run.predictions
 
 
-@pytest.mark.parametrize(
-  ('bad', 'message'),
-  [
-    ({'method': ('auto', 'spectr')}, 'only autoregressive can stand beside it, not spectr'),
-    ({'children': 'without_replacement'}, 'its own children'),
-    ({'tree': ('optimal:8',)}, 'chooses no optimal ones'),
-    ({'method': ('spectr',), 'calibration': 'x'}, 'calibration is for --method=auto'),
-    ({'method': ('spectr',), 'grid': 'short'}, 'grid is for --method=auto'),
-    ({'grid': 'long'}, "grid must be short or full, or '' for short on CPUs, got 'long'"),
-    ({'grid': 'short', 'num_drafts': (2,)}, 'leave out num_drafts, draft_length and tree'),
-    ({'calibration_prompts': 0}, 'calibration_prompts must be at least 1'),
-  ],
-)
-def test_what_auto_does_not_take(bad, message):
-  with pytest.raises(ValueError, match=message):
-    _options(**bad)
+@pytest.fixture
+def few_methods(monkeypatch):
+  """Grids of three methods alone."""
+  few = 'autoregressive', 'spectr', 'race'
+  methods = {name: dataclasses.replace(method, is_lossless=name in few) for name, method in METHODS.items()}
+  monkeypatch.setattr(auto_choice, 'METHODS', methods)
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures('few_methods')
 @pytest.mark.parametrize('is_beside', [False, True])
-def test_lookup_is_measured(tmp_path, pair, prompt_file, monkeypatch, is_beside):
+def test_lookup_is_measured(tmp_path, pair, prompt_file, is_beside):
   path = tmp_path / 'calibration.json'
-  few = 'autoregressive', 'spectr', 'race'
-  monkeypatch.setattr(
-    grid, 'METHODS', METHODS | {n: dataclasses.replace(m, is_lossless=n in few) for n, m in METHODS.items()}
-  )
   draft = f'lookup+{pair["draft"]}' if is_beside else 'lookup'
   options = _options(
     target=pair['target'], draft=draft, prompts=str(prompt_file), num_drafts=(1, 2), draft_length=(2,),
@@ -522,16 +500,10 @@ def test_lookup_is_measured(tmp_path, pair, prompt_file, monkeypatch, is_beside)
 
 
 @pytest.mark.slow
-def test_a_pair_is_measured_once(tmp_path, pair, prompt_file, monkeypatch):
+@pytest.mark.usefixtures('few_methods')
+def test_a_pair_is_measured_once(tmp_path, small_options):
   path = tmp_path / 'calibration.json'
-  few = {name: METHODS[name] for name in ('autoregressive', 'spectr', 'race')}
-  monkeypatch.setattr(
-    grid, 'METHODS', METHODS | {n: dataclasses.replace(m, is_lossless=n in few) for n, m in METHODS.items()}
-  )
-  options = _options(
-    **pair, prompts=str(prompt_file), num_drafts=(2,), draft_length=(1, 3), batch_size=2, max_new_tokens=8,
-    calibration=str(path),
-  )  # fmt: skip
+  options = small_options('auto', draft_length=(1, 3), max_new_tokens=8, calibration=str(path))
   said = []
   run = run_decode(options, lambda what, done, total: said.append(what))
   assert any(re.fullmatch(r'auto: program \d of 9, decoding calibration prompts', each) for each in said)
@@ -560,14 +532,11 @@ def test_a_pair_is_measured_once(tmp_path, pair, prompt_file, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures('few_methods')
 @pytest.mark.parametrize('kind', ['model', 'head', 'lookup beside a head'])
 def test_drafts_of_every_kind_are_measured_with_growing_trees(
   tmp_path, pair, prompt_file, tiny_head_file, kind, monkeypatch
 ):
-  few = 'autoregressive', 'spectr', 'race'
-  monkeypatch.setattr(
-    grid, 'METHODS', METHODS | {n: dataclasses.replace(m, is_lossless=n in few) for n, m in METHODS.items()}
-  )
   is_mixed, path = kind == 'lookup beside a head', tmp_path / 'calibration.json'
   draft = {'model': pair['draft'], 'head': tiny_head_file}.get(kind, f'lookup+{tiny_head_file}')
   trees = ('chains',) if is_mixed else ('chains', 'likeliest:2,2', 'confident:2,2')
@@ -576,9 +545,9 @@ def test_drafts_of_every_kind_are_measured_with_growing_trees(
     max_new_tokens=8, calibration=str(path), calibration_prompts=2,
   )  # fmt: skip
   compiled = []
-  observe = calibration._observe
+  observe = measurement.Measurer.observe
   monkeypatch.setattr(
-    calibration, '_observe', lambda *a, **k: (observe(*a, **k), compiled.append(run_rounds._cache_size()))[0]
+    measurement.Measurer, 'observe', lambda *a, **k: (observe(*a, **k), compiled.append(run_rounds._cache_size()))[0]
   )
   run = run_decode(options)
   found = {str(each.setting): each for each in run.predictions}

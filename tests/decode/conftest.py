@@ -6,6 +6,7 @@ import jax
 import pytest
 import small_head
 
+from decode.experiment.options import DecodeOptions
 from spectr_jax import Tokenizer, save_model
 from spectr_jax.models import transformer
 
@@ -48,3 +49,14 @@ def prompt_file(tmp_path_factory):
   path = tmp_path_factory.mktemp('prompts') / 'prompts.jsonl'
   path.write_text('{"prompt": "the quick", "id": "a"}\n{"prompt": "seven wise owls"}\n{"prompt": "old", "id": 7}\n')
   return path
+
+
+@pytest.fixture(scope='session')
+def small_options(pair, prompt_file):
+  """`(*methods, **changes) -> DecodeOptions`: the tiny pair on three prompts in batches of two, K = L = 2."""
+  sizes = {'num_drafts': (2,), 'draft_length': (2,), 'batch_size': 2, 'max_new_tokens': 6}
+
+  def small_options(*methods, **changes):
+    return DecodeOptions(**{**pair, 'prompts': str(prompt_file), 'method': methods, **sizes, **changes})
+
+  return small_options

@@ -20,11 +20,8 @@ from spectr_jax.models import head
 
 
 @pytest.fixture(scope='module')
-def options(pair, prompt_file, tiny_head_file):
-  return DecodeOptions(
-    target=pair['target'], draft=tiny_head_file, method=('speculative',), draft_length=(2,), max_new_tokens=6,
-    prompts=str(prompt_file), batch_size=3,
-  )  # fmt: skip
+def options(small_options, tiny_head_file):
+  return small_options('speculative', draft=tiny_head_file, batch_size=3)
 
 
 @pytest.fixture(scope='module')
@@ -72,55 +69,43 @@ def test_what_a_network_of_one_pass_cannot_do(one_pass_options, pair):
 
 
 @pytest.mark.slow
-def test_networks_of_one_pass_are_traced(one_pass_options):
-  assert 'speculators head' in make_page(record_trace(one_pass_options, ('race_traversal', 'block')))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-  'changes', [{}, {'draft_length': None, 'tree': ('estimated:2,2',), 'growth_threshold': 0.01}, {'draft': 'lookup+'}]
-)
-def test_bulk_decoding_resumes_with_a_network_of_one_pass(one_pass_options, tmp_path, changes):
-  if 'draft' in changes:
-    changes = {'draft': changes['draft'] + one_pass_options.draft}
-  options, path = dataclasses.replace(one_pass_options, **changes), tmp_path / 'out.jsonl'
-  decode_bulk(options, path)
-  whole = _lines(path)
-  path.write_text(path.read_text().partition('\n')[0] + '\n')
-  decode_bulk(options, path, resume=True)
-  assert _lines(path) == whole
-  assert len(whole) == 3
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('is_beside', [False, True])
-def test_trace_pages_show_a_head(options, is_beside):
+@pytest.mark.parametrize('kind', ['head', 'lookup beside a head', 'one pass'])
+def test_trace_pages_show_a_head(options, one_pass_options, kind):
+  is_beside, others, name = kind == 'lookup beside a head', ('speculative', 'block'), 'EAGLE-3 head'
   if is_beside:
-    draft = f'lookup+{options.draft}'
-    options = dataclasses.replace(options, draft=draft, method=('race',), lookup_min=1)
-  trace = record_trace(options, ('race_block',) if is_beside else ('speculative', 'block'))
-  assert 'EAGLE-3 head' in trace['run']['models']['draft']
+    options = dataclasses.replace(options, draft=f'lookup+{options.draft}', method=('race',), lookup_min=1)
+    others = ('race_block',)
+  elif kind == 'one pass':
+    options, others, name = one_pass_options, ('race_traversal', 'block'), 'speculators head'
+  trace = record_trace(options, others)
+  assert name in trace['run']['models']['draft']
   assert trace['run']['has_lookup'] == is_beside
-  assert 'EAGLE-3 head' in make_page(trace)
+  assert name in make_page(trace)
 
 
 def _lines(path):
   return sorted(path.read_text().splitlines(), key=lambda line: json.loads(line)['index'])
 
 
+_ONE_PASS = {'draft_length': (3,), 'method': ('race_traversal',)}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  'changes',
+  ('head', 'changes'),
   [
-    {},
-    {'draft': 'lookup+{}', 'method': ('race_traversal',), 'lookup_min': 1},
-    {'method': ('spectr',), 'tree': ('likeliest:2,2',), 'temperature': 0.0, 'growth_threshold': 0.01},
+    ('{head}', {}),
+    ('lookup+{head}', {'method': ('race_traversal',), 'lookup_min': 1}),
+    ('{head}', {'method': ('spectr',), 'tree': ('likeliest:2,2',), 'temperature': 0.0, 'growth_threshold': 0.01}),
+    ('{one_pass}', _ONE_PASS),
+    ('{one_pass}', _ONE_PASS | {'draft_length': None, 'tree': ('estimated:2,2',), 'growth_threshold': 0.01}),
+    ('lookup+{one_pass}', _ONE_PASS),
   ],
-  ids=['head', 'lookup beside a head', 'likeliest'],
+  ids=str,
 )
-def test_bulk_decoding_resumes_with_a_head(options, tmp_path, changes):
-  draft = changes.get('draft', '{}').format(options.draft)
-  options, path = dataclasses.replace(options, **changes | {'draft': draft}), tmp_path / 'out.jsonl'
+def test_bulk_decoding_resumes(options, one_pass_file, tmp_path, head, changes):
+  draft = head.format(head=options.draft, one_pass=one_pass_file)
+  options, path = dataclasses.replace(options, **changes, draft=draft), tmp_path / 'out.jsonl'
   decode_bulk(options, path)
   whole = _lines(path)
   assert len(whole) == 3

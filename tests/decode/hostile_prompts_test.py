@@ -8,8 +8,8 @@ import prompts_test
 import pytest
 
 from common.json_file import read_json
-from decode.auto.acceptance import read_acceptance
-from decode.auto.calibration_file import read_calibration
+from decode.experiment.auto_choice import read_calibration
+from decode.experiment.optimal_trees import read_acceptance
 from decode.experiment.prompts import encode_prompts, read_prompts
 from spectr_jax import Tokenizer
 

@@ -12,32 +12,6 @@ from decode.experiment.workload import Workload, model_title
 from spectr_jax import Drafter
 
 
-@pytest.mark.parametrize(
-  ('options', 'message'),
-  [
-    (
-      {'draft': 'lookup', 'method': ('block',)},
-      '^block does not take guesses of --draft=lookup; allowed: speculative,',
-    ),
-    (
-      {'draft': 'lookup+here', 'method': ('spectr',)},
-      '^spectr does not take guesses of --draft=lookup.here; allowed: race, race_block, race_traversal$',
-    ),
-    (
-      {'draft': 'lookup', 'method': ('auto',), 'tree': ('chains', 'prefix:2,2')},
-      'lookup guesses chains, and the tree is prefix:2,2',
-    ),
-    ({'draft': 'lookup', 'method': ('spectr',), 'tree': ('prefix:2,2',)}, 'lookup guesses chains'),
-    ({'draft': 'lookup', 'method': ('spectr',), 'lookup_min': 9}, 'lookup_min at most lookup_max; got 9 and 8'),
-    ({'lookup_max': 4}, 'are for --draft=lookup'),
-    ({'lookup_corpus': ('a.txt',)}, 'lookup_corpus is for --draft=lookup'),
-  ],
-)
-def test_what_does_not_fit(options, message):
-  with pytest.raises(ValueError, match=message):
-    DecodeOptions(**options)
-
-
 def test_drafts_of_lookup():
   assert DecodeOptions(draft='lookup', method=('spectr',)).draft_model == ''
   beside = DecodeOptions(draft='lookup+pretrained/draft', method=('autoregressive', 'race_traversal'))
@@ -74,7 +48,7 @@ def test_a_corpus_is_searched_and_described(pair, prompt_file, corpus_files):
   assert model_title(found) == f'{",".join(corpus_files)} ({found["num_tokens"]} tokens)'
   assert isinstance(work.draft, Drafter)
   ids = [token for document in documents for token in (*document, -1)]
-  np.testing.assert_array_equal(work.draft.params.tokens, ids)
+  np.testing.assert_array_equal(work.draft.corpus.tokens, ids)
 
 
 @pytest.mark.parametrize(

@@ -23,17 +23,9 @@ from tests.slow import slow
 
 _TEXT = 'the quick brown fox jumps over the lazy dog while seven wise owls watch from the old oak tree ' * 4
 # Rows of unequal length, more than one batch of them.
-_PROMPTS = [
-  'the quick',
-  'seven wise owls',
-  'old',
-  'the lazy dog while seven',
-  'jumps',
-  'watch from the',
-  'oak',
-  'fox',
-  'w',
-]
+_PROMPTS = (
+  'the quick', 'seven wise owls', 'old', 'the lazy dog while seven', 'jumps', 'watch from the', 'oak', 'fox', 'w',
+)  # fmt: skip
 
 
 _init_params = jax.jit(transformer.init_params, static_argnames='config')

@@ -7,7 +7,6 @@ import stat
 import pytest
 
 from common.output_files import OutputFiles, check_apart
-from decode.experiment.inputs import inputs_of
 from decode.experiment.options import SHIPPED_PROMPTS, DecodeOptions
 from spectr_jax.io import new_files
 
@@ -15,6 +14,33 @@ from spectr_jax.io import new_files
 def _write(path, content='new'):
   with OutputFiles(output=path) as files:
     files.write(output=content)
+
+
+def test_files_appear_whole_or_not_at_all(tmp_path):
+  path = tmp_path / 'results.json'
+  path.write_text('old')
+  for error in (ValueError, KeyboardInterrupt):
+    with pytest.raises(error), OutputFiles(output=path):
+      raise error
+    assert path.read_text() == 'old'
+  with OutputFiles(output=path, generations=None) as files:
+    assert path.read_text() == 'old'
+    files.write(output='new', generations='not asked for')
+  assert path.read_text() == 'new'
+  assert os.listdir(tmp_path) == [path.name]
+
+
+def test_places_that_cannot_be_written_are_refused(tmp_path):
+  for path in (tmp_path, tmp_path / 'none' / 'x', '/dev/null', 'gs://nowhere/o.json'):
+    with pytest.raises(ValueError, match=f'^output: cannot write {path}: '), OutputFiles(output=path):
+      pass
+
+
+def test_a_link_is_followed(tmp_path):
+  (tmp_path / 'link').symlink_to(tmp_path / 'real')
+  _write(tmp_path / 'link')
+  assert (tmp_path / 'link').is_symlink()
+  assert (tmp_path / 'real').read_text() == 'new'
 
 
 def test_files_of_others_stay(tmp_path):
@@ -123,7 +149,7 @@ def test_files_that_do_not_exist_yet_can_be_one(tmp_path):
 def test_what_a_run_reads(pair, tmp_path, tiny_head_file):
   (tmp_path / 'a.txt').write_text('a')
   fields = pair | {'draft': f'lookup+{pair["draft"]}', 'method': ('race',), 'lookup_corpus': (f'{tmp_path}/*.txt',)}
-  inputs = inputs_of(DecodeOptions(**fields, acceptance='rates.json'))
+  inputs = DecodeOptions(**fields, acceptance='rates.json').inputs()
   assert list(inputs) == ['target', 'draft', 'prompts', 'lookup_corpus', 'acceptance']
   assert inputs['prompts'] == [SHIPPED_PROMPTS]
   assert inputs['lookup_corpus'] == [tmp_path / 'a.txt']
@@ -132,15 +158,7 @@ def test_what_a_run_reads(pair, tmp_path, tiny_head_file):
       with pytest.raises(ValueError, match=f'output would .*{role}/.*which {role} reads'):
         check_apart({'output': f'{path}/{name}'}, inputs)
     check_apart({'output': f'{path}/results.json'}, inputs)
-  inputs = inputs_of(DecodeOptions(target='m.gguf', draft=str(tiny_head_file), prompts='humaneval:h.jsonl'))
+  inputs = DecodeOptions(target='m.gguf', draft=str(tiny_head_file), prompts='humaneval:h.jsonl').inputs()
   for path in ('m.gguf', 'h.jsonl', f'{tiny_head_file}/model.safetensors'):
     with pytest.raises(ValueError, match='output would overwrite'):
       check_apart({'output': path}, inputs)
-
-
-def test_a_remote_file_system_that_cannot_be_reached_is_one_line():
-  with (
-    pytest.raises(ValueError, match='^output: cannot write gs://nowhere/o.json: '),
-    OutputFiles(output='gs://nowhere/o.json'),
-  ):
-    pass

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from decode import trace
-from decode.auto.grid import grid
+from decode.experiment.auto_choice import grid
 from decode.experiment.options import DecodeOptions
 from spectr_jax import METHODS, Method
 from spectr_jax.auto.setting import reference_of

@@ -38,7 +38,7 @@ def results(tmp_path):
 
 
 def test_points_are_settings_over_all_seeds(results):
-  alone, block, race = plot.read_points(str(results))
+  _, (alone, block, race) = plot.read_results(str(results))
   assert (alone['shape'], block['shape'], race['shape']) == ('', '1x8', '4x8')
   assert block['tokens_per_call'] == pytest.approx(400 / 75)
   assert block['tokens_per_second'] == pytest.approx(400 / 7)
@@ -52,24 +52,6 @@ def test_pictures_are_written(results, tmp_path):
   assert '>race_traversal</text>' in drawn
   commands.succeed('decode.plot', results, results, f'--output={tmp_path / "b.png"}')
   assert image.imread(io.BytesIO((tmp_path / 'b.png').read_bytes())).shape[1] > 900
-
-
-@pytest.mark.parametrize(
-  ('content', 'message'),
-  [
-    ('{', 'is not JSON'),
-    ('[]', 'holds no results'),
-    ('{"results": []}', 'holds no results'),
-    ('{"results": [3]}', 'result 1 lacks tokens, target_calls, tokens_per_second'),
-    (json.dumps({'results': [_RESULTS[0], _RESULTS[1] | {'target_calls': 0}]}), 'result 2 lacks'),
-    (json.dumps({'results': [_RESULTS[0] | {'method': None}]}), 'result 1 names no method'),
-  ],
-)
-def test_other_files_are_refused(tmp_path, content, message):
-  path = tmp_path / 'results.json'
-  path.write_text(content)
-  with pytest.raises(ValueError, match=message):
-    plot.read_points(str(path))
 
 
 def test_wrong_arguments_are_one_line(results, tmp_path):
@@ -96,7 +78,7 @@ def test_intervals_are_bars_and_models_are_named(tmp_path):
   models = {'target': {'path': 'some/target', 'num_params': 7_900_000}, 'draft': {'path': '$a_b$\x1b'}}
   path = tmp_path / 'a.json'
   path.write_text(json.dumps({'run': {'models': models}, 'results': given}))
-  block, race = plot.read_points(str(path))
+  _, (block, race) = plot.read_results(str(path))
   assert (block['tokens_per_call_ci95'], block['speedup_ci95']) == ((3.5, 6.5), (1.0, 2.0))
   assert (race['tokens_per_call_ci95'], race['speedup_ci95']) == ((4.0, 6.0), None)
   drawn = plot.picture_of([str(path)], 'svg').decode()
@@ -116,22 +98,15 @@ def test_intervals_are_bars_and_models_are_named(tmp_path):
 
 def test_tables_of_values_are_read_as_results(tmp_path):
   """What `decode.main --output=FILE.csv` writes, here without a run: the same points as of JSON."""
-  rows = [
-    {
-      'method': result['method'], 'num_drafts': result['num_drafts'], 'draft_length': result['draft_length'],
-      'tree': result['tree'], 'tokens': result['tokens'], 'target_calls': result['target_calls'],
-      'block_efficiency_ci95_low': 2.5, 'block_efficiency_ci95_high': 4.5,
-      'tokens_per_second': result['tokens_per_second'], 'speedup': result['speedup'], 'speedup_ci95_low': '',
-      'speedup_ci95_high': '', 'target': 'some/target', 'draft': '',
-    }
-    for result in _RESULTS
-  ]  # fmt: skip
+  intervals = dict.fromkeys(('speedup_ci95_low', 'speedup_ci95_high'), '')
+  intervals |= {'block_efficiency_ci95_low': 2.5, 'block_efficiency_ci95_high': 4.5}
+  rows = [{**result, **intervals, 'target': 'some/target', 'draft': ''} for result in _RESULTS]
   (tmp_path / 'r.csv').write_text(figure.to_csv(rows))
   results = [result | {'block_efficiency_ci95': [2.5, 4.5]} for result in _RESULTS]
   (tmp_path / 'r.json').write_text(json.dumps({'results': results}))
   names, points = plot.read_results(str(tmp_path / 'r.csv'))
   assert names == 'target some/target'
-  assert points == plot.read_points(str(tmp_path / 'r.json'))
+  assert points == plot.read_results(str(tmp_path / 'r.json'))[1]
   commands.succeed('decode.plot', tmp_path / 'r.csv', tmp_path / 'r.json', f'--output={tmp_path / "a.png"}')
 
 
@@ -144,29 +119,6 @@ def test_the_data_of_a_figure_gives_the_figure(name, tmp_path):
   renamed = tmp_path / f'{name} of others.csv'
   renamed.write_text(path.read_text())
   assert plot.picture_of([str(renamed)], 'png') == plot.picture_of([str(path)], 'png')
-
-
-@pytest.mark.parametrize(
-  ('name', 'content', 'message'),
-  [
-    ('a', '', 'no table of results'),
-    ('a', 'x\n', 'no table of results'),
-    ('a', 'a,b\n1,2,3\n', 'no table of results'),
-    ('a', 'a,b\n1\n', 'no table of results'),
-    ('a', 'a,b\n1,2\n', 'neither results nor the data of a figure, .*ladder'),
-    ('ladder', 'a,b\n1,2\n', 'is not the data of the figure ladder'),
-    ('ladder', 'method,nodes,shape,is best,low,high\nspectr,16,y,1,,\n', 'not the data of the figure'),
-    ('a', 'method,tokens,target_calls,tokens_per_second\nspectr,1,0,2\n', 'result 1 lacks tokens'),
-    ('a', 'method,tokens,target_calls,tokens_per_second\n3,1,1,2\n', 'result 1 names no method'),
-    ('a', '\x00', 'no table of results'),
-    ('a', 'a' * 2**18, 'no table of results'),
-  ],
-)
-def test_other_tables_are_refused(tmp_path, name, content, message):
-  path = tmp_path / f'{name}.csv'
-  path.write_text(content)
-  with pytest.raises(ValueError, match=message):
-    plot.picture_of([str(path)], 'svg')
 
 
 _LOG = """{"step": 10, "train_loss": 3.5}
@@ -189,22 +141,38 @@ def test_curves_of_training(tmp_path):
   assert 'draft_log, held out' not in drawn
 
 
+_ALMOST = [_RESULTS[0], _RESULTS[1] | {'target_calls': 0}]
+_COLUMNS = 'method,tokens,target_calls,tokens_per_second'
+
+
 @pytest.mark.parametrize(
-  ('content', 'message'),
+  ('name', 'content', 'message'),
   [
-    ('', 'holds no loss'),
-    ('{"step": 1}\n', 'holds no loss'),
-    ('{"step": 1, "train_loss": 2}\n3\n', 'line 2 of .* has no step'),
-    ('{"step": "1"}\n', 'line 1 of .* has no step'),
-    ('\xff\n', 'line 1 of .* is not of a training log'),
-    (' ' * 2**20 + '\n', 'line 1 of .* is not of a training log'),
+    ('a.json', '{', 'is not JSON'),
+    ('a.json', '[]', 'holds no results'),
+    ('a.json', '{"results": []}', 'holds no results'),
+    ('a.json', '{"results": [3]}', 'result 1 lacks tokens, target_calls, tokens_per_second'),
+    ('a.json', json.dumps({'results': _ALMOST}), 'result 2 lacks'),
+    ('a.json', json.dumps({'results': [_RESULTS[0] | {'method': None}]}), 'result 1 names no method'),
+    *(('a.csv', text, 'no table of results') for text in ('', 'x\n', 'a,b\n1,2,3\n', 'a,b\n1\n', '\x00', 'a' * 2**18)),
+    ('a.csv', 'a,b\n1,2\n', 'neither results nor the data of a figure, .*ladder'),
+    ('a.csv', f'{_COLUMNS}\nspectr,1,0,2\n', 'result 1 lacks tokens'),
+    ('a.csv', f'{_COLUMNS}\n3,1,1,2\n', 'result 1 names no method'),
+    ('ladder.csv', 'a,b\n1,2\n', 'is not the data of the figure ladder'),
+    ('ladder.csv', 'method,nodes,shape,is best,low,high\nspectr,16,y,1,,\n', 'not the data of the figure'),
+    ('a.jsonl', '', 'holds no loss'),
+    ('a.jsonl', '{"step": 1}\n', 'holds no loss'),
+    ('a.jsonl', '{"step": 1, "train_loss": 2}\n3\n', 'line 2 of .* has no step'),
+    ('a.jsonl', '{"step": "1"}\n', 'line 1 of .* has no step'),
+    ('a.jsonl', '\xff\n', 'line 1 of .* is not of a training log'),
+    ('a.jsonl', ' ' * 2**20 + '\n', 'line 1 of .* is not of a training log'),
   ],
 )
-def test_other_logs_are_refused(tmp_path, content, message):
-  path = tmp_path / 'metrics.jsonl'
+def test_other_files_are_refused(tmp_path, name, content, message):
+  path = tmp_path / name
   path.write_text(content, encoding='latin-1')
   with pytest.raises(ValueError, match=message):
-    training_curves.read_steps(str(path))
+    plot.picture_of([str(path)], 'svg')
 
 
 def test_results_and_logs_are_not_mixed(results, tmp_path):

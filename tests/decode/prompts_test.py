@@ -14,15 +14,7 @@ from tokenizers import normalizers
 from decode.experiment import workload
 from decode.experiment.options import DecodeOptions
 from decode.experiment.prompt_sets import PROMPT_SETS, SPEC_BENCH_TASKS
-from decode.experiment.prompts import (
-  Prompt,
-  as_conversations,
-  encode_prompts,
-  read_prompts,
-  take_evenly,
-  take_first,
-  without_long,
-)
+from decode.experiment.prompts import Prompt, as_conversations, encode_prompts, read_prompts, take_evenly, without_long
 from spectr_jax import Tokenizer
 from spectr_jax.io.hub.hub_tokenizer import HubTokenizer
 from spectr_jax.models import table
@@ -33,18 +25,14 @@ def tokenizer():
   return Tokenizer.train(['an old oak tree and an old owl in the old oak tree, while a quick fox runs by'] * 3, 275)
 
 
-def test_text_has_a_prompt_per_line(tmp_path):
+def test_prompts_have_places_and_ids(tmp_path, prompt_file):
   path = tmp_path / 'prompts.txt'
   path.write_bytes('\ufeffone two\r\n{"three"}\n'.encode())
-  assert [(prompt.text, prompt.index, prompt.id) for prompt in read_prompts(path)] == [
-    ('one two', 0, 0),
-    ('{"three"}', 1, 1),
-  ]
-
-
-def test_jsonl_carries_ids(prompt_file):
-  found = [(prompt.text, prompt.index, prompt.id) for prompt in read_prompts(prompt_file)]
-  assert found == [('the quick', 0, 'a'), ('seven wise owls', 1, 1), ('old', 2, 7)]
+  for file, expected in (
+    (path, [('one two', 0, 0), ('{"three"}', 1, 1)]),
+    (prompt_file, [('the quick', 0, 'a'), ('seven wise owls', 1, 1), ('old', 2, 7)]),
+  ):
+    assert [(prompt.text, prompt.index, prompt.id) for prompt in read_prompts(file)] == expected
 
 
 @pytest.mark.parametrize(
@@ -97,13 +85,7 @@ _SPEC_BENCH = [
   {'question_id': 81, 'category': 'writing', 'turns': ['Describe a lighthouse.', 'Now as a rhyme.']},
   {'question_id': 161, 'category': 'translation', 'turns': ['Translate: Guten Tag.'], 'reference': ['Good day.']},
 ]
-_HUMANEVAL = {
-  'task_id': 'HumanEval/7',
-  'prompt': 'def f(x):\n',
-  'entry_point': 'f',
-  'canonical_solution': '',
-  'test': '',
-}
+_HUMANEVAL = {'task_id': 'HumanEval/7', 'prompt': 'def f(x):\n', 'entry_point': 'f', 'canonical_solution': ''}
 _GSM8K = {'question': 'Two hens lay two eggs each. How many?', 'answer': 'Two times two.\n#### 4'}
 _ALPACA = {'instruction': 'Add the numbers.', 'input': '2, 3', 'output': '5'}
 _ENTRIES = {
@@ -145,18 +127,17 @@ def test_another_set_is_refused_with_its_line(tmp_path, name):
         read_prompts(f'{name}:{path}')
 
 
+_QA = {'question_id': 1, 'category': 'qa', 'turns': ['y']}
+
+
 @pytest.mark.parametrize(
   ('name', 'line', 'message'),
   [
-    ('spec_bench', {'question_id': 'x', 'category': 'qa', 'turns': ['y']}, '"question_id" is "x"'),
-    ('spec_bench', {'question_id': True, 'category': 'qa', 'turns': ['y']}, '"question_id" is true'),
-    (
-      'spec_bench',
-      {'question_id': 1, 'category': 'poems', 'turns': ['y']},
-      '"category" is "poems", not one of writing,',
-    ),
-    ('spec_bench', {'question_id': 1, 'category': 'qa', 'turns': ['y', ' ']}, r'"turns" is \["y", " "\]'),
-    ('spec_bench', {'question_id': 1, 'category': 'qa', 'turns': []}, r'"turns" is \[\]'),
+    ('spec_bench', _QA | {'question_id': 'x'}, '"question_id" is "x"'),
+    ('spec_bench', _QA | {'question_id': True}, '"question_id" is true'),
+    ('spec_bench', _QA | {'category': 'poems'}, '"category" is "poems", not one of writing,'),
+    ('spec_bench', _QA | {'turns': ['y', ' ']}, r'"turns" is \["y", " "\]'),
+    ('spec_bench', _QA | {'turns': []}, r'"turns" is \[\]'),
     ('humaneval', {'prompt': 'x', 'entry_point': 'f'}, 'no "task_id"'),
     ('gsm8k', [1], r'\[1\] is not an object'),
     ('alpaca', {'instruction': 'x', 'output': 'y'}, 'no "input"'),
@@ -183,38 +164,49 @@ def test_unknown_sets_are_refused_and_paths_are_not(tmp_path, monkeypatch):
   assert (prompt.text, prompt.task, prompt.turns) == ('one two', '', ())
 
 
-def test_prompts_are_taken_from_the_start_or_evenly_over_groups():
+def test_spec_bench_has_six_tasks():
+  assert (len(SPEC_BENCH_TASKS), len(set(SPEC_BENCH_TASKS.values()))) == (13, 6)
+
+
+def test_prompts_are_taken_evenly_over_groups():
   tasks = ['a'] * 6 + ['b'] * 4 + ['c']
   prompts = [Prompt('x', index, task=task) for index, task in enumerate(tasks)]
 
   def taken(number):
     return [prompt.index for prompt in take_evenly(prompts, number, group=lambda prompt: prompt.task)]
 
-  assert [prompt.index for prompt in take_first(prompts, 2)] == [0, 1]
   assert taken(2) == [0, 6]
   assert taken(3) == [0, 6, 10]
   assert taken(6) == [0, 2, 4, 6, 8, 10]  # c has one only, so that a gives one more
   assert taken(99) == list(range(11))
 
 
-def test_spec_bench_has_six_tasks():
-  assert len(SPEC_BENCH_TASKS) == 13
-  assert len(set(SPEC_BENCH_TASKS.values())) == 6
+@pytest.mark.parametrize(
+  ('name', 'content', 'message'),
+  [
+    ('a.jsonl.gz', gzip.compress(b'{"prompt": "x"}\n' * 100, mtime=0)[:-9], 'cannot read prompts from .*a.jsonl.gz'),
+    ('empty.txt', b'', 'empty.txt holds no prompts'),
+    ('latin.txt', b'x\n\xe9', 'latin.txt, line 2: not UTF-8'),
+  ],
+)
+def test_a_damaged_file_is_named(tmp_path, name, content, message):
+  (tmp_path / name).write_bytes(content)
+  with pytest.raises(ValueError, match=message):
+    read_prompts(tmp_path / name)
 
 
-def test_a_damaged_archive_is_one_line(tmp_path):
-  path = tmp_path / 'a.jsonl.gz'
-  path.write_bytes(gzip.compress(b'{"prompt": "x"}\n' * 100)[:-9])
-  with pytest.raises(ValueError, match='cannot read prompts from .*a.jsonl.gz'):
-    read_prompts(path)
-
-
-def test_long_prompts_can_be_left_out(tokenizer):
+def test_lengths_are_limited_exactly(tokenizer):
   prompts = [Prompt('an owl', 0), Prompt('an old oak tree ' * 9, 1), Prompt('an owl', 2)]
-  room = {'max_new_tokens': 4, 'max_length': len(tokenizer.encode('an owl', add_bos=True)) + 4}
+  size = len(tokenizer.encode('an owl', add_bos=True))
+  room = {'max_new_tokens': 4, 'max_length': size + 4}
   assert [prompt.index for prompt in without_long(prompts, tokenizer, **room)] == [0, 2]
-  with pytest.raises(ValueError, match='all 1 of its file are too long; at most 6 tokens'):
+  with pytest.raises(ValueError, match=f'all 1 of its file are too long; at most {size} tokens'):
     without_long(prompts[1:2], tokenizer, **room)
+  encode_prompts(prompts[:1], tokenizer, **room)
+  with pytest.raises(ValueError, match=f'{size} tokens; at most {size - 1} are allowed'):
+    encode_prompts(prompts[:1], tokenizer, max_new_tokens=4, max_length=size + 3)
+  with pytest.raises(ValueError, match='no room for a prompt'):
+    encode_prompts(prompts[:1], tokenizer, max_new_tokens=9, max_length=10)
 
 
 def test_ids_begin_with_bos_and_share_a_size(tokenizer):
@@ -224,16 +216,6 @@ def test_ids_begin_with_bos_and_share_a_size(tokenizer):
   for prompt, row, length in zip(prompts, tokens, lengths):
     assert row[:length].tolist() == tokenizer.encode(prompt.text, add_bos=True)
     assert (row[length:] == tokenizer.pad_id).all()
-
-
-def test_the_limit_is_exact(tokenizer):
-  prompt = Prompt('an owl')
-  size = len(tokenizer.encode(prompt.text, add_bos=True))
-  encode_prompts([prompt], tokenizer, max_new_tokens=4, max_length=size + 4)
-  with pytest.raises(ValueError, match=f'{size} tokens; at most {size - 1} are allowed'):
-    encode_prompts([prompt], tokenizer, max_new_tokens=4, max_length=size + 3)
-  with pytest.raises(ValueError, match='no room for a prompt'):
-    encode_prompts([prompt], tokenizer, max_new_tokens=9, max_length=10)
 
 
 # Other tokenizers, and conversations.
@@ -271,15 +253,11 @@ def test_conversations_and_texts_are_rendered(conversations, system):
   tokenizer = _hub_tokenizer(chat_template=tiny_hub.CHAT)
   tokens, lengths = encode_prompts(prompts, tokenizer, max_new_tokens=4, max_length=200)
   start = '' if system is None else f'<|im_start|>system\n{system}<|im_end|>\n'  # the first has its own
-  for row, length, wanted in zip(
-    tokens,
-    lengths,
-    (
-      '<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nthe owl<|im_end|>\n<|im_start|>assistant\n',
-      f'{start}<|im_start|>user\nan owl<|im_end|>\n<|im_start|>assistant\n',
-    ),
-  ):
-    assert row[:length].tolist() == tokenizer.encode(wanted)
+  wanted = (
+    '<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nthe owl<|im_end|>\n<|im_start|>assistant\n',
+    f'{start}<|im_start|>user\nan owl<|im_end|>\n<|im_start|>assistant\n',
+  )
+  assert [row[:length].tolist() for row, length in zip(tokens, lengths)] == [*map(tokenizer.encode, wanted)]
 
 
 def test_texts_and_conversations_keep_their_order():
@@ -293,8 +271,6 @@ def test_texts_and_conversations_keep_their_order():
 def test_a_conversation_needs_chat(conversations):
   with pytest.raises(ValueError, match="line 1: a conversation, which --chat renders by the model's template"):
     DecodeOptions(prompts=conversations).read_prompts()
-  with pytest.raises(ValueError, match='system is for --chat'):
-    DecodeOptions(system='be brief')
 
 
 def test_a_prompt_that_the_template_refuses_is_named(conversations, tokenizer):
@@ -378,14 +354,7 @@ def test_fields_of_published_sets_have_their_types(tmp_path, name, value):
   assert tally.refusals or (name == 'alpaca' and value in ('', ' '))  # there are instructions without a word
 
 
-@pytest.mark.parametrize('field', ['prompt', 'system', 'stop'])
-def test_what_is_no_text_is_blamed_on_its_option(field):
-  values = {'prompt': 'x', 'chat': True, field: ('a', '\udcff') if field == 'stop' else '\udcff'}
-  with pytest.raises(ValueError, match=rf"^{field} ('.udcff' )?is not valid Unicode: byte 0xff is not UTF-8$"):
-    DecodeOptions(**values)
-
-
-def test_a_token_that_the_target_does_not_have_is_named_with_its_line(tmp_path):
+def test_a_token_that_the_target_does_not_have_is_named_with_its_line(tmp_path, monkeypatch):
   """All prompts are looked at before the first is decoded."""
   path = tmp_path / 'prompts.txt'
   path.write_text('the owl\n' * 20 + 'an <pad> owl\n')
@@ -393,20 +362,14 @@ def test_a_token_that_the_target_does_not_have_is_named_with_its_line(tmp_path):
   room = {'max_new_tokens': 4, 'max_length': 200}
   assert len(encode_prompts(prompts, tokenizer, **room)[0]) == 21
   assert len(encode_prompts(prompts, tokenizer, **room, vocab_size=301)[0]) == 21
-  with pytest.raises(
-    ValueError, match="txt, line 21: the prompt has the token '<pad>' of id 300, and the target has ids"
-  ):
+  message = "txt, line 21: the prompt has the token '<pad>' of id 300, and the target has ids"
+  with pytest.raises(ValueError, match=message):
     encode_prompts(prompts, tokenizer, **room, vocab_size=300)
-
-
-def test_the_number_of_ids_is_that_of_the_target(tmp_path, monkeypatch):
-  path = tmp_path / 'prompts.txt'
-  path.write_text('the owl\nan <pad> owl\n')
+  # A run has the number of ids of its target.
   target = table.table_model(jnp.zeros((300, 300)))
-  monkeypatch.setattr(workload, 'load_models', lambda *_: workload.Models(target, None, _hub_tokenizer(), {}))
-  options = DecodeOptions(prompts=str(path), method=('autoregressive',), max_new_tokens=4)
-  with pytest.raises(ValueError, match="prompts.txt, line 2: the prompt has the token '<pad>'"):
-    workload.Workload.load(options)
+  monkeypatch.setattr(workload, 'load_models', lambda *_: workload.Models(target, None, tokenizer, {}))
+  with pytest.raises(ValueError, match=message):
+    workload.Workload.load(DecodeOptions(prompts=str(path), method=('autoregressive',), max_new_tokens=4))
 
 
 def test_prompts_without_tokens_are_named():

@@ -166,69 +166,57 @@ def test_bad_flags_end_in_a_line():
   assert line.startswith('error: flag --num_samples=many')
 
 
-_MODULES = {
-  'prove_empty': '',
-  'prove_raises': 'import math\n\nmath.sqrt(-1)\n',
-  'prove_exits': 'import sys\n\nsys.exit("no way")\n',
-  'prove_unfinished': 'def f(:\n',
-  'prove_needs': 'import nothing_of_that_name\n',
-  'prove_taken': """
-    import dataclasses
-    from spectr_jax import METHODS, register
-    register(dataclasses.replace(METHODS['race'], name='spectr'))
-  """,
-  'prove_mismatch': """
-    from spectr_jax import METHODS, Method, register
-    from spectr_jax.proposal import WithoutReplacement
-    register(Method('m', METHODS['spectr'].verifier, WithoutReplacement(), is_lossless=True, source=''))
-  """,
-}
+_TAKEN = """
+  import dataclasses
+  from spectr_jax import METHODS, register
+  register(dataclasses.replace(METHODS['race'], name='spectr'))
+"""
+_MISMATCH = """
+  from spectr_jax import METHODS, Method, register
+  from spectr_jax.proposal import WithoutReplacement
+  register(Method('m', METHODS['spectr'].verifier, WithoutReplacement(), is_lossless=True, source=''))
+"""
+_NAME = 'must be a name'
 _ALLOWED = ', '.join(METHODS)
 
 
 @pytest.mark.parametrize(
-  ('names', 'module', 'parts'),
+  ('text', 'names', 'module', 'parts'),
   [
-    ([], None, ['no method given; allowed: ', _ALLOWED]),
-    ([''], None, ["unknown method ''", _ALLOWED]),
-    (['spectr', 'magic'], None, ["unknown method 'magic'", _ALLOWED]),
-    ([], 'prove_empty', ['prove_empty registers no method', 'spectr_jax.register', _ALLOWED]),
-    (['magic'], 'prove_empty', ["unknown method 'magic'"]),
-    (['spectr'], 'prove_raises', ['cannot import prove_raises: ValueError: ', 'prove_raises.py:3)']),
-    (['spectr'], 'prove_exits', ['cannot import prove_exits: SystemExit: no way', 'prove_exits.py:3)']),
-    (['spectr'], 'prove_unfinished', ['cannot import prove_unfinished: SyntaxError: ', 'prove_unfinished.py, line 1']),
+    ('', [], None, ['no method given; allowed: ', _ALLOWED]),
+    ('', [''], None, ["unknown method ''", _ALLOWED]),
+    ('', ['spectr', 'magic'], None, ["unknown method 'magic'", _ALLOWED]),
+    ('', [], 'provable', ['provable registers no method', 'spectr_jax.register', _ALLOWED]),
+    ('', ['magic'], 'provable', ["unknown method 'magic'"]),
+    ('import math\n\nmath.sqrt(-1)\n', ['spectr'], 'provable', ['import provable: ValueError: ', 'provable.py:3)']),
+    ('import sys\n\nsys.exit("no way")\n', ['spectr'], 'provable', ['SystemExit: no way', 'provable.py:3)']),
+    ('def f(:\n', ['spectr'], 'provable', ['cannot import provable: SyntaxError: ', 'provable.py, line 1']),
     (
+      'import none_such\n',
       ['spectr'],
-      'prove_needs',
-      ["cannot import prove_needs: ModuleNotFoundError: No module named 'nothing_of_that_name'"],
+      'provable',
+      ["provable: ModuleNotFoundError: No module named 'none_such'"],
     ),
-    (
-      ['spectr'],
-      'prove_taken',
-      ["prove_taken: ValueError: there is another method named 'spectr'", 'prove_taken.py:4)'],
-    ),
-    ([], 'prove_mismatch', ['children are drawn independent, not without_replacement', 'prove_mismatch.py:4)']),
-    (['spectr'], 'prove_missing', ['there is no prove_missing here']),
-    (['spectr'], 'prove_empty.part', ['there is no prove_empty.part here']),
-    (['spectr'], 'prove_empty.py', ['there is no prove_empty.py here']),
-    (['spectr'], './prove_empty.py', ['module must be a name, such as examples.best_ratio for', "'./prove_empty.py'"]),
-    (['spectr'], '.prove_empty', ['module must be a name']),
+    (_TAKEN, ['spectr'], 'provable', ["ValueError: there is another method named 'spectr'", 'provable.py:4)']),
+    (_MISMATCH, [], 'provable', ['children are drawn independent, not without_replacement', 'provable.py:4)']),
+    ('', ['spectr'], 'prove_missing', ['there is no prove_missing here']),
+    ('', ['spectr'], 'provable.part', ['there is no provable.part here']),
+    ('', ['spectr'], 'provable.py', ['there is no provable.py here']),
+    ('', ['spectr'], './provable.py', [f'module {_NAME}, such as examples.best_ratio for', "'./provable.py'"]),
+    ('', ['spectr'], '.provable', [f'module {_NAME}']),
   ],
 )
-def test_what_is_refused(tmp_path, monkeypatch, names, module, parts):
-  for name, text in _MODULES.items():
-    write_module(tmp_path / f'{name}.py', text)
+def test_what_is_refused(tmp_path, monkeypatch, text, names, module, parts):
+  write_module(tmp_path / 'provable.py', text)
   monkeypatch.chdir(tmp_path)
   monkeypatch.syspath_prepend(tmp_path)
   before = set(METHODS)
-  with pytest.raises(ValueError, match='allowed: |cannot import|there is no|must be a name') as caught:
+  with pytest.raises(ValueError, match=f'allowed: |cannot import|there is no|{_NAME}') as caught:
     find_methods(names, module)
-  for part in parts:
-    assert part in str(caught.value)
+  assert all(part in str(caught.value) for part in parts), caught.value
   assert '\n' not in str(caught.value)
   assert set(METHODS) == before
-  for name in _MODULES:
-    sys.modules.pop(name, None)
+  sys.modules.pop('provable', None)
 
 
 def test_methods_are_found_once():

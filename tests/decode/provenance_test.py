@@ -68,24 +68,18 @@ def test_what_determines_continuations_is_refused(begun, tmp_path, changes, name
 
 
 @pytest.mark.slow
-def test_growth_and_gumbel_count(pair, prompt_file, tmp_path):
-  fields = pair | {'prompts': str(prompt_file), 'max_new_tokens': 2}
-  grown = fields | {'method': ('race',), 'tree': ('confident:2,2',)}
-  plain = fields | {'method': ('autoregressive',)}
-  for options, change, name in (
-    (grown, {'growth_threshold': 1e-7}, 'growth_threshold'),
-    (plain, {'gumbel': True}, 'gumbel'),
-  ):
-    path = tmp_path / f'{name}.jsonl'
-    decode_bulk(DecodeOptions(**options), path)
-    with pytest.raises(ValueError, match=f'has .*{name} '):
-      decode_bulk(DecodeOptions(**options | change), path, resume=True)
-
-
-def _flip(path):
-  content = bytearray(path.read_bytes())
-  content[len(content) // 2] ^= 1
-  path.write_bytes(content)
+@pytest.mark.parametrize(
+  ('fields', 'change'),
+  [
+    ({'method': ('race',), 'tree': ('confident:2,2',)}, {'growth_threshold': 1e-7}),
+    ({'method': ('autoregressive',)}, {'gumbel': True}),
+  ],
+)
+def test_growth_and_gumbel_count(pair, prompt_file, tmp_path, fields, change):
+  fields = pair | {'prompts': str(prompt_file), 'max_new_tokens': 2} | fields
+  decode_bulk(DecodeOptions(**fields), tmp_path / 'out.jsonl')
+  with pytest.raises(ValueError, match=f'has .*{next(iter(change))} '):
+    decode_bulk(DecodeOptions(**fields | change), tmp_path / 'out.jsonl', resume=True)
 
 
 def test_models_count_by_content_and_not_by_place(begun, save_tiny_model, tmp_path):

@@ -1,4 +1,4 @@
-"""Files written whole, and what people read."""
+"""What people read of a run."""
 
 import csv
 import dataclasses
@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from common.output_files import OutputFiles
 from decode.experiment import records, report
 from decode.experiment.console import make_console
 from decode.experiment.options import DecodeOptions
@@ -37,19 +36,10 @@ def run(tokenizer):
     origins = np.resize([0, 1, 0, 2], (1, 8))
     measurements.append(
       Measurement(
-        ids,
-        np.array([8]),
-        np.array([calls]),
-        accepted,
-        origins,
-        np.array([0]),
-        setting=setting,
-        seed=0,
-        batch_seconds=np.array([seconds]),
-        baseline_seconds=np.array([1.0]),
-        rounds=calls,
+        ids, np.array([8]), np.array([calls]), accepted, origins, np.array([0]), setting=setting, seed=0,
+        batch_seconds=np.array([seconds]), baseline_seconds=np.array([1.0]), rounds=calls,
       )
-    )
+    )  # fmt: skip
   info = {
     'models': {'target': {'path': 't', 'num_params': 10, 'dtype': 'float32'}},
     'device': {'platform': 'cpu', 'kind': 'cpu'},
@@ -63,42 +53,6 @@ def _printed(run, **kwargs):
   console = Console(file=io.StringIO(), highlight=False, markup=False, **kwargs)
   report.print_report(run, console)
   return console.file.getvalue()
-
-
-def test_files_appear_whole_and_replace_only_then(tmp_path):
-  path = tmp_path / 'results.json'
-  path.write_text('old')
-  with OutputFiles(output=path, generations=None) as files:
-    assert path.read_text() == 'old'
-    files.write(output='new', generations='not asked for')
-  assert path.read_text() == 'new'
-  assert list(tmp_path.iterdir()) == [path]
-
-
-@pytest.mark.parametrize('error', [ValueError, KeyboardInterrupt])
-def test_a_failed_run_leaves_the_old_file(tmp_path, error):
-  path = tmp_path / 'results.json'
-  path.write_text('old')
-  with pytest.raises(error), OutputFiles(output=path):
-    raise error
-  assert path.read_text() == 'old'
-  assert list(tmp_path.iterdir()) == [path]
-
-
-def test_places_that_cannot_be_written_are_refused(tmp_path):
-  for path in (tmp_path, tmp_path / 'none' / 'x', '/dev/null'):
-    with pytest.raises(ValueError, match='output: cannot write'), OutputFiles(output=path):
-      pass
-  with pytest.raises(ValueError, match='the same file'), OutputFiles(output='x', generations='x'):
-    pass
-
-
-def test_a_link_is_followed(tmp_path):
-  (tmp_path / 'link').symlink_to(tmp_path / 'real')
-  with OutputFiles(output=tmp_path / 'link') as files:
-    files.write(output='new')
-  assert (tmp_path / 'link').is_symlink()
-  assert (tmp_path / 'real').read_text() == 'new'
 
 
 def test_plain_report_has_no_escape_codes_and_no_folded_rows(run):
@@ -175,7 +129,7 @@ def test_a_narrow_table_folds_nothing_but_trees(run, tree, seconds):
   summary = wide.summarize(wide.settings[1])
   assert re.search(rf' {summary.tokens_per_second:,.0f} +{summary.speedup:.2f}x$', line), line
   low, high = summary.speedup_interval
-  assert report.explain_hidden_ranges(wide)[0].endswith(f'x, 95% range {low:.2f} to {high:.2f}.')
+  assert next(report.explain_hidden_ranges(wide)).endswith(f'x, 95% range {low:.2f} to {high:.2f}.')
 
 
 @pytest.mark.parametrize(('num_batches', 'is_shown'), [(1, False), (2, False), (3, True), (9, True)])
@@ -276,12 +230,12 @@ def test_text_cannot_steer_the_terminal(run):
 
 
 def test_what_is_not_lossless_is_said_and_why(run):
-  assert report.explain_bias(run) == []
+  assert not [*report.explain_bias(run)]
   options = dataclasses.replace(run.options, method=('spectr_gbv', 'decoding_opt'))
   settings = expand(options)
   measurements = [dataclasses.replace(run.measurements[1], setting=setting) for setting in settings]
   biased = dataclasses.replace(run, options=options, settings=settings, measurements=measurements)
-  lines = report.explain_bias(biased)
+  lines = [*report.explain_bias(biased)]
   assert [line.split()[0] for line in lines] == ['spectr_gbv', 'decoding_opt']
   assert 'as if drafts did not compete' in lines[0]
   printed = _printed(biased)

@@ -9,31 +9,11 @@ import pytest
 from rich.console import Console
 
 from decode.experiment import report
-from decode.experiment.options import DecodeOptions
 from decode.experiment.prompts import Prompt
 from decode.experiment.run import run_decode
-from decode.experiment.settings import expand
 from decode.experiment.workload import load_models, model_title, row_keys
 from spectr_jax import load_model, save_model
 from spectr_jax.engine import program_memory
-
-
-def _shape(options):
-  return [(setting.method.name, setting.num_drafts, setting.draft_length) for setting in expand(options)]
-
-
-def test_what_a_method_cannot_use_collapses():
-  methods = 'autoregressive', 'speculative', 'spectr'
-  options = DecodeOptions(method=methods, num_drafts=(2, 4, 2), draft_length=(3, 5))
-  assert _shape(options) == [
-    ('autoregressive', 0, 0),
-    ('speculative', 1, 3),
-    ('speculative', 1, 5),
-    ('spectr', 2, 3),
-    ('spectr', 4, 3),
-    ('spectr', 2, 5),
-    ('spectr', 4, 5),
-  ]
 
 
 def test_a_key_comes_from_seed_and_place_in_the_file():
@@ -44,35 +24,9 @@ def test_a_key_comes_from_seed_and_place_in_the_file():
   assert jax.random.key_data(row_keys(4, [Prompt('z', 9)])[0]).tolist() != jax.random.key_data(alone[0]).tolist()
 
 
-@pytest.mark.parametrize(
-  'bad',
-  [
-    {'method': ()},
-    {'method': ('none',)},
-    {'num_drafts': ()},
-    {'num_drafts': (64,), 'draft_length': (64,)},
-    {'temperature': float('inf')},
-    {'top_p': float('nan')},
-    {'min_p': float('nan')},
-    {'num_samples': 0},
-    {'stop': ('\n', '')},
-    {'seed': -1},
-    {'seed': 2**32 - 1, 'num_seeds': 2},
-    {'dtype': 'int8'},
-    {'weights': 'int4'},
-  ],
-)
-def test_options_out_of_range_are_refused(bad):
-  with pytest.raises(ValueError, match='allowed|must be'):
-    expand(DecodeOptions(**bad))
-
-
-def test_progress_reaches_its_total(pair, prompt_file):
+def test_progress_reaches_its_total(small_options):
   seen = []
-  options = DecodeOptions(
-    **pair, method=('autoregressive',), prompts=str(prompt_file), batch_size=2, max_new_tokens=6, num_seeds=2
-  )
-  run = run_decode(options, lambda *args: seen.append(args))
+  run = run_decode(small_options('autoregressive', num_seeds=2), lambda *args: seen.append(args))
   assert seen[0] == ('compiling 1 of 1: autoregressive', 0, 1)
   assert seen[-1] == ('done', 4, 4)
   # Dummy rows that fill the last batch are dropped, and seeds differ.
@@ -82,12 +36,9 @@ def test_progress_reaches_its_total(pair, prompt_file):
 
 
 @pytest.mark.slow
-def test_long_grids_are_decoded_in_groups(pair, prompt_file, monkeypatch):
+def test_long_grids_are_decoded_in_groups(small_options, monkeypatch):
   """As many as a process can hold, with the same tokens, and a line that says so."""
-  options = DecodeOptions(
-    **pair, method=('autoregressive', 'speculative', 'spectr'), num_drafts=(2,), draft_length=(2,),
-    prompts=str(prompt_file), batch_size=2, max_new_tokens=4,
-  )  # fmt: skip
+  options = small_options('autoregressive', 'speculative', 'spectr', max_new_tokens=4)
   whole = run_decode(options)
   answers = iter([False, True])
   monkeypatch.setattr(program_memory, '_is_half_full', lambda: next(answers))
@@ -138,8 +89,8 @@ def test_programs_are_forgotten_where_there_is_little_room(monkeypatch, tmp_path
   assert list(program_memory.in_groups([0], print, baseline=0)) == [[0]]
 
 
-def test_rounds_are_profiled(pair, prompt_file, tmp_path):
-  options = DecodeOptions(**pair, method=('autoregressive',), prompts=str(prompt_file), num_prompts=1, max_new_tokens=6)
+def test_rounds_are_profiled(small_options, tmp_path):
+  options = small_options('autoregressive', num_prompts=1, batch_size=1)
   profiled = run_decode(dataclasses.replace(options, profile_dir=str(tmp_path / 'profile')))
   assert list((tmp_path / 'profile' / 'autoregressive').rglob('*.xplane.pb'))
   np.testing.assert_array_equal(profiled.measurements[0].tokens, run_decode(options).measurements[0].tokens)
@@ -149,21 +100,17 @@ def test_rounds_are_profiled(pair, prompt_file, tmp_path):
 
 
 @pytest.mark.parametrize('role', ['target', 'draft'])
-def test_logits_that_are_not_finite_are_named(pair, prompt_file, tmp_path, role):
+def test_logits_that_are_not_finite_are_named(small_options, pair, tmp_path, role):
   model, tokenizer = load_model(pair[role])
-  save_model(
-    tmp_path / 'bad', dataclasses.replace(model, params=jax.tree.map(lambda x: x * np.nan, model.params)), tokenizer
-  )
-  options = DecodeOptions(
-    **pair | {role: str(tmp_path / 'bad')}, method=('block',), num_drafts=(1,), draft_length=(2,),
-    prompts=str(prompt_file), batch_size=2, max_new_tokens=6,
-  )  # fmt: skip
+  model = dataclasses.replace(model, params=jax.tree.map(lambda x: x * np.nan, model.params))
+  save_model(tmp_path / 'bad', model, tokenizer)
+  options = small_options('block', **{role: str(tmp_path / 'bad')})
   with pytest.raises(ValueError, match=f'block.*, prompt a: row 0, round 1: logits of the {role} are not finite'):
     run_decode(options)
 
 
-def test_weights_in_int8_are_named(pair):
-  options = DecodeOptions(**pair, method=('speculative',), weights='int8')
+def test_weights_in_int8_are_named(small_options):
+  options = small_options('speculative', weights='int8')
   loaded = load_models(options)
   models, plain = loaded.info, load_models(dataclasses.replace(options, weights='')).info
   assert models == {role: {**model, 'weights': 'int8'} for role, model in plain.items()}  # sizes and dtypes as before
@@ -172,12 +119,10 @@ def test_weights_in_int8_are_named(pair):
   assert model_title(plain['target'], has_dtype=True).endswith(' (0.0M, float32)')
 
 
-def test_long_prompts_are_left_out_and_counted(pair, tmp_path):
+def test_long_prompts_are_left_out_and_counted(small_options, tmp_path):
   path = tmp_path / 'prompts.txt'
   path.write_text('the quick\n' + 'owl ' * 90 + '\nseven wise owls\nold\n')
-  options = DecodeOptions(
-    **pair, method=('autoregressive',), prompts=str(path), num_prompts=2, skip_long=True, batch_size=2, max_new_tokens=6
-  )
+  options = small_options('autoregressive', prompts=str(path), num_prompts=2, skip_long=True)
   run = run_decode(options)
   assert [prompt.index for prompt in run.prompts] == [0, 2]  # so many of those that fit
   assert run.info['num_long_prompts'] == 1
@@ -188,12 +133,9 @@ def test_long_prompts_are_left_out_and_counted(pair, tmp_path):
     run_decode(dataclasses.replace(options, skip_long=False))
 
 
-def test_speed_is_compared_batch_by_batch(pair, prompt_file):
+def test_speed_is_compared_batch_by_batch(small_options):
   """Seconds as given: two batches, the last not full, and two seeds."""
-  options = DecodeOptions(
-    **pair, method=('autoregressive', 'speculative'), num_drafts=(1,), draft_length=(2,), prompts=str(prompt_file),
-    batch_size=2, max_new_tokens=6, num_seeds=2,
-  )  # fmt: skip
+  options = small_options('autoregressive', 'speculative', num_seeds=2)
   run = run_decode(options)
   measurements = []
   for found in run.measurements:
@@ -233,11 +175,8 @@ def test_speed_is_compared_batch_by_batch(pair, prompt_file):
 
 
 @pytest.mark.slow
-def test_the_share_of_the_optimum_is_reported(pair, prompt_file):
-  options = DecodeOptions(
-    **pair, method=('spectr', 'gsd'), num_drafts=(2,), draft_length=(2,), prompts=str(prompt_file), batch_size=3,
-    max_new_tokens=12, share_of_optimum=True,
-  )  # fmt: skip
+def test_the_share_of_the_optimum_is_reported(small_options):
+  options = small_options('spectr', 'gsd', batch_size=3, max_new_tokens=12, share_of_optimum=True)
   run = run_decode(options)
   spectr, gsd = map(run.summarize, run.settings)
   # Of few tokens: what is accepted may by chance exceed what would be on average.
@@ -252,11 +191,8 @@ def test_the_share_of_the_optimum_is_reported(pair, prompt_file):
 
 
 @pytest.mark.slow
-def test_seed_exact_decoding_gives_the_text_of_its_reference(pair, prompt_file):
-  options = DecodeOptions(
-    **pair, method=('autoregressive', 'ersd'), gumbel=True, num_drafts=(2,), draft_length=(2,),
-    prompts=str(prompt_file), batch_size=3, max_new_tokens=8,
-  )  # fmt: skip
+def test_seed_exact_decoding_gives_the_text_of_its_reference(small_options):
+  options = small_options('autoregressive', 'ersd', gumbel=True, batch_size=3, max_new_tokens=8)
   reference, found = run_decode(options).measurements
   np.testing.assert_array_equal(found.tokens, reference.tokens)
   assert found.num_target_calls.sum() < reference.num_target_calls.sum()

@@ -18,6 +18,15 @@ def _shapes(**options):
   return [(setting.method.name, str(setting.spec), setting.tree) for setting in expand(DecodeOptions(**options))]
 
 
+def test_what_a_method_cannot_use_collapses():
+  methods = 'autoregressive', 'speculative', 'spectr'
+  settings = expand(DecodeOptions(method=methods, num_drafts=(2, 4, 2), draft_length=(3, 5)))
+  assert [str(setting) for setting in settings] == [
+    'autoregressive', 'speculative K=1 L=3', 'speculative K=1 L=5', 'spectr K=2 L=3', 'spectr K=4 L=3',
+    'spectr K=2 L=5', 'spectr K=4 L=5',
+  ]  # fmt: skip
+
+
 def test_every_tree_with_every_method():
   trees = 'chains', 'prefix:2,1', 'specinfer'
   found = _shapes(method=('spectr', 'gsd'), tree=trees, num_drafts=(2, 3), draft_length=(4,))
@@ -59,48 +68,90 @@ def test_grown_trees_have_widths_and_a_drafter_of_their_own(draft):
   assert other.drafter(draft) is draft
 
 
-_BAD = (
-  '',
-  'chains:2',
-  'prefix:',
-  'specinfer:3',
-  'optimal',
-  'optimal:1,2',
-  'optimal:0',
-  'x',
-  'likeliest',
-  'likeliest:2,0',
+@pytest.mark.parametrize(
+  'text',
+  ['', 'chains:2', 'prefix:', 'specinfer:3', 'optimal', 'optimal:1,2', 'optimal:0', 'x', 'likeliest', 'likeliest:2,0'],
 )
-
-
-@pytest.mark.parametrize('text', _BAD)
 def test_bad_specifications_are_refused(text):
   with pytest.raises(ValueError, match='tree'):
     TreeSpec.parse(text)
 
 
+_SPECTR, _AUTO, _LOOKUP = {'method': ('spectr',)}, {'method': ('auto',)}, {'draft': 'lookup'}
+
+
 @pytest.mark.parametrize(
   ('options', 'reason'),
   [
+    # Single values.
+    ({'method': ()}, f'no method given; allowed: {", ".join(METHODS)}'),
+    ({'method': ('spectr', 'magic')}, f"unknown method 'magic'.*{', '.join(METHODS)}"),
+    ({'num_drafts': ()}, 'num_drafts must be whole numbers of at least 1'),
+    ({'num_drafts': (2, 0)}, 'num_drafts must be whole numbers of at least 1, got 2, 0'),
+    ({'draft_length': (-1,)}, 'draft_length must be whole numbers of at least 1, got -1'),
+    ({'temperature': -0.1}, 'temperature must be finite and at least 0, got -0.1'),
+    ({'temperature': float('inf')}, 'temperature must be'),
+    ({'top_p': 0.0}, 'top_p must be above 0 and at most 1'),
+    ({'top_p': float('nan')}, 'top_p must be'),
+    ({'min_p': 1.5}, 'min_p must be from 0 to 1'),
+    ({'min_p': float('nan')}, 'min_p must be'),
+    ({'top_k': -1}, 'top_k must be at least 0'),
+    *(({name: 0}, f'{name} must be at least 1') for name in (
+      'num_prompts', 'batch_size', 'max_new_tokens', 'num_samples', 'num_seeds', 'calibration_prompts'
+    )),
+    ({'stop': ('\n', '')}, 'stop.* must be'),
+    ({'seed': -1}, 'seeds must be from 0'),
+    ({'seed': 2**32 - 1, 'num_seeds': 2}, 'seeds must be from 0'),
+    ({'dtype': 'int8'}, 'dtype must be float32 or bfloat16'),
+    ({'weights': 'int4'}, 'weights must be int8'),
+    ({'prompt': 'x', 'prompts': 'y'}, 'prompt and prompts are both given'),
+    # Methods and trees.
+    ({'tree': ('bush',)}, "tree must be chains.* got 'bush'"),
+    ({'num_drafts': (1000,), 'draft_length': (1000,)}, 'at most 1024'),
     ({'method': ('speculative',), 'tree': ('prefix:2,1',)}, 'single draft'),
     ({'method': ('spectr_gbv',), 'tree': ('specinfer',)}, 'chains'),
     ({'method': ('spectr_gbv',), 'tree': ('optimal:8',)}, 'chains only'),
-    ({'method': ('spectr',), 'tree': ('optimal:1025',)}, 'at most 1024'),
-    ({'method': ('spectr',), 'tree': ('likeliest:1000,25',)}, 'at most 1024'),
+    (_SPECTR | {'tree': ('optimal:1025',)}, 'at most 1024'),
+    (_SPECTR | {'tree': ('likeliest:1000,25',)}, 'at most 1024'),
     ({'method': ('traversal',), 'tree': ('likeliest:4,4',)}, 'does not take guesses that are not drawn'),
     ({'method': ('speculative',), 'tree': ('likeliest:4,4',)}, 'single draft'),
-    ({'method': ('spectr',), 'growth_threshold': 0.1}, 'is for --tree=likeliest:WIDTHS'),
-    ({'method': ('spectr',), 'growth_threshold': 1.5}, 'from 0 to 1'),
-    ({'method': ('spectr',), 'tree': ('prefix:32,32,2',)}, 'at most 1024'),
-    ({'method': ('spectr',), 'tree': ('specinfer',), 'draft_length': (2,)}, 'at least 3'),
-    ({'method': ('spectr',), 'children': 'triplets'}, "children must be one of .* got 'triplets'"),
+    (_SPECTR | {'growth_threshold': 0.1}, 'is for --tree=likeliest:WIDTHS'),
+    (_SPECTR | {'growth_threshold': 1.5}, 'from 0 to 1'),
+    (_SPECTR | {'tree': ('prefix:32,32,2',)}, 'at most 1024'),
+    (_SPECTR | {'tree': ('specinfer',), 'draft_length': (2,)}, 'at least 3'),
+    (_SPECTR | {'children': 'triplets'}, "children must be one of .* got 'triplets'"),
+    (_SPECTR | {'children': 'without_replacement'}, 'spectr .*independent, not without_replacement'),
     ({'method': ('race',), 'children': 'without_replacement'}, 'drawn independent, not without_replacement'),
     ({'method': ('decoding_opt',), 'epsilon': -1.0}, 'epsilon must be finite and at least 0'),
-    ({'method': ('spectr',), 'epsilon': 0.1}, 'epsilon is for decoding_opt, decoding_uno'),
-    ({'method': ('spectr',), 'gumbel': True}, 'gumbel is for autoregressive'),
+    (_SPECTR | {'epsilon': 0.1}, 'epsilon is for decoding_opt, decoding_uno'),
+    (_SPECTR | {'gumbel': True}, 'gumbel is for autoregressive'),
+    # `auto`.
+    ({'method': ('auto', 'spectr')}, 'only autoregressive can stand beside it, not spectr'),
+    (_AUTO | {'children': 'without_replacement'}, 'its own children'),
+    (_AUTO | {'tree': ('optimal:8',)}, 'chooses no optimal ones'),
+    (_SPECTR | {'calibration': 'x'}, 'calibration is for --method=auto'),
+    (_SPECTR | {'grid': 'short'}, 'grid is for --method=auto'),
+    (_AUTO | {'grid': 'long'}, "grid must be short or full, or '' for short on CPUs, got 'long'"),
+    (_AUTO | {'grid': 'short', 'num_drafts': (2,)}, 'leave out num_drafts, draft_length and tree'),
+    # Lookup.
+    (_LOOKUP | {'method': ('block',)}, '^block does not take guesses of --draft=lookup; allowed: speculative,'),
+    (
+      {'draft': 'lookup+here', 'method': ('spectr',)},
+      '^spectr does not take guesses of --draft=lookup.here; allowed: race, race_block, race_traversal$',
+    ),
+    (_LOOKUP | _AUTO | {'tree': ('chains', 'prefix:2,2')}, 'lookup guesses chains, and the tree is prefix:2,2'),
+    (_LOOKUP | _SPECTR | {'tree': ('prefix:2,2',)}, 'lookup guesses chains'),
+    (_LOOKUP | _SPECTR | {'lookup_min': 9}, 'lookup_min at most lookup_max; got 9 and 8'),
+    ({'lookup_max': 4}, 'are for --draft=lookup'),
+    ({'lookup_corpus': ('a.txt',)}, 'lookup_corpus is for --draft=lookup'),
+    # Prompts.
+    ({'system': 'be brief'}, 'system is for --chat'),
+    ({'prompt': '\udcff'}, '^prompt is not valid Unicode: byte 0xff is not UTF-8$'),
+    ({'system': '\udcff', 'chat': True}, '^system is not valid Unicode: byte 0xff is not UTF-8$'),
+    ({'stop': ('a', '\udcff')}, "^stop '.udcff' is not valid Unicode: byte 0xff is not UTF-8$"),
   ],
-)
-def test_what_a_theory_does_not_cover_is_refused(options, reason):
+)  # fmt: skip
+def test_what_does_not_fit_is_refused(options, reason):
   with pytest.raises(ValueError, match=reason):
     expand(DecodeOptions(**options))
 

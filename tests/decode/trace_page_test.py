@@ -82,6 +82,16 @@ def _place(page):
   return int(page.input_value('#place'))
 
 
+def _choose(page, selector, label):
+  """Chooses from a menu, and leaves the keyboard to the page."""
+  page.select_option(selector, label=label)
+  page.evaluate('document.activeElement.blur()')
+
+
+def _index(data, name):
+  return [method['name'] for method in data['methods']].index(name)
+
+
 def test_steps_by_keyboard_and_buttons(page, data):
   assert page.title() == 'race_block, step by step'
   assert page.inner_text('#text') == _PROMPT
@@ -108,13 +118,9 @@ def test_steps_by_keyboard_and_buttons(page, data):
   num_tokens = sum(len(played['pieces']) for played in data['rounds'])
   assert page.inner_text('#rate') == f'{num_tokens / len(data["rounds"]):.2f}'
   assert page.is_disabled('#forward')
+  pieces = [pair for played in data['rounds'] for pair in zip(played['pieces'], played['origins']) if pair[0]]
   for origin, kind in enumerate(('draft', 'correction', 'bonus')):
-    shown = [
-      piece
-      for played in data['rounds']
-      for piece, own in zip(played['pieces'], played['origins'])
-      if own == origin and piece
-    ]
+    shown = [piece for piece, own in pieces if own == origin]
     assert page.locator(f'#text .origin.{kind}').all_text_contents() == shown
   _press(page, 'Home')
   assert _place(page) == 0
@@ -133,8 +139,7 @@ def test_every_step_shows_without_error(page, data):
 
 
 def test_plays_and_pauses(page):
-  page.select_option('#speed', label='fast')
-  page.evaluate('document.activeElement.blur()')
+  _choose(page, '#speed', 'fast')
   _press(page, ' ')
   assert page.get_attribute('#play', 'aria-label') == 'Pause'
   begin = time.monotonic()
@@ -156,27 +161,25 @@ def test_two_methods_on_the_same_drafts(page, data):
     return page.locator(f'.panel.{panel} :is(.prob.p, .prob.q) em').all_text_contents()
 
   for name in ('spectr', 'speculative', 'traversal', 'race_traversal'):
-    page.select_option('#other', label=name)
-    page.evaluate('document.activeElement.blur()')
+    _choose(page, '#other', name)
     assert page.locator('.panel h3').all_text_contents() == ['race_block', name]
     assert tokens('first') == tokens('second')
     assert numbers('first') == numbers('second')
-    index = [method['name'] for method in data['methods']].index(name)
+    index = _index(data, name)
     _press(page, 'Home', 'PageDown', 'PageDown', 'ArrowLeft')  # how the second round ends
     judgement = data['rounds'][1]['judgements'][index]
     assert page.locator('.panel.second .node.is-kept:not(.root)').count() == len(judgement['path'])
     assert page.locator('.panel.second .chips .origin').count() == len(judgement['path']) + 1
     outside = page.locator('.panel.second .node.is-outside').count()
     assert outside == len(data['parents']) + 1 - len(data['methods'][index]['nodes'])
-  page.select_option('#other', label='nothing')
+  _choose(page, '#other', 'nothing')
   assert page.locator('.panel').count() == 1
 
 
 def test_a_decision_is_shown_with_its_numbers(page, data):
-  page.select_option('#other', label='spectr')
-  page.evaluate('document.activeElement.blur()')
+  _choose(page, '#other', 'spectr')
   _press(page, 'ArrowRight', 'ArrowRight')
-  index = [method['name'] for method in data['methods']].index('spectr')
+  index = _index(data, 'spectr')
   decision = data['rounds'][0]['judgements'][index]['decisions'][0]
   rows = page.locator('.panel.second table.numbers tbody tr')
   assert rows.count() == len(decision['nodes'])
@@ -196,9 +199,8 @@ def _value(text):
 
 
 def test_branches_of_race_traversal_are_shown_with_credit_and_share(page, data):
-  page.select_option('#other', label='race_traversal')
-  page.evaluate('document.activeElement.blur()')
-  index = [method['name'] for method in data['methods']].index('race_traversal')
+  _choose(page, '#other', 'race_traversal')
+  index = _index(data, 'race_traversal')
   num_kept = num_rejected = 0
   assert page.is_visible('#credit-legend')
   for place, played in enumerate(data['rounds']):
@@ -254,9 +256,7 @@ def test_branches_of_race_traversal_are_shown_with_credit_and_share(page, data):
 
 def test_race_traversal_decides_on_all_nodes_that_spell_the_same(page, data):
   method = next(method for method in data['methods'] if method['name'] == 'race_traversal')
-  played = data['rounds'][0] | {
-    'places': [0, 1, 1, 3, 4, 4, 6, 7, 8, 9]
-  }  # the first two drafts begin with two equal tokens
+  played = data['rounds'][0] | {'places': [0, 1, 1, 3, 4, 4, 6, 7, 8, 9]}  # two drafts begin with two equal tokens
   decisions = [
     {'kind': 'keep', 'node': node, 'chosen': chosen, 'picked_share': 1, 'nodes': [node]}
     for node, chosen in ((7, -1), (8, -1), (4, 4))
@@ -294,8 +294,7 @@ def test_a_method_without_a_record_is_said_to_have_none(browser, data, tmp_path)
   path = tmp_path / 'trace.html'
   path.write_text(trace.make_page(silent), encoding='utf-8')
   with _opened(browser, path.as_uri()) as page:
-    page.select_option('#other', label='nothing')
-    page.evaluate('document.activeElement.blur()')
+    _choose(page, '#other', 'nothing')
     _press(page, 'ArrowRight', 'ArrowRight')  # there is nothing between the target's call and the verdict
     assert 'keeps no record' in page.inner_text('.panel.first .why')
     assert page.locator('.panel.first .chips .origin').count() == len(data['rounds'][0]['judgements'][0]['path']) + 1
@@ -381,8 +380,7 @@ def test_no_box_is_empty(page, data):
 
 
 def test_a_link_opens_its_step(browser, page, address, data):
-  page.select_option('#other', label='race_traversal')
-  page.evaluate('document.activeElement.blur()')
+  _choose(page, '#other', 'race_traversal')
   _press(page, 'PageDown', 'ArrowRight', 'ArrowRight')
   link = page.get_attribute('#link', 'href')
   assert link == '#round=2&step=3&with=race_traversal'
@@ -418,12 +416,9 @@ def test_the_calculator_computes_what_the_theory_does(page, data):
   wanted = theory.speed_up(tokens, 5, draft_cost=0.1, call_cost=1 + 15 * 0.02)
   assert page.evaluate('(setting) => SPEED.speedUp(setting)', setting) == pytest.approx(float(wanted))
   best = page.evaluate('(setting) => SPEED.bestLength(setting, 24)', setting)
-  by_length = theory.speed_up(
-    theory.expected_chain_tokens(1 - 0.3**3, np.arange(1, 25)),
-    np.arange(1, 25),
-    draft_cost=0.1,
-    call_cost=1 + 0.06 * np.arange(1, 25),
-  )
+  lengths = np.arange(1, 25)
+  tokens = theory.expected_chain_tokens(1 - 0.3**3, lengths)
+  by_length = theory.speed_up(tokens, lengths, draft_cost=0.1, call_cost=1 + 0.06 * lengths)
   assert best == np.argmax(by_length) + 1
   assert page.evaluate('SPEED.acceptanceOf(SPEED.chainTokens(.6, 7), 7)') == pytest.approx(0.6)
   # Sliders, by hand.
@@ -444,11 +439,6 @@ def test_the_calculator_computes_what_the_theory_does(page, data):
   kept = np.mean([len(played['judgements'][0]['path']) + 1 for played in data['rounds']])
   rate = float(page.input_value('#knob-a'))
   assert theory.expected_chain_tokens(rate, 3) == pytest.approx(kept, abs=0.05)
-
-
-def test_the_code_is_shown_as_it_is(page):
-  file = pathlib.Path(trace.__file__).parent / 'trace_page' / 'reference.py'
-  assert page.text_content('#reference') == file.read_text(encoding='utf-8')
 
 
 def test_the_sample_of_the_docs_opens(browser):
@@ -497,17 +487,10 @@ def test_is_accessible(browser, address, scheme):
     _press(page, 'Tab')
     assert page.evaluate('getComputedStyle(document.activeElement).outlineStyle') == 'solid'
     # Text on its ground, by WCAG's contrast: at least 4.5.
-    for text, ground in (
-      ('#caption', 'body'),
-      ('.origin.prompt', '.card'),
-      ('#text .origin.draft', '#text .origin.draft'),
-      ('.note', '.card'),
-      ('.contents a', '.card'),
-      ('.plain', '.card'),
-      ('.formula', '.formula'),
-      ('#reference', '.code'),
-      ('#about', 'body'),
-    ):
+    grounds = dict.fromkeys(('#caption', '#about'), 'body') | {'#reference': '.code'}
+    grounds |= dict.fromkeys(('.origin.prompt', '.note', '.contents a', '.plain'), '.card')
+    grounds |= {itself: itself for itself in ('#text .origin.draft', '.formula')}
+    for text, ground in grounds.items():
       color = page.evaluate('(s) => getComputedStyle(document.querySelector(s)).color', text)
       behind = page.evaluate('(s) => getComputedStyle(document.querySelector(s)).backgroundColor', ground)
       light, dark = sorted((_luminance(color), _luminance(behind)), reverse=True)

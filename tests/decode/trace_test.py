@@ -158,13 +158,11 @@ def test_ids_of_the_page_are_unique():
 
 def test_the_sample_of_the_docs_has_the_fields_of_a_run(traced):
   sample = (pathlib.Path(trace.__file__).parents[1] / 'docs' / 'sample_trace.html').read_text(encoding='utf-8')
-  shown = json.loads(re.search(r'id="data">(.*?)</script>', sample)[1])
-
-  def fields(data):
+  fields = []
+  for data in (traced, json.loads(re.search(r'id="data">(.*?)</script>', sample)[1])):
     played = data['rounds'][0]
-    return [set(part) for part in (data, data['run'], data['methods'][0], played, played['judgements'][0])]
-
-  assert fields(shown) == fields(traced)
+    fields.append([set(part) for part in (data, data['run'], data['methods'][0], played, played['judgements'][0])])
+  assert fields[0] == fields[1]
 
 
 def test_a_page_that_is_too_large_is_refused(traced):

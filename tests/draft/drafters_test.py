@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from coarse import coarse
-from feature_drafter import distributions, feature_drafter
-from growing_drafter import grow, growing_drafter
+from exact import assert_engine_is_exact
+from feature_drafter import FeatureDrafter, distributions
+from growing_drafter import GrowingDrafter, grow
 
 import spectr_jax
 from spectr_jax import METHODS, Decoder, TokenTree, lookup_drafter
@@ -21,8 +22,6 @@ from spectr_jax.draft.lookup import Lookup
 from spectr_jax.sampling import SamplingParams
 from spectr_jax.testing import (
   ContextTables,
-  chi_square,
-  engine_counts,
   enumeration,
   enumeration_error,
   ordinary_law,
@@ -34,20 +33,12 @@ from tests.slow import slow_but
 pytestmark = pytest.mark.usefixtures('highest')
 
 _PROMPTS = [1, 2, 1, 2, 1], [3], [0, 4, 4]
-_SAMPLING = {'temperature': 0.9, 'top_k': 4, 'top_p': 0.95}
 _SLOTS = TokenTree.slots((2, 3, 2))
 _GROWN = ['spectr', 'specinfer', 'batch', 'race', 'race_block', 'traversal', 'race_traversal']
 
 
-def _assert_engine_is_exact(drafter, method, tree, num_samples=5_000):
-  target, _ = tiny_transformers()
-  counts = engine_counts(
-    jax.random.key(5), target, drafter, _PROMPTS, method=coarse(METHODS[method]), tree=tree, num_tokens=4,
-    num_samples=num_samples, batch_size=2500, **_SAMPLING,
-  )  # fmt: skip
-  for prompt, found in zip(_PROMPTS, counts):
-    result = chi_square(found, ordinary_law(target, prompt, 4, **_SAMPLING))
-    assert result.p_value > 1e-3, (prompt, result)
+def _assert_engine_is_exact(drafter, method, tree, **options):
+  assert_engine_is_exact(drafter, method, tree, prompts=_PROMPTS, num_tokens=4, **options)
 
 
 def _logits(seed, vocab_size=5):
@@ -131,13 +122,13 @@ def test_allocating_after_drawing_is_caught(method, monkeypatch):
   slow_but(['specinfer'], _GROWN),
 )
 def test_grown_trees_in_the_loop(method):
-  _assert_engine_is_exact(growing_drafter(_logits(3)), method, _SLOTS, num_samples=2_500)
+  _assert_engine_is_exact(GrowingDrafter(_logits(3)), method, _SLOTS, num_samples=2_500)
 
 
 @pytest.mark.slow
 def test_rows_do_grow_their_own_trees():
   target, _ = tiny_transformers()
-  drafter, prompts = growing_drafter(_logits(3)), np.random.default_rng(0).integers(0, 5, (16, 3))
+  drafter, prompts = GrowingDrafter(_logits(3)), np.random.default_rng(0).integers(0, 5, (16, 3))
   sizes = {'max_new_tokens': 6, 'cache_size': 9, 'statistics': True}
   decoder = Decoder.make(target, drafter, method='race_traversal', tree=_SLOTS, **sizes)
   state = spectr_jax.init_decode(decoder, jax.random.key(0), prompts, np.full(16, 3))
@@ -151,9 +142,9 @@ def test_rows_do_grow_their_own_trees():
 @pytest.mark.parametrize(
   ('drafter', 'tree', 'method', 'message'),
   [
-    (growing_drafter(_logits(0)), TokenTree.chains(2, 3), 'spectr', 'grows trees of its own'),
+    (GrowingDrafter(_logits(0)), TokenTree.chains(2, 3), 'spectr', 'grows trees of its own'),
     (lookup_drafter(5), _SLOTS, 'spectr', 'drafts one tree for all rows'),
-    (growing_drafter(_logits(0)), TokenTree.slots((1, 1)), 'greedy_block', 'greedy_block'),
+    (GrowingDrafter(_logits(0)), TokenTree.slots((1, 1)), 'greedy_block', 'greedy_block'),
   ],
 )
 def test_trees_that_do_not_fit_are_refused(drafter, tree, method, message):
@@ -193,7 +184,7 @@ def test_drafts_from_features_are_exact(method):
 @pytest.mark.slow
 @pytest.mark.parametrize('method', ['block'])
 def test_features_in_the_loop(method):
-  _assert_engine_is_exact(feature_drafter(5), method, TokenTree.chains(1, 3))
+  _assert_engine_is_exact(FeatureDrafter(5), method, TokenTree.chains(1, 3))
 
 
 @pytest.mark.slow
@@ -202,7 +193,7 @@ def test_features_of_the_context_are_those_of_the_text():
   target, _ = tiny_transformers()
   prompts, lengths = np.array([[1, 2, 3, 4], [2, 0, 0, 0]]), np.array([4, 1])
   decoder = Decoder.make(
-    target, feature_drafter(5), method='block', tree=TokenTree.chains(1, 3), max_new_tokens=9, cache_size=13
+    target, FeatureDrafter(5), method='block', tree=TokenTree.chains(1, 3), max_new_tokens=9, cache_size=13
   )
   state = spectr_jax.init_decode(decoder, jax.random.key(1), prompts, lengths)
   prefill = jax.jit(lambda model, text, lengths: model.prefill(text, lengths, model.init_cache_fn(2, 16))[1])
@@ -232,7 +223,7 @@ def test_a_drafter_that_asks_for_nothing_pays_nothing():
   assert state.text is None
   assert 'tensor<1x13xi32>' not in plain
   assert 'tensor<1x13x1x16xf32>' not in plain
-  state, asked = program(feature_drafter(5))
+  state, asked = program(FeatureDrafter(5))
   assert state.text.shape == (1, 13)
   assert 'tensor<1x13xi32>' in asked
   assert 'tensor<1x13x1x16xf32>' in asked

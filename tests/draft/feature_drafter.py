@@ -1,17 +1,15 @@
 """A drafter that reads the target's hidden states: the last one, and the target's embedding of what follows."""
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 
 from spectr_jax import Drafter
+from spectr_jax.model import static_field
 from spectr_jax.proposal import Proposal
 from spectr_jax.sampling import logits_to_probs
-
-
-def _no_state(*_):
-  return ()
 
 
 def distributions(context, sampling, tokens):
@@ -32,18 +30,21 @@ def distributions(context, sampling, tokens):
   return logits_to_probs(target.unembed_fn(target.params, hidden), sampling)
 
 
-def _propose(params, state, context, request):
-  del params
-  length = request.tree.num_nodes
-  tokens = jnp.zeros((len(context.lengths), length), jnp.int32)
-  draw = jax.vmap(functools.partial(request.rule, num_children=1))
-  for depth in range(length):
-    probs = distributions(context, request.sampling, tokens[:, :-1])
-    drawn = draw(request.keys[:, depth], probs[:, depth], jnp.full(len(tokens), depth + 1))[:, 0]
-    tokens = tokens.at[:, depth].set(drawn)
-  return Proposal(tokens, probs, state)
-
-
-def feature_drafter(vocab_size):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class FeatureDrafter(Drafter):
   """A drafter of single chains without parameters of its own."""
-  return Drafter((), _no_state, _propose, _no_state, vocab_size, reads_tokens=True, feature_layers=(-1,))
+
+  vocab_size: int = static_field()
+  reads_tokens = True
+  feature_layers = (-1,)
+
+  def propose(self, state, context, request):
+    length = request.tree.num_nodes
+    tokens = jnp.zeros((len(context.lengths), length), jnp.int32)
+    draw = jax.vmap(functools.partial(request.rule, num_children=1))
+    for depth in range(length):
+      probs = distributions(context, request.sampling, tokens[:, :-1])
+      drawn = draw(request.keys[:, depth], probs[:, depth], jnp.full(len(tokens), depth + 1))[:, 0]
+      tokens = tokens.at[:, depth].set(drawn)
+    return Proposal(tokens, probs, state)

@@ -1,5 +1,6 @@
 """A Markov chain as a drafter that grows a tree of its own for every row: likelier guesses get more candidates."""
 
+import dataclasses
 import functools
 
 import jax
@@ -29,31 +30,35 @@ def grow(tokens, parents, probs, depth, *, tree):
   return jnp.full(tree.num_nodes, -1, jnp.int32).at[slots - 1].set(chosen.astype(jnp.int32))
 
 
-def _no_state(*_):
-  return ()
-
-
-def _propose(logits, state, context, request):
-  tree, batch_size = request.tree, len(context.lengths)
-  last = jnp.take_along_axis(context.tokens, context.lengths[:, None] - 1, axis=1)
-  tokens = parents = jnp.full((batch_size, tree.num_nodes), -1, jnp.int32)
-  probs = jnp.zeros((batch_size, len(tree.parent_nodes), len(logits)), jnp.float32)
-  for depth in range(tree.max_depth):
-    nodes, slots = (level[level >= 0] for level in tree.levels[depth : depth + 2])
-    above = jnp.maximum(jnp.concatenate([last, tokens], axis=1)[:, nodes], 0)
-    probs = probs.at[:, tree.law_index[nodes]].set(logits_to_probs(logits[above], request.sampling))
-    grown = jax.vmap(functools.partial(grow, depth=depth, tree=tree))(tokens, parents, probs)
-    parents = jnp.where(tree.depths[1:] == depth + 1, grown, parents)
-
-    def draw(key, law, slot):
-      return request.rule(key, law, slot, 1)[0]
-
-    laws = jax.vmap(lambda probs, own: probs[jnp.asarray(tree.law_index)[own]])(probs, parents[:, slots - 1])
-    drawn = jax.vmap(jax.vmap(draw, (None, 0, 0)), (0, 0, None))(request.keys[:, depth], laws, jnp.asarray(slots))
-    tokens = tokens.at[:, slots - 1].set(jnp.where(parents[:, slots - 1] < 0, -1, drawn))
-  return Proposal(tokens, probs, state, parents=parents)
-
-
-def growing_drafter(logits):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class GrowingDrafter(Drafter):
   """A drafter from a table of logits `[V, V]`, the row of the token before."""
-  return Drafter(logits, _no_state, _propose, _no_state, len(logits), reads_tokens=True, grows=True)
+
+  logits: jax.Array
+  reads_tokens = True
+  grows = True
+
+  @property
+  def vocab_size(self):
+    return len(self.logits)
+
+  def propose(self, state, context, request):
+    tree, batch_size = request.tree, len(context.lengths)
+    last = jnp.take_along_axis(context.tokens, context.lengths[:, None] - 1, axis=1)
+    tokens = parents = jnp.full((batch_size, tree.num_nodes), -1, jnp.int32)
+    probs = jnp.zeros((batch_size, len(tree.parent_nodes), self.vocab_size), jnp.float32)
+    for depth in range(tree.max_depth):
+      nodes, slots = (level[level >= 0] for level in tree.levels[depth : depth + 2])
+      above = jnp.maximum(jnp.concatenate([last, tokens], axis=1)[:, nodes], 0)
+      probs = probs.at[:, tree.law_index[nodes]].set(logits_to_probs(self.logits[above], request.sampling))
+      grown = jax.vmap(functools.partial(grow, depth=depth, tree=tree))(tokens, parents, probs)
+      parents = jnp.where(tree.depths[1:] == depth + 1, grown, parents)
+
+      def draw(key, law, slot):
+        return request.rule(key, law, slot, 1)[0]
+
+      laws = jax.vmap(lambda probs, own: probs[jnp.asarray(tree.law_index)[own]])(probs, parents[:, slots - 1])
+      drawn = jax.vmap(jax.vmap(draw, (None, 0, 0)), (0, 0, None))(request.keys[:, depth], laws, jnp.asarray(slots))
+      tokens = tokens.at[:, slots - 1].set(jnp.where(parents[:, slots - 1] < 0, -1, drawn))
+    return Proposal(tokens, probs, state, parents=parents)

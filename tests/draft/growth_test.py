@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from coarse import coarse
-from growing_drafter import growing_drafter
+from exact import assert_engine_is_exact
+from growing_drafter import GrowingDrafter
 
 import spectr_jax
 from spectr_jax import METHODS, Decoder, TokenTree, lookup_drafter, model_drafter
@@ -19,12 +20,9 @@ from spectr_jax.proposal import Independent
 from spectr_jax.sampling import SamplingParams
 from spectr_jax.testing import (
   ContextTables,
-  chi_square,
-  engine_counts,
   enumeration,
   enumeration_error,
   joint_law,
-  ordinary_law,
   random_tables,
   tiny_transformers,
 )
@@ -51,8 +49,8 @@ def _draw(table, prefix, length, tree, growth, *, temperature=1.0, seed=0):
 
   texts = jnp.zeros((1, len(tree.parent_nodes)), jnp.int32).at[0, 0].set(jnp.asarray(prefix, jnp.int32))
   keys = jax.random.split(jax.random.key(seed), (1, tree.max_depth + 1))
-  request = DraftRequest(keys, SamplingParams.make(1, temperature=temperature), tree, Independent(), growth)
-  return draw_tree(request, jnp.log(laws_after(texts[:, 0], length)), texts, score)[0]
+  request = DraftRequest(keys, SamplingParams.make(1, temperature=temperature), tree, Independent())
+  return draw_tree(request, jnp.log(laws_after(texts[:, 0], length)), texts, score, growth=growth)[0]
 
 
 @pytest.mark.parametrize('threshold', slow_but([0.1], [0.0, 0.1]))
@@ -198,17 +196,16 @@ def test_estimates_that_no_draft_makes_are_refused():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('method', slow_but(['race_traversal'], (*_DRAWN, 'gsd')))
-def test_confident_samples_in_the_loop(method):
-  target, draft = tiny_transformers()
-  prompts, sampling = ([1, 2, 1], [3]), {'temperature': 0.9, 'top_k': 4, 'top_p': 0.95}
-  drafter = growing(model_drafter(draft), Confident(0.3, threshold=0.1))
-  counts = engine_counts(
-    jax.random.key(5), target, drafter, prompts, method=coarse(METHODS[method]), tree=TokenTree.slots((2, 3)),
-    num_tokens=3, num_samples=5000, batch_size=2500, **sampling,
-  )  # fmt: skip
-  for prompt, found in zip(prompts, counts):
-    assert chi_square(found, ordinary_law(target, prompt, 3, **sampling)).p_value > 1e-3
+@pytest.mark.parametrize(
+  ('growth', 'method', 'widths'),
+  [
+    *((Confident(0.3, threshold=0.1), method, (2, 3)) for method in (*_DRAWN, 'gsd')),
+    *((Likeliest(), method, (2, 2)) for method in ('specinfer', 'race_traversal')),  # for rows that sample, too
+  ],
+)
+def test_grown_trees_of_a_model_in_the_loop(growth, method, widths):
+  drafter = growing(model_drafter(tiny_transformers()[1]), growth)
+  assert_engine_is_exact(drafter, method, TokenTree.slots(widths))
 
 
 @pytest.mark.parametrize('method', slow_but(['specinfer'], ('spectr', 'specinfer', 'race_traversal', 'traversal')))
@@ -250,20 +247,6 @@ def test_greedy_tokens_are_the_target_s(method):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('method', slow_but(['specinfer'], ('specinfer', 'race_traversal')))
-def test_likeliest_guesses_in_the_loop(method):
-  """They are lossless for rows that sample, too."""
-  target, draft = tiny_transformers()
-  prompts, sampling = ([1, 2, 1], [3]), {'temperature': 0.9, 'top_k': 4, 'top_p': 0.95}
-  counts = engine_counts(
-    jax.random.key(5), target, growing(model_drafter(draft), Likeliest()), prompts, method=coarse(METHODS[method]),
-    tree=TokenTree.slots((2, 2)), num_tokens=3, num_samples=5000, batch_size=2500, **sampling,
-  )  # fmt: skip
-  for prompt, found in zip(prompts, counts):
-    assert chi_square(found, ordinary_law(target, prompt, 3, **sampling)).p_value > 1e-3
-
-
-@pytest.mark.slow
 def test_thresholds_are_data_and_save_the_drafts_steps():
   target, draft = tiny_transformers()
   sizes = {'tree': TokenTree.slots((2, 2, 2, 2)), 'max_new_tokens': 6, 'cache_size': 11}
@@ -290,7 +273,7 @@ def test_what_cannot_grow_is_refused():
   with pytest.raises(ValueError, match='only a drafter that draws'):
     growing(lookup_drafter(5), Likeliest())
   with pytest.raises(ValueError, match='only a drafter that draws'):
-    growing(growing_drafter(jnp.zeros((5, 5))), Likeliest())
+    growing(GrowingDrafter(jnp.zeros((5, 5))), Likeliest())
   target, draft = tiny_transformers()
   drafter = growing(model_drafter(draft), Likeliest())
   for method, tree, message in (

@@ -15,8 +15,8 @@ from spectr_jax.draft.head_drafter import head_drafter
 from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.loop import noise_keys, propose, run_round
 from spectr_jax.engine.state import init_decode
-from spectr_jax.kernels import products
-from spectr_jax.models import causal_lm, decoding_form, head
+from spectr_jax.kernels import matrices, products
+from spectr_jax.models import causal_lm, head
 from tests.slow import slow_but
 
 V, VD, D = 23, 11, 8
@@ -144,9 +144,9 @@ def test_lookup_beside_a_head_has_it_in_the_form_for_decoding(monkeypatch):
   monkeypatch.setattr(products, 'LARGE', 1)
   drafter = _drafter(_WIDE)
   beside = lookup_beside(drafter).for_decoding()
-  assert beside.params.drafter.params.keys() == drafter.for_decoding().params.keys()
-  forms = decoding_form.TransposedKernel | decoding_form.PackedKernel
-  assert isinstance(beside.params.drafter.params['unembedding'], forms)
+  assert beside.drafter.params.keys() == drafter.for_decoding().params.keys()
+  forms = matrices.TransposedKernel | matrices.PackedKernel
+  assert isinstance(beside.drafter.params['unembedding'], forms)
 
 
 @pytest.mark.parametrize('method', slow_but(['race_traversal'], ['speculative', 'race_traversal', 'ersd']))

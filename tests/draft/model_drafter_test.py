@@ -56,7 +56,7 @@ def _assert_laws(uncached_logits, drafter, tree, texts, proposal, sampling):
   tokens = np.pad(np.asarray(proposal.tokens), ((0, 0), (1, 0)))
   paths = [[n for n in tree.paths[parent].tolist() if n > 0] for parent in tree.parent_nodes]
   continued = [text + row[path].tolist() for text, row in zip(texts, tokens) for path in paths]
-  logits = uncached_logits(drafter.params, continued).reshape(len(texts), len(paths), -1)
+  logits = uncached_logits(drafter.model, continued).reshape(len(texts), len(paths), -1)
   np.testing.assert_allclose(proposal.probs, _laws(logits, sampling), atol=TOLERANCE, rtol=0)
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from coarse import coarse
+from exact import assert_engine_is_exact, p_values
 from tiny_heads import tiny_head, tiny_one_pass
 
 import spectr_jax
@@ -23,17 +24,15 @@ from spectr_jax.draft import (
   lookup_beside,
   new_features,
 )
-from spectr_jax.draft.one_pass_drafter import config_of, one_pass_drafter
+from spectr_jax.draft.one_pass_drafter import OnePassDrafter, config_of, one_pass_drafter
 from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.loop import noise_keys, propose, run_round
 from spectr_jax.engine.state import init_decode
 from spectr_jax.kernels import products
-from spectr_jax.models import causal_lm, head, one_pass
+from spectr_jax.models import causal_lm, head, layers, one_pass
 from spectr_jax.models.one_pass_config import Convolution, Markov, OnePassConfig, Selector
 from spectr_jax.testing import (
   ContextTables,
-  chi_square,
-  engine_counts,
   enumeration_error,
   ordinary_law,
   tiny_transformers,
@@ -383,10 +382,7 @@ def test_a_chain_ends_with_the_first_guess_that_its_estimates_reject(target):
   assert len(set(sizes)) > 2
 
 
-_SAMPLING = {'temperature': 0.9, 'top_k': 4, 'top_p': 0.95}
-_PROMPTS = [1, 2, 1], [3]
 _TINY = {
-  'dspark': {},
   'dflash': {'guesses_at_root': False, 'markov': None, 'confidence': None, 'num_slots': 4},
   'dflash2': {
     'guesses_at_root': False, 'markov': None, 'confidence': None, 'num_slots': 4, 'selector': Selector(4, 5, 3),
@@ -396,62 +392,36 @@ _TINY = {
 }  # fmt: skip
 
 
-def _assert_engine_is_exact(drafter, method, tree):
-  """The joint law of three tokens, over rounds that keep none, some or all guesses."""
-  transformer, _ = tiny_transformers()
-  counts = engine_counts(
-    jax.random.key(5), transformer, drafter, _PROMPTS, method=coarse(METHODS[method]), tree=tree, num_tokens=3,
-    num_samples=5000, batch_size=2500, **_SAMPLING,
-  )  # fmt: skip
-  for prompt, found in zip(_PROMPTS, counts):
-    result = chi_square(found, ordinary_law(transformer, prompt, 3, **_SAMPLING))
-    assert result.p_value > 1e-3, (prompt, result)
-
-
 _METHODS = 'spectr', 'specinfer', 'batch', 'race', 'race_block', 'traversal', 'race_traversal', 'ersd', 'gsd'
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures('highest')
-@pytest.mark.parametrize(
-  ('name', 'method'),
-  [('dspark', method) for method in _METHODS]
-  + [(name, method) for name in ('dflash', 'dflash2', 'dspark rnn') for method in ('spectr', 'race_traversal')],
-)
-def test_chains_in_the_loop(name, method):
-  _assert_engine_is_exact(tiny_one_pass(**_TINY[name]), method, TokenTree.chains(2, 3))
+_LOOPS = [
+  *((tiny_one_pass, {}, method, TokenTree.chains(2, 3)) for method in _METHODS),
+  *(
+    (tiny_one_pass, _TINY[name], method, TokenTree.chains(2, 3))
+    for name in ('dflash', 'dflash2', 'dspark rnn')
+    for method in ('spectr', 'race_traversal')
+  ),
+  *(
+    (tiny_one_pass, _TINY[name], method, TokenTree.prefix((2, 2, 1)))
+    for name in ('dflash2', 'dspark rnn')
+    for method in ('race_traversal', 'traversal')
+  ),
+  *(
+    (lambda growth=growth: growing(tiny_one_pass(), growth), {}, 'specinfer', TokenTree.slots((2, 3)))
+    for growth in (Likeliest(), Confident(0.3, threshold=0.1), Estimated(0.2))
+  ),
+  # The guesses of P-EAGLE are sampled as the product that they are.
+  (tiny_head, {'num_layers': 2, 'mask_id': 1}, 'race_traversal', TokenTree.chains(2, 3)),
+  (lambda: lookup_beside(tiny_one_pass()), {}, 'race_traversal', TokenTree.chains(2, 3)),
+]
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures('highest')
-@pytest.mark.parametrize('method', ['race_traversal', 'traversal'])
-@pytest.mark.parametrize('name', ['dflash2', 'dspark rnn'])
-def test_prefix_trees_in_the_loop(name, method):
-  _assert_engine_is_exact(tiny_one_pass(**_TINY[name]), method, TokenTree.prefix((2, 2, 1)))
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures('highest')
-@pytest.mark.parametrize(
-  'growth',
-  [Likeliest(), Confident(0.3, threshold=0.1), Estimated(0.2)],
-  ids=['likeliest', 'confident', 'estimated'],
-)
-def test_grown_trees_in_the_loop(growth):
-  _assert_engine_is_exact(growing(tiny_one_pass(), growth), 'specinfer', TokenTree.slots((2, 3)))
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures('highest')
-def test_p_eagle_in_the_loop():
-  """Its guesses are sampled as the product that they are."""
-  _assert_engine_is_exact(tiny_head(num_layers=2, mask_id=1), 'race_traversal', TokenTree.chains(2, 3))
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures('highest')
-def test_lookup_beside_it_in_the_loop():
-  _assert_engine_is_exact(lookup_beside(tiny_one_pass()), 'race_traversal', TokenTree.chains(2, 3))
+@pytest.mark.parametrize(('make', 'options', 'method', 'tree'), _LOOPS)
+def test_the_loop_is_exact(make, options, method, tree):
+  assert_engine_is_exact(make(**options), method, tree)
 
 
 @pytest.mark.slow
@@ -459,20 +429,16 @@ def test_lookup_beside_it_in_the_loop():
 def test_a_law_of_other_draws_is_caught():
   """Guesses of a Markov chain with the distributions of independent ones."""
   drafter = tiny_one_pass(scale=4.0)
-  drawn = drafter.propose_fn
 
-  def claimed(params, state, context, request):
-    unbiased = params | {'markov': jax.tree.map(jnp.zeros_like, params['markov'])}
-    claims = drawn(unbiased, state, context, request).probs
-    return dataclasses.replace(drawn(params, state, context, request), probs=claims)
+  @jax.tree_util.register_dataclass
+  @dataclasses.dataclass(frozen=True)
+  class Claimed(OnePassDrafter):
+    def propose(self, *rest):
+      unbiased = self.params | {'markov': jax.tree.map(jnp.zeros_like, self.params['markov'])}
+      claims = dataclasses.replace(drafter, params=unbiased).propose(*rest).probs
+      return dataclasses.replace(super().propose(*rest), probs=claims)
 
-  transformer, _ = tiny_transformers()
-  counts = engine_counts(
-    jax.random.key(5), transformer, dataclasses.replace(drafter, propose_fn=claimed), _PROMPTS, method='specinfer',
-    tree=TokenTree.chains(2, 3), num_tokens=3, num_samples=5000, batch_size=2500, **_SAMPLING,
-  )  # fmt: skip
-  laws = [ordinary_law(transformer, prompt, 3, **_SAMPLING) for prompt in _PROMPTS]
-  assert min(chi_square(found, law).p_value for found, law in zip(counts, laws)) < 1e-6
+  assert min(p_values(Claimed(**vars(drafter)), 'specinfer', TokenTree.chains(2, 3))) < 1e-6
 
 
 @pytest.mark.slow
@@ -486,7 +452,7 @@ def test_laws_of_one_pass_are_exact(method):
   text = [2, 0, 1]
   features = jnp.asarray(_features_of(transformer, drafter, text), jnp.float32)[None]
   outputs = _outputs_of_block(params, features, jnp.array(text[-1:]), config=config)[0]
-  logits = one_pass.unembed(params, outputs)
+  logits = layers.unembed(params, outputs)
   draft_probs, target_probs = [], []
   for size in range(4):
     for path in itertools.product(range(3), repeat=size):

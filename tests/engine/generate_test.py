@@ -23,6 +23,7 @@ from spectr_jax import (
   growing,
   model_drafter,
 )
+from spectr_jax.draft.model_drafter import ModelDrafter
 from spectr_jax.engine.session import reprompt
 from spectr_jax.engine.trace import trace_decode
 from spectr_jax.models.table import table_model
@@ -201,6 +202,13 @@ def test_limit_inside_an_accepted_run(cycle):
   np.testing.assert_array_equal(result.accepted_by_depth, [[2, 2, 1, 1]] * 2)
 
 
+def test_rows_have_limits_of_their_own(cycle):
+  result = _cycle_tokens(cycle, max_new_tokens=np.array([7, 1]))
+  np.testing.assert_array_equal(result.tokens, [[1, 2, 3, 4, 0, 1, 2], [4] + [-1] * 6])
+  np.testing.assert_array_equal(result.num_target_calls, [2, 1])
+  np.testing.assert_array_equal(result.accepted_by_depth, [[2, 2, 1, 1], [1, 0, 0, 0]])
+
+
 def test_eos_behind_the_limit_is_not_seen(cycle):
   result = _cycle_tokens(cycle, max_new_tokens=2, eos_id=3)
   np.testing.assert_array_equal(result.tokens, [[1, 2], [4, 0]])
@@ -282,6 +290,7 @@ def test_rows_that_are_done_may_see_anything(cycle):
     ({'prompt_lengths': LENGTHS.astype(np.int64) + 2**32}, 'prompt_lengths must be from'),
     ({'max_new_tokens': 0}, 'max_new_tokens must be a positive int'),
     ({'max_new_tokens': 2.0}, 'max_new_tokens must be a positive int'),
+    ({'max_new_tokens': [1, 2]}, r'max_new_tokens must be a positive int, or \[4\] of them'),
     ({'rng_key': np.array([0, 1], np.uint32)}, 'typed key'),
     ({'rng_key': jnp.array([0, 1], jnp.uint32)}, 'typed key'),
     ({'rng_key': jax.random.key(0, impl='rbg')}, 'threefry2x32'),
@@ -337,7 +346,11 @@ def test_the_method_that_keeps_the_most_is_the_default(tables):
 
 def test_a_small_tree_is_the_default(tables):
   target, draft = tables[0], model_drafter(tables[1])
-  short, grown = dataclasses.replace(draft, max_depth=3), growing(draft, Confident())
+
+  class Short(ModelDrafter):
+    max_depth = 3
+
+  short, grown = Short(draft.model), growing(draft, Confident())
   for method, own, tree in (
     ('speculative', draft, TokenTree.chains(1, 4)),
     ('spectr', draft, TokenTree.chains(2, 4)),

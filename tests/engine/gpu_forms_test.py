@@ -9,8 +9,7 @@ from slow import slow_but
 
 import spectr_jax
 from spectr_jax import SamplingParams, TokenTree
-from spectr_jax.engine import sharding
-from spectr_jax.kernels import on_demand
+from spectr_jax.kernels import dispatch, on_demand
 from spectr_jax.methods import METHODS
 from spectr_jax.models.transformer import TransformerConfig, init_params, transformer_model
 
@@ -48,6 +47,6 @@ def test_tokens_are_the_same(models, method, monkeypatch):
     return jax.device_get((result.tokens, result.lengths, result.num_target_calls))
 
   found.append(decode())
-  monkeypatch.setattr(sharding, 'default_platform', lambda: 'gpu')
+  monkeypatch.setattr(dispatch, 'default_platform', lambda: 'gpu')
   found.append(decode())
   jax.tree.map(np.testing.assert_array_equal, *found)

@@ -43,7 +43,7 @@ def _by_itself(models, request, **options):
   prompt = np.zeros((1, _LONGEST), np.int32)
   prompt[0, : len(request.tokens)] = request.tokens
   lengths = np.array([len(request.tokens)])
-  found = generate(request.key[None], *models, prompt, lengths, max_new_tokens=_NEW, **options)
+  found = generate(request.key[None], *models, prompt, lengths, **{'max_new_tokens': _NEW} | options)
   length = int(found.lengths[0])
   return found.tokens[0, :length], found.origins[0, :length], int(found.num_target_calls[0])
 
@@ -222,22 +222,31 @@ def test_rows_that_cannot_be_refilled(tables):
   state = init_decode(decoder, key, prompt, np.array([2]))
   with pytest.raises(ValueError, match='cache_size must be at least 9'):
     refill(decoder, state, [0], key, np.array([[1, 2, 3]]), np.array([3]))
+  with pytest.raises(ValueError, match='max_new_tokens must be at most 6 here, got 7'):
+    refill(decoder, state, [0], key, np.array([[1]]), np.array([1]), max_new_tokens=7)
   for rows in ([-1], [0, 0], [0, 1, 2]):
     prompts = np.tile(prompt, (2 if len(rows) > 1 else 1, 1))
     with pytest.raises(ValueError, match='rows must be one different row of 1 for each prompt'):
       refill(decoder, state, rows, key, prompts, np.array([2] * min(len(rows), 2)))
 
 
-def test_requests_have_their_own_sampling_parameters(tables):
+def test_requests_have_their_own_parameters_and_limits(tables):
   """In one batch, also where a filter first comes with a later request."""
   options = {'method': 'spectr', 'tree': TokenTree.chains(2, 2), 'eos_id': _EOS}
   own = [None, SamplingParams(0.5), SamplingParams(0), SamplingParams(2.0, top_p=0.6), SamplingParams(1.0, top_k=2)]
-  requests = [dataclasses.replace(each, sampling=own[i % 5]) for i, each in enumerate(_requests(11))]
+  requests = [
+    dataclasses.replace(each, sampling=own[i % 5], max_new_tokens=(None, 3, 1, 7)[i % 4])
+    for i, each in enumerate(_requests(11))
+  ]
   common = SamplingParams(0.8)
   found = {each.name: each for each in _together(tables, requests, sampling=common, batch_size=3, **options)}
   assert len(found) == 11
   for request in requests:
-    tokens, _, num_calls = _by_itself(tables, request, sampling=request.sampling or common, **options)
+    limit = request.max_new_tokens or _NEW
+    tokens, _, num_calls = _by_itself(
+      tables, request, sampling=request.sampling or common, max_new_tokens=limit, **options
+    )
+    assert len(tokens) <= limit
     np.testing.assert_array_equal(found[request.name].tokens, tokens, err_msg=str(request))
     assert found[request.name].num_target_calls == num_calls
 

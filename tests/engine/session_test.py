@@ -11,10 +11,10 @@ from spectr_jax import Confident, Decoder, SamplingParams, TokenTree, growing, l
 from spectr_jax.engine import loop as engine_loop
 from spectr_jax.engine import session as engine_session
 from spectr_jax.engine.session import Session, reprompt
-from tests.draft.feature_drafter import feature_drafter
+from tests.draft.feature_drafter import FeatureDrafter
 from tests.draft.tiny_heads import tiny_head, tiny_one_pass
 from tests.engine.runs import TREES, VERSIONS, begin, make_keys
-from tests.slow import slow, slow_but
+from tests.slow import slow
 
 _NEW = 6
 _PROMPTS = np.array([[3, 0, 0, 0], [1, 4, 0, 0], [5, 2, 0, 3], [2, 2, 5, 0]])
@@ -49,55 +49,34 @@ def _assert_as_anew(decoder, state, seed=0, **sampling):
   return state
 
 
-@pytest.mark.parametrize(
-  'name', slow_but(['greedy_block'], ['autoregressive', 'greedy_block', 'race_traversal', 'ersd'])
-)
-def test_a_turn_is_the_same_as_anew(target, draft, name):
-  decoder, state = begin(
-    (target, draft), name, make_keys(), _PROMPTS, _LENGTHS, max_new_tokens=_NEW, cache_size=40, eos_id=2
-  )
-  _assert_as_anew(decoder, state, temperature=0.7)
+def _own(target, draft):
+  return draft
 
 
-@pytest.mark.slow
-def test_features_are_kept(target):
-  drafter = feature_drafter(target.vocab_size)
-  decoder, state = begin(
-    (target, drafter), 'speculative', make_keys(), _PROMPTS, _LENGTHS, max_new_tokens=_NEW, cache_size=40
-  )
-  _assert_as_anew(decoder, state)
-
-
-def test_a_drafter_that_cannot_begins_anew(target):
-  drafter = lookup_drafter(target.vocab_size)
-  assert drafter.reprompt_fn is None
-  decoder, state = begin(
-    (target, drafter), 'speculative', make_keys(), _PROMPTS, _LENGTHS, max_new_tokens=_NEW, cache_size=40
-  )
-  _assert_as_anew(decoder, state)
-
-
-def _head(target):
+def _head(target, draft):
   return tiny_head(target.vocab_size, width=32)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures('highest')
 @pytest.mark.parametrize(
-  ('make', 'slots'),
+  ('make', 'method', 'slots'),
   [
-    (_head, None),
-    slow(lambda target: tiny_one_pass(target.vocab_size, width=32), None, id='one pass'),
-    slow(lambda target: lookup_beside(_head(target), lookup_min=1), None, id='beside'),
-    slow(lambda target: growing(_head(target), Confident()), (2, 3, 2), id='growing'),
+    (_own, 'greedy_block', None),
+    *(slow(_own, name, None, id=name) for name in ('autoregressive', 'race_traversal', 'ersd')),
+    slow(lambda target, _: FeatureDrafter(target.vocab_size), 'speculative', None, id='features'),
+    (lambda target, _: lookup_drafter(target.vocab_size), 'speculative', None),  # it begins anew
+    slow(_head, 'race_traversal', None),
+    slow(lambda target, _: tiny_one_pass(target.vocab_size, width=32), 'race_traversal', None, id='one pass'),
+    slow(lambda *models: lookup_beside(_head(*models), lookup_min=1), 'race_traversal', None, id='beside'),
+    slow(lambda *models: growing(_head(*models), Confident()), 'race_traversal', (2, 3, 2), id='growing'),
   ],
 )
-def test_a_head_s_state_is_kept(target, make, slots):
+def test_a_turn_is_the_same_as_anew(target, draft, make, method, slots):
   decoder, state = begin(
-    (target, make(target)), 'race_traversal', make_keys(), _PROMPTS, _LENGTHS, max_new_tokens=_NEW, cache_size=40,
-    tree=None if slots is None else TokenTree.slots(slots),
+    (target, make(target, draft)), method, make_keys(), _PROMPTS, _LENGTHS, max_new_tokens=_NEW, cache_size=40,
+    eos_id=2, tree=None if slots is None else TokenTree.slots(slots),
   )  # fmt: skip
-  _assert_as_anew(decoder, state)
+  _assert_as_anew(decoder, state, temperature=0.7)
 
 
 def test_what_is_kept_is_not_read_again(target, draft):
@@ -189,7 +168,7 @@ def test_prompts_that_do_not_fit_are_refused(target):
   with pytest.raises(ValueError, match='a prompt for each of the 4 rows'):
     reprompt(decoder, state, [0, 0], jax.random.key(0), _PROMPTS[:2], _LENGTHS[:2])
   with pytest.raises(ValueError, match='cache_size must be at least'):
-    reprompt(decoder, state, [0] * 4, make_keys(), np.zeros((4, 39), int), _LENGTHS)
+    reprompt(decoder, state, [0] * 4, make_keys(), np.zeros((4, 39), int), [1, 2, 39, 3])
   session = Session(dataclasses.replace(decoder, max_new_tokens=8))
   with pytest.raises(ValueError, match='has 0 tokens, allowed are 1 to 32'):
     next(session.stream(jax.random.key(0), []))

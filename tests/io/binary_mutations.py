@@ -6,6 +6,7 @@ A reader that reads memory which is not the file's may end the process, so that 
 import json
 import os
 import pathlib
+import pickle
 import random
 import shutil
 import struct
@@ -13,6 +14,7 @@ import sys
 import zipfile
 
 import gguf
+import gguf_files
 import hostile
 import ml_dtypes
 import numpy as np
@@ -34,42 +36,45 @@ def _read_all(found):
 # Files of torch.
 
 
-def _text(text):
-  return b'X' + struct.pack('<I', len(text)) + text.encode()
+HOOKS = b'ccollections\nOrderedDict\n)R'
 
 
-def _count(number):
-  return b'\x8a\x08' + struct.pack('<q', number)
-
-
-_HOOKS = b'ccollections\nOrderedDict\n)R'
+def plain(value):
+  """The instructions that make a plain value."""
+  return pickle.dumps(value, 2)[2:-1]
 
 
 def pickled_tensor(key, kind, size, shape, strides, offset=0):
-  """The pickle of a tensor, as torch writes it."""
-  pid = b'(' + _text('storage') + f'ctorch\n{kind}\n'.encode() + _text(key) + _text('cpu') + _count(size) + b'tQ'
-  sizes = b''.join(b'(' + b''.join(map(_count, counts)) + b't' for counts in (shape, strides))
-  return b'ctorch._utils\n_rebuild_tensor_v2\n(' + pid + _count(offset) + sizes + b'\x89' + _HOOKS + b'tR'
+  """The instructions that make a tensor, as torch writes them."""
+  pid = b'(' + plain('storage') + f'ctorch\n{kind}\n'.encode() + b''.join(map(plain, (key, 'cpu', size))) + b'tQ'
+  fields = b''.join(map(plain, (offset, shape, strides, False)))
+  return b'ctorch._utils\n_rebuild_tensor_v2\n(' + pid + fields + HOOKS + b'tR'
 
 
-def torch_zip(path, pickle, storages):
+def pickled_state(**values):
+  """A pickle of instructions by name."""
+  return b'\x80\x02}(' + b''.join(plain(name) + value for name, value in values.items()) + b'u.'
+
+
+def torch_zip(path, content, storages, compression=zipfile.ZIP_STORED):
   """Writes an archive as torch does."""
-  with zipfile.ZipFile(path, 'w') as archive:
-    archive.writestr('a/data.pkl', pickle)
+  with zipfile.ZipFile(path, 'w', compression) as archive:
+    archive.writestr('a/data.pkl', content)
     archive.writestr('a/byteorder', 'little')
-    for key, content in storages.items():
-      archive.writestr(f'a/data/{key}', content)
+    for key, numbers in storages.items():
+      archive.writestr(f'a/data/{key}', numbers)
+  return path
 
 
 _STORAGES = {'0': bytes(range(48)), '1': bytes(16), '2': b'\1\0\1'}
 _STATE = (
-  b'\x80\x02' + _HOOKS + b'q\0('
-  + _text('a.weight') + b'q\1' + pickled_tensor('0', 'FloatStorage', 12, (3, 4), (4, 1))
-  + _text('b') + pickled_tensor('0', 'FloatStorage', 12, (2, 2), (1, 4), 1) + b'r\2\0\0\0'
-  + _text('c') + pickled_tensor('1', 'LongStorage', 2, (2,), (1,))
-  + _text('d') + b'ctorch._utils\n_rebuild_parameter\n'
-  + pickled_tensor('2', 'BoolStorage', 3, (), ()) + b'\x88' + _HOOKS + b'\x87R'
-  + b'u}' + _text('_metadata') + b'}' + _text('version') + b'K\1ssb.'
+  b'\x80\x02' + HOOKS + b'q\0('
+  + plain('a.weight') + b'q\1' + pickled_tensor('0', 'FloatStorage', 12, (3, 4), (4, 1))
+  + plain('b') + pickled_tensor('0', 'FloatStorage', 12, (2, 2), (1, 4), 1) + b'r\2\0\0\0'
+  + plain('c') + pickled_tensor('1', 'LongStorage', 2, (2,), (1,))
+  + plain('d') + b'ctorch._utils\n_rebuild_parameter\n'
+  + pickled_tensor('2', 'BoolStorage', 3, (), ()) + b'\x88' + HOOKS + b'\x87R'
+  + b'u}' + plain('_metadata') + b'}' + plain('version') + b'K\1ssb.'
 )  # fmt: skip
 
 
@@ -124,31 +129,23 @@ def _safetensors(folder):
 
 # GGUF.
 
-_CONFIG = {'num_attention_heads': 2, 'num_key_value_heads': 1, 'head_dim': 4, 'hidden_size': 8}
+_CONFIG = {
+  'architectures': ['LlamaForCausalLM'], 'num_attention_heads': 2, 'num_key_value_heads': 1, 'head_dim': 4,
+  'hidden_size': 8,
+}  # fmt: skip
 
 
 def write_gguf(path):
   """Writes a few tensors of a tiny Llama, one of them quantized."""
-  writer = gguf.GGUFWriter(path, 'llama')
-  writer.add_uint32('llama.block_count', 1)
-  writer.add_float32('llama.rope.freq_base', 1e4)
-  writer.add_array('tokenizer.ggml.tokens', ['a', 'b', 'é'])
-  writer.add_array('tokenizer.ggml.scores', [0.5, -1.0, 3.0])
-  writer.add_bool('tokenizer.ggml.add_bos_token', True)
-  generator = np.random.default_rng(0)
-  for name, shape in (
-    ('token_embd', (3, 8)),
-    ('blk.0.attn_q', (8, 8)),
-    ('blk.0.attn_k', (4, 8)),
-    ('output_norm', (8,)),
-  ):
-    writer.add_tensor(f'{name}.weight', generator.normal(size=shape).astype(np.float32))
-  blocks = gguf.quants.quantize(generator.normal(size=(2, 64)).astype(np.float32), gguf.GGMLQuantizationType.Q4_1)
-  writer.add_tensor('blk.0.ffn_up.weight', blocks, raw_dtype=gguf.GGMLQuantizationType.Q4_1)
-  writer.write_header_to_file()
-  writer.write_kv_data_to_file()
-  writer.write_tensors_to_file()
-  writer.close()
+  metadata = {
+    'llama.block_count': 1, 'llama.rope.freq_base': 1e4, 'tokenizer.ggml.tokens': ['a', 'b', 'é'],
+    'tokenizer.ggml.scores': [0.5, -1.0, 3.0], 'tokenizer.ggml.add_bos_token': True,
+  }  # fmt: skip
+  rng, kinds = np.random.default_rng(0), gguf.GGMLQuantizationType
+  shapes = {'token_embd': (3, 8), 'blk.0.attn_q': (8, 8), 'blk.0.attn_k': (4, 8), 'output_norm': (8,)}
+  tensors = [(f'{name}.weight', rng.normal(size=shape).astype(np.float32), kinds.F32) for name, shape in shapes.items()]
+  blocks = gguf.quants.quantize(rng.normal(size=(2, 64)).astype(np.float32), kinds.Q4_1)
+  gguf_files.write(path, 'llama', metadata, [*tensors, ('blk.0.ffn_up.weight', blocks, kinds.Q4_1)])
 
 
 def read_gguf(path):

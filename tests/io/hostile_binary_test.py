@@ -7,15 +7,14 @@ import pwd
 import struct
 import subprocess
 import sys
-import zipfile
 
 import binary_mutations
+import gguf_files
 import hostile
 import numpy as np
 import pytest
 import safetensors.numpy
-from binary_mutations import pickled_tensor, torch_zip, write_gguf
-from gguf import GGUFWriter
+from binary_mutations import write_gguf
 
 from spectr_jax import load_drafter, load_model
 from spectr_jax.io.hub.gguf_header import read_header
@@ -33,110 +32,6 @@ def test_mutations(kind, tmp_path):
   ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
   assert ran.returncode == 0, (ran.returncode, ran.stderr[-3000:])
   print(kind, ran.stdout)
-
-
-# Files of torch.
-
-
-_TENSOR = pickled_tensor('0', 'FloatStorage', 4, (2, 2), (2, 1))
-_DICT = b'ccollections\nOrderedDict\n)R'
-_FOREIGN = pickled_tensor('0', 'FloatStorage', 4, (4, 4), (10**9, 1))
-
-
-def _key(text):
-  return b'X' + struct.pack('<I', len(text)) + text.encode()
-
-
-@pytest.mark.parametrize(
-  ('pickle', 'problem'),
-  [
-    # The dict gets another `items`, so that nobody would look at its tensor.
-    (_DICT + _key('w') + _FOREIGN + b's}' + _key('items') + _DICT[:-2] + b'sb.', 'it changes an object'),
-    (_DICT + _key('w') + _FOREIGN + b's.', "'w' is not a tensor that can be read: it is not within its storage of 4"),
-    (b'}' + _key('w') + _TENSOR + b'}' + _key('shape') + b'Nsbs.', 'it changes an object'),
-    (b'}' + _key('w') + _TENSOR + b's' + _key('w') + _TENSOR + b's.', "it holds 'w' twice"),
-    (b'}' + _TENSOR + b'Ns.', 'keys that are not texts'),
-    (b'}r\0\0\0\x10j\0\0\0\x20.', 'takes a value where there is none'),
-    (b'}' * 10**6, 'it ends early'),
-    (b'(' * 10**6 + b't' * 10**6 + b'.', 'must hold tensors by name, got tuple'),
-    (b']q\0' + b'h\0a' * 10**5 + b'.', 'must hold tensors by name, got list'),
-    (b'\x8d' + b'\xff' * 8 + b'.', 'it ends early'),
-    (b'\x8b\xff\xff\xff\x7f' + b'1', 'it holds the instruction LONG4'),
-    (b'}(ibuiltins\neval\n.', 'it holds the instruction INST'),
-    (b'}(cbuiltins\neval\n', 'it names builtins.eval'),
-    (b'}' + _key('os') + _key('system') + b'\x93', 'it names os.system'),
-    (b'cos\x1b[2J\nsystem\n', 'it names'),
-    (_TENSOR + b')R.', 'it calls something that is no function'),
-    (_DICT[:-2] + b'K\1\x85R.', 'it calls collections.OrderedDict in an unknown way'),
-    (b')Q.', 'not a storage'),
-    (b'}(' + _key('a') + b'u.', 'sets items'),
-    (b'0', 'it holds the instruction POP'),
-    (b'\xfe', 'it holds the unknown instruction 254'),
-    (b'X\2\0\0\0\xff\xff.', 'is not read'),
-  ],
-)
-def test_pickles(pickle, problem, tmp_path):
-  path = tmp_path / 'x.bin'
-  torch_zip(path, b'\x80\x02' + pickle, {'0': bytes(16)})
-  assert problem in hostile.refusal(lambda: TorchFile(path), path)
-
-
-def test_what_shares_numbers(tmp_path):
-  """Tied tensors and small expanded ones are read; a few bytes do not become all memory."""
-  path = tmp_path / 'x.bin'
-
-  def write(*tensors):
-    state = b''.join(_key(str(index)) + tensor for index, tensor in enumerate(tensors))
-    torch_zip(path, b'\x80\x02}(' + state + b'u.', {'0': bytes(16)})
-
-  write(_TENSOR, _TENSOR, pickled_tensor('0', 'FloatStorage', 4, (1000, 4), (0, 1)))
-  assert TorchFile(path).read('2', (slice(None), slice(None))).shape == (1000, 4)
-  write(pickled_tensor('0', 'FloatStorage', 4, (5, 1, 0), (2**62, 2**62, 2**62)))
-  assert TorchFile(path).read('0', (slice(None),) * 3).shape == (5, 1, 0)
-  write(pickled_tensor('0', 'FloatStorage', 4, (2**30, 4), (0, 1)))
-  assert 'the tensors share too much' in hostile.refusal(lambda: TorchFile(path), path)
-
-
-def _directory(content):
-  return content.rindex(b'PK\1\2')
-
-
-@pytest.mark.parametrize(
-  ('change', 'problem'),
-  [
-    (lambda x: x.replace(b'a/data/1', b'a/data/0'), 'two entries a/data/0'),
-    (lambda x: x[: _directory(x) + 8] + b'\1' + x[_directory(x) + 9 :], 'missing'),  # encrypted
-    (lambda x: x[: _directory(x) + 42] + b'\0\0\0\0' + x[_directory(x) + 46 :], 'is larger than its place'),
-    (lambda x: x[: _directory(x) + 20] + b'\xff\xff\xff\x7f' * 2 + x[_directory(x) + 28 :], 'larger than its place'),
-    (lambda x: x.replace(b'a/data/0', b'a/data/x', 1), 'is not where the directory of the archive has it'),
-    (lambda x: x[:-12] + b'\xff' * 8 + x[-4:], 'the record of its directory is missing'),
-    (lambda x: x[:-14] + b'\7\0\7\0' + x[-10:], 'entries, expected 7'),
-    (lambda x: x[:-10] + b'\xff\xff\0\0' + x[-6:], 'an entry that is none|not within the file|ends within'),
-    (lambda x: b'12345' + x, 'damaged'),
-  ],
-)  # fmt: skip
-def test_archives(change, problem, tmp_path):
-  path = tmp_path / 'x.bin'
-  state = _key('v') + _TENSOR + _key('w') + pickled_tensor('1', 'FloatStorage', 1, (1,), (1,))
-  torch_zip(path, b'\x80\x02}(' + state + b'u.', {'0': bytes(16), '1': bytes(4)})
-  whole = tuple(slice(0, 2) for _ in range(2))
-  TorchFile(path).read('v', whole)
-  path.write_bytes(change(path.read_bytes()))
-  message = hostile.refusal(lambda: TorchFile(path).read('v', whole), path)
-  assert any(part in message for part in problem.split('|')), message
-
-
-def test_archives_that_would_grow(tmp_path):
-  path = tmp_path / 'x.bin'
-  for method, problem in ((zipfile.ZIP_DEFLATED, 'is compressed'), (zipfile.ZIP_STORED, 'larger than 2,097,152 bytes')):
-    with zipfile.ZipFile(path, 'w', method) as archive, archive.open('a/data.pkl', 'w') as entry:
-      for _ in range(30):
-        entry.write(bytes(2**20))
-    assert problem in hostile.refusal(lambda: TorchFile(path), path)
-  with path.open('wb') as file:  # a sparse file whose directory has 4 GB
-    file.seek(2**32)
-    file.write(b'PK\5\6' + struct.pack('<4H2LH', 0, 0, 1, 1, 2**32 - 2, 0, 0))
-  assert 'a directory of 4,294,967,294 bytes' in hostile.refusal(lambda: TorchFile(path), path)
 
 
 # Safetensors.
@@ -229,6 +124,14 @@ def _with_tensor(*shape, kind=0, offset=0, name=b'output_norm.weight', num=1):
 @pytest.mark.parametrize(
   ('content', 'problem'),
   [
+    (b'', 'is not a GGUF file'),
+    (b'PK\x03\x04' + bytes(100), 'is not a GGUF file'),
+    (b'GGUF', 'is truncated: its header is longer than the 4 bytes of the file'),
+    (b'GGUF' + struct.pack('<IQQ', 1, 0, 0), 'version 1; versions 2 and 3'),
+    (b'GGUF' + struct.pack('>IQQ', 3, 0, 0), 'big-endian numbers; versions 2 and 3'),
+    (b'GGUF' + struct.pack('<IQQQ', 3, 0, 1, 2**60), 'is truncated'),
+    (_gguf(struct.pack('<I', 99)), 'unknown type 99 of a value'),
+    (b'GGUF' + struct.pack('<IQQQ1s', 3, 0, 1, 1, b'\xff'), 'is not a readable GGUF file'),
     (_gguf(_array(8, 2**40)), 'values together; at most 4,194,304'),
     (_gguf(_array(0, 2**33)), 'values together'),
     (_gguf(_array(8, 2**21), bytes(100)), 'is truncated'),
@@ -265,17 +168,12 @@ def test_gguf_headers(content, problem, tmp_path):
     ('general.alignment', 2**30, 'must be a power of 2'),
     ('general.alignment', [32], 'must be a positive number'),
     ('general.alignment', True, 'must be a positive number'),
+    ('general.alignment', 0, 'general.alignment must be a positive number, got 0'),
+    ('split.count', 2, 'is one of 2 files'),
   ],
 )
 def test_gguf_metadata(key, value, problem, tmp_path):
-  path = tmp_path / 'x.gguf'
-  writer = GGUFWriter(path, 'llama')
-  adders = {bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string, list: writer.add_array}
-  adders[type(value)](key, value)
-  writer.write_header_to_file()
-  writer.write_kv_data_to_file()
-  writer.write_tensors_to_file()
-  writer.close()
+  path = gguf_files.write(tmp_path / 'x.gguf', 'llama', {key: value})
   assert problem in hostile.refusal(lambda: read_header(path), path)
 
 

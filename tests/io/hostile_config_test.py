@@ -6,15 +6,14 @@ import hashlib
 import inspect
 import json
 
-import gguf
+import gguf_files
 import hostile
 import jax
 import numpy as np
 import published_heads
 import pytest
 from hub_specs import SPECS
-from safetensors.numpy import save_file
-from tiny_hub import tensors_of
+from tiny_hub import write_model
 
 from spectr_jax import Tokenizer, load_drafter, save_model
 from spectr_jax.io.foreign import named
@@ -57,9 +56,7 @@ _CASES = SPECS | {
 def test_configurations_of_the_hub(tmp_path):
   tally = hostile.Tally(tmp_path)
   for name, spec in _CASES.items():
-    folder = tmp_path / name.replace(' ', '_')
-    folder.mkdir()
-    save_file(tensors_of(spec), folder / 'model.safetensors')
+    folder = write_model(tmp_path / name.replace(' ', '_'), spec)
     for rng in hostile.rngs(170, name):
       content = hostile.mutated_json_text(spec, rng)
       (folder / 'config.json').write_bytes(content)
@@ -85,36 +82,26 @@ def test_configurations_of_heads(tmp_path, monkeypatch):
   tally.check()
 
 
-def _header(name, architecture, metadata):
-  """A GGUF file's header with tensors of the shapes of a model of `SPECS`."""
-  names = {kind_name: kind for kind, kind_name in gguf.MODEL_ARCH_NAMES.items()}
-  stored_name = gguf.get_tensor_name_map(names[architecture], 2).get_name
-  tensors, offset = {}, 0
-  for key, array in tensors_of(SPECS[name]).items():
-    stem, _, leaf = key.rpartition('.')
-    shape = array.T.shape if architecture == 'gpt2' and '.h.' in key else array.shape
-    tensors[f'{stored_name(stem)}.{leaf}'] = StoredTensor(shape, 0, offset)
+def _header(architecture):
+  """A GGUF file's header with tensors of the shapes of a tiny model."""
+  stored_name, tensors, offset = gguf_files.stored_names(architecture), {}, 0
+  for name, array in gguf_files.tensors_of(architecture).items():
+    tensors[stored_name(name)] = StoredTensor(gguf_files.converted(architecture, name, array).shape, 0, offset)
     offset += array.nbytes
-  own = {f'{architecture}.{key}': value for key, value in metadata.items()}
   data = np.random.default_rng(0).normal(size=offset // 4).astype(np.float32).view(np.uint8)
-  return GgufHeader('there.gguf', {'general.architecture': architecture, **own}, tensors, data)
+  own = gguf_files.SIZES | gguf_files.METADATA[architecture] | _MORE_METADATA.get(architecture, {})
+  metadata = {'general.architecture': architecture} | {f'{architecture}.{key}': x for key, x in own.items()}
+  return GgufHeader('there.gguf', metadata, tensors, data)
 
 
-_SIZES = {
-  'block_count': 2, 'context_length': 32, 'embedding_length': 16, 'feed_forward_length': 24, 'attention.head_count': 4,
+_MORE_METADATA = {
+  'llama': {
+    'attention.head_count_kv': [2, 2], 'rope.scaling.type': 'yarn', 'rope.scaling.factor': 2.0, 'vocab_size': 40,
+    'rope.scaling.original_context_length': 32, 'attention.sliding_window': 8,
+  },
+  'gemma3': {'attention.sliding_window_pattern': [True, False]},
 }  # fmt: skip
-_RMS = {'attention.head_count_kv': 2, 'attention.layer_norm_rms_epsilon': 1e-6, 'attention.key_length': 6}
 _IDS = {'tokenizer.ggml.eos_token_id': 1}
-_GGUF = {
-  'llama': ('llama', {'attention.head_count_kv': [2, 2], 'attention.layer_norm_rms_epsilon': 1e-6,
-    'rope.dimension_count': 4, 'rope.freq_base': 5e5, 'rope.scaling.type': 'yarn', 'rope.scaling.factor': 2.0,
-    'rope.scaling.original_context_length': 32, 'vocab_size': 32, 'attention.sliding_window': 8}),
-  'qwen3': ('qwen3', _RMS),
-  'gemma2': ('gemma2', _RMS | {'attention.sliding_window': 4, 'attn_logit_softcapping': 3.0}),
-  'gemma3': ('gemma3', _RMS | {'attention.sliding_window': 4, 'attention.sliding_window_pattern': [True, False]}),
-  'gpt_neox': ('gptneox', {'attention.layer_norm_epsilon': 1e-5, 'rope.dimension_count': 2}),
-  'gpt2': ('gpt2', {'attention.layer_norm_epsilon': 1e-5}),
-}  # fmt: skip
 
 
 def _as_gguf(value):
@@ -132,16 +119,15 @@ def test_metadata_of_gguf_files():
       config = hub_config(header)
       return make_model(config, GgufTensors(header, config, architecture_of(header)), where=header.path)
 
-  for name, (architecture, metadata) in _GGUF.items():
-    sizes = _SIZES | ({'feed_forward_length': 64} if name == 'gpt2' else {})
-    header = _header(name, architecture, sizes | metadata)
+  for architecture in gguf_files.SPECS:
+    header = _header(architecture)
     read(header)
-    for rng in hostile.rngs(340, name):
+    for rng in hostile.rngs(255, architecture):
       mutated = hostile.mutated_json(header.metadata | _IDS, rng)
       values = {key: _as_gguf(value) for key, value in mutated.items()} if isinstance(mutated, dict) else {}
       values = {key: value for key, value in values.items() if value is not None}
       other = dataclasses.replace(header, metadata=values)
-      tally.read(lambda other=other: read(other), (name, values))
+      tally.read(lambda other=other: read(other), (architecture, values))
   tally.check()
 
 

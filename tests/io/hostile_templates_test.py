@@ -95,9 +95,7 @@ class _Renderer:
 
   def render(self, source):
     template = ChatTemplate(source, _TOKENS)
-    if self._worker is not None:
-      self._worker._first = chat_template._start_line(source, _TOKENS)
-      template._worker = self._worker
+    template._worker = self._worker
     try:
       text = template.render(_MESSAGES)
     finally:

@@ -1,31 +1,14 @@
-"""Stop texts that name special tokens end a text where these tokens stand, wherever they are looked for."""
+"""Stop texts, of special tokens too, end a text at the same place, however they are looked for."""
 
 import random
 
+import hostile
 import pytest
 import tiny_hub
+from text_tokenizers import TOKENIZERS, all_tokenizers, hub, streamed
 
-from spectr_jax import Stop, StopStrings, TextStream, Tokenizer, finish_reason
+from spectr_jax import Stop, StopStrings, TextStream, finish_reason
 from spectr_jax.io.hub.hub_tokenizer import HubTokenizer
-
-
-def _hub(backend, eos_id):
-  return HubTokenizer.from_parts(backend, bos_id=None, eos_ids=(eos_id,), add_bos=False)
-
-
-_TOKENIZERS = {
-  'own': Tokenizer.train(['the owl and the end ' * 20], 270),
-  'byte level': _hub(tiny_hub.backend(), 41),
-  'spaced': _hub(tiny_hub.spaced_backend(), 2),
-}
-
-
-def _streamed(tokenizer, stop, ids, sizes):
-  stream, shown, rest = TextStream(tokenizer, stop), '', list(ids)
-  while rest:
-    size = next(sizes)
-    shown, rest = shown + stream.add(rest[:size]), rest[size:]
-  return shown + stream.finish(), stream.is_stopped
 
 
 @pytest.mark.parametrize(
@@ -55,19 +38,19 @@ def _streamed(tokenizer, stop, ids, sizes):
   ],
 )  # fmt: skip
 def test_places(text, texts, length, expected):
-  tokenizer = _TOKENIZERS['byte level']
+  tokenizer = TOKENIZERS['byte level']
   ids, stop = tokenizer.encode(text), StopStrings(tokenizer, texts)
   assert stop.find(ids) == (None if length is None else Stop(length, expected))
   kept = ids[:length]
   assert stop.text_of(kept) == expected
   assert finish_reason(kept, (), stop) == ('length' if length is None else 'stop')
   for size in (1, 2, len(ids)):
-    assert _streamed(tokenizer, stop, ids, iter([size] * len(ids))) == (expected, length is not None)
+    assert streamed(tokenizer, stop, ids, iter([size] * len(ids))) == (expected, length is not None)
 
 
-@pytest.mark.parametrize('kind', _TOKENIZERS)
+@pytest.mark.parametrize('kind', TOKENIZERS)
 def test_every_special_token_ends_a_text(kind):
-  tokenizer = _TOKENIZERS[kind]
+  tokenizer = TOKENIZERS[kind]
   assert len(tokenizer.special_token_names) >= 3
   before, after = tokenizer.encode(' the he'), tokenizer.encode(' b')
   whole = tokenizer.decode(before)
@@ -76,25 +59,25 @@ def test_every_special_token_ends_a_text(kind):
       stop = StopStrings(tokenizer, [text])
       ids = [*before, index, *after]
       assert stop.find(ids) == Stop(len(before) + 1, kept)
-      assert _streamed(tokenizer, stop, ids, iter([1] * len(ids))) == (kept, True)
+      assert streamed(tokenizer, stop, ids, iter([1] * len(ids))) == (kept, True)
 
 
 def test_the_longest_of_several_names_is_meant():
   """As where the tokenizer reads the same text."""
   special = {'<|end|>': 50, '<|end|>>': 51, '>>': 52}
-  tokenizer = _hub(tiny_hub.backend(special), 50)
+  tokenizer = hub(tiny_hub.backend(special), 50)
   for text, index in (('a<|end|>>', 51), ('a<|end|>', 50), ('a<|end|>b>>', 52)):
     ids = tokenizer.encode(text)
     assert ids[-1] == index
     stop = StopStrings(tokenizer, [text[1:]])
     assert stop.find(ids) == Stop(len(ids), 'a')
-    assert _streamed(tokenizer, stop, ids, iter([1] * 9)) == ('a', True)
+    assert streamed(tokenizer, stop, ids, iter([1] * 9)) == ('a', True)
     for other in {50, 51, 52} - {index}:
       assert stop.find([*ids[:-1], other]) is None
 
 
 def test_names_that_are_spelled_in_a_text_end_it_too():
-  tokenizer = _TOKENIZERS['own']  # encodes them as text
+  tokenizer = TOKENIZERS['own']  # encodes them as text
   ids = tokenizer.encode('the end<eos> and')
   assert tokenizer.decode(ids) == 'the end<eos> and'
   found = StopStrings(tokenizer, ['<eos>']).find(ids)
@@ -102,13 +85,13 @@ def test_names_that_are_spelled_in_a_text_end_it_too():
 
 
 def test_half_a_character_before_a_special_token():
-  tokenizer = _TOKENIZERS['byte level']
+  tokenizer = TOKENIZERS['byte level']
   half = tokenizer.encode('\U0001f989')[:2]
   (x,) = tokenizer.encode('x')
   for texts, ids in ((['<|stop|>'], [x, *half, 200, x]), (['<|stop|>x'], [x, *half, 200, x])):
     stop = StopStrings(tokenizer, texts)
     assert stop.find(ids).text == 'x\ufffd'
-    assert _streamed(tokenizer, stop, ids, iter([1] * 9)) == ('x\ufffd', True)
+    assert streamed(tokenizer, stop, ids, iter([1] * 9)) == ('x\ufffd', True)
 
 
 def _found(tokenizer, ids, texts):
@@ -145,10 +128,10 @@ def _found(tokenizer, ids, texts):
   return None
 
 
-@pytest.mark.parametrize('kind', _TOKENIZERS)
+@pytest.mark.parametrize('kind', TOKENIZERS)
 def test_random_tokens_and_stop_texts(kind):
   """Searched at once, in streams of any cuts, and by the definition."""
-  tokenizer, rng, num_found = _TOKENIZERS[kind], random.Random(0), 0
+  tokenizer, rng, num_found = TOKENIZERS[kind], random.Random(0), 0
   names = [*tokenizer.special_token_names.items()]
   letters = [tokenizer.encode(text)[-1] for text in 'abx']
   stray = tokenizer.encode('\U0001f989é')[-6:]
@@ -164,7 +147,7 @@ def test_random_tokens_and_stop_texts(kind):
     assert found == _found(tokenizer, ids, texts)
     wanted = tokenizer.decode(ids) if found is None else found.text
     sizes = (rng.randrange(4) for _ in range(100))
-    assert _streamed(tokenizer, stop, ids, sizes) == (wanted, found is not None)
+    assert streamed(tokenizer, stop, ids, sizes) == (wanted, found is not None)
     num_found += found is not None and bool(stop.special)
   assert num_found > 20
 
@@ -181,3 +164,50 @@ def test_ids_that_end_a_text_have_none_in_streams():
     stream = TextStream(tokenizer)
     assert stream.add([x, end]) + stream.finish() == 'x'
     assert stream.tokens == [x, end]
+
+
+_CUT = 'é字\U0001f989'.encode()
+_STOPS = 'the', '字', '\U0001f989', ' ', 'é字', 'ab', 'a', ', '
+
+
+def _random_ids(tokenizer, single, rng):
+  """Ids that mostly spell bytes, pieces of characters among them."""
+  ids = []
+  for _ in range(rng.randrange(12)):
+    kind = rng.random()
+    if kind < 0.4 and single:
+      begin = rng.randrange(len(_CUT))
+      content = _CUT[begin : begin + rng.randrange(5)]
+      ids += [single[byte] for byte in content if byte in single]
+    elif kind < 0.7 and single:
+      ids.append(rng.choice([*single.values()]))
+    else:
+      ids.append(rng.randrange(tokenizer.vocab_size + 2))
+  return ids
+
+
+@pytest.mark.slow
+def test_streams_of_random_tokens():
+  num_tried = num_stopped = num_stray = 0
+  for tokenizer in all_tokenizers():
+    single = {}
+    for index in range(tokenizer.vocab_size):
+      content = tokenizer._bytes[index]
+      if len(content) == 1:
+        single.setdefault(content[0], index)
+    for rng in hostile.rngs(400):
+      ids = _random_ids(tokenizer, single, rng)
+      text = tokenizer.decode(ids)
+      joined = b''.join(tokenizer._bytes[index] for index in ids).decode(errors='replace')
+      assert text == joined.replace('▁', ' ') or text == joined.replace('▁', '') or text == joined
+      stop = StopStrings(tokenizer, rng.sample(_STOPS, rng.randrange(1, 4)))
+      found = stop.find(ids)
+      for texts, wanted in ((None, text), (stop, text if found is None else found.text)):
+        sizes = (rng.randrange(4) for _ in range(100))
+        assert streamed(tokenizer, texts, ids, sizes) == (wanted, texts is not None and found is not None)
+      num_tried += 1
+      num_stopped += found is not None
+      num_stray += '\ufffd' in text
+  print(f'{num_tried} tried, {num_stopped} stopped, {num_stray} with stray bytes')
+  assert num_tried >= hostile.NUM_MUTATIONS
+  assert min(num_stopped, num_stray) > 500

@@ -1,4 +1,4 @@
-"""Attention over a cache and pending tokens by the kernel for GPUs, run without a GPU, beside the plain form."""
+"""Attention over a cache and pending tokens: every platform's form beside the plain one; the GPU's without a GPU."""
 
 import dataclasses
 import functools
@@ -10,7 +10,7 @@ import pytest
 
 from spectr_jax.kernels import attention, attention_kernel
 from spectr_jax.kernels.attention_kernel import attend_by_kernel
-from spectr_jax.kernels.dispatch import made_for
+from spectr_jax.kernels.dispatch import tracing_for
 
 
 def _inputs(*, batch_size, num_queries, num_heads, num_kv_heads, head_dim, num_new, num_slots, has_window=False):
@@ -133,7 +133,7 @@ def test_attention_over_a_cache_is_a_kernel_on_gpus(platform, dtype, has_prefix,
   def attend(*arrays):
     return attention.attend(*arrays, mask[:1], prefix if has_prefix else None, soft_cap=2.0)
 
-  with made_for(platform):
+  with tracing_for(platform):
     program = jax.make_jaxpr(attend)(*arrays)
     found = jax.jit(attend)(*arrays)  # where there is no GPU, the plain form
   assert ('platform=gpu' in str(program)) == has_kernel
@@ -158,6 +158,93 @@ def test_the_compiler_divides_no_kernel(monkeypatch):
   sizes = dict(num_queries=3, num_heads=2, num_kv_heads=2, head_dim=16, num_new=3, num_slots=8)
   query, new_keys, new_values, mask, prefix = _inputs(batch_size=2, **sizes)
   monkeypatch.setattr(attention, 'dividing_axes', lambda: ['model'])
-  with made_for('gpu'):
+  with tracing_for('gpu'):
     program = jax.make_jaxpr(lambda query: attention.attend(query, new_keys, new_values, mask, prefix))(query)
   assert 'platform=gpu' not in str(program)
+
+
+def _ragged(dtype, *, num_committed=(0, 5, 21), window=None):
+  size, num_slots = 7, 21
+  rng = np.random.default_rng(0)
+
+  def array(*shape):
+    return jnp.asarray(rng.normal(size=shape), dtype)
+
+  slots = np.arange(num_slots) < np.array(num_committed)[:, None, None]
+  if window is not None:
+    slots = slots & (np.array(num_committed)[:, None, None] + np.arange(size)[:, None] - np.arange(num_slots) < window)
+  prefix = (
+    array(3, 2, 4, num_slots).astype(jnp.float32),
+    array(3, 2, num_slots, 4).astype(jnp.float32),
+    jnp.asarray(slots),
+  )
+  return (
+    array(3, size, 2, 4),
+    array(3, 2, 4, size),
+    array(3, 2, size, 4),
+    jnp.tril(jnp.ones((1, size, size), bool)),
+    prefix,
+  )
+
+
+@pytest.mark.parametrize('size', [1, 8, 21, 64])
+@pytest.mark.parametrize('soft_cap', [None, 2.0])
+@pytest.mark.parametrize('window', [None, 6])
+def test_blocks_of_the_prefix_are_the_whole(monkeypatch, size, soft_cap, window):
+  """Ragged rows, one of them without a prefix and one whose prefix fills the cache, which no block size divides."""
+  monkeypatch.setattr(attention, '_BLOCK_SLOTS', size)
+  inputs = _ragged('float32', window=window)
+  expected = attention._attend(*inputs, soft_cap=soft_cap)
+  found = jax.jit(lambda *x: attention._attend_in_blocks(*x, soft_cap=soft_cap))(*inputs)
+  np.testing.assert_allclose(found, expected, atol=2e-6)
+
+
+def test_blocks_multiply_in_the_type_of_the_queries():
+  inputs = _ragged('bfloat16')
+  expected = attention._attend(*inputs, soft_cap=None)
+  found = attention._attend_in_blocks(*inputs, soft_cap=None)
+  assert found.dtype == jnp.bfloat16
+  np.testing.assert_allclose(found.astype('float32'), expected.astype('float32'), atol=2e-2)
+
+
+def test_slots_that_no_query_sees_are_not_visited(monkeypatch):
+  """NaN behind the committed tokens of the longest row, but for the last block with any of them."""
+  monkeypatch.setattr(attention, '_BLOCK_SLOTS', 7)
+  query, keys, values, mask, (old_keys, old_values, slots) = _ragged('float32', num_committed=(0, 5, 9))
+  bad = jnp.arange(21) >= 14
+  old_keys = jnp.where(bad, jnp.nan, old_keys)
+  old_values = jnp.where(bad[:, None], jnp.nan, old_values)
+  found = attention._attend_in_blocks(query, keys, values, mask, (old_keys, old_values, slots), soft_cap=None)
+  assert np.isfinite(found).all()
+
+
+@pytest.mark.parametrize('positions', [[[0, 0, 0]], [[0, 3, 1000]]])
+def test_angles_are_those_of_the_positions(positions):
+  """On a CPU they are the result of a branch."""
+  positions, frequencies = jnp.array(positions), jnp.array([1.0, 0.1], jnp.float32)
+  sin, cos = jax.jit(lambda x: attention.rotary_angles(x, frequencies, magnitude=1.5))(positions)
+  angles = np.asarray(positions, np.float32)[:, :, None, None] * np.asarray(frequencies)
+  np.testing.assert_allclose(sin, 1.5 * np.sin(angles), atol=1e-5)
+  np.testing.assert_allclose(cos, 1.5 * np.cos(angles), atol=1e-5)
+
+
+@pytest.mark.parametrize('num_tokens', [5, 128, 130, 300])
+def test_causal_attention_in_blocks_is_that_of_all_tokens(num_tokens):
+  keys = jax.random.split(jax.random.key(0), 3)
+  query = jax.random.normal(keys[0], (2, num_tokens, 2, 8))
+  new_keys = jax.random.normal(keys[1], (2, 2, 8, num_tokens))
+  values = jax.random.normal(keys[2], (2, 2, num_tokens, 8))
+  places = jnp.arange(num_tokens)
+  document = places >= 3  # two documents
+  mask = jnp.broadcast_to(
+    (places[:, None] >= places) & (document[:, None] == document), (2, num_tokens, num_tokens)
+  )  # fmt: skip
+
+  def loss(attend):
+    return lambda *arrays: jnp.sum(jnp.sin(attend(*arrays, mask)))
+
+  found, expected = (
+    jax.jit(jax.value_and_grad(loss(attend), (0, 1, 2)))(query, new_keys, values)
+    for attend in (attention.attend_causally, attention.attend)
+  )
+  jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5), found, expected)

@@ -1,14 +1,15 @@
-"""Operations: which of their forms are traced, and which run."""
+"""Operations: which of their forms are traced, and which run, also on platforms that are not there."""
 
 import importlib
 import pkgutil
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import spectr_jax.kernels
-from spectr_jax.kernels.dispatch import OPERATIONS, Operation, default_platform, made_for, operation
+from spectr_jax.kernels.dispatch import OPERATIONS, Operation, default_platform, launch, operation, tracing_for
 
 
 @pytest.fixture
@@ -40,7 +41,7 @@ def test_the_form_of_the_default_platform_is_traced_alone(monkeypatch, operation
 @pytest.mark.parametrize(('platform', 'name', 'value'), [('cpu', 'cpu', 1), ('tpu', 'tpu', 2), ('gpu', 'plain', 3)])
 def test_one_form_is_traced_where_it_is(operation_with_forms, platform, name, value):
   apply, traced = operation_with_forms
-  with made_for(platform):
+  with tracing_for(platform):
     assert jax.jit(lambda x: apply(x))(jnp.zeros(())) == value
   assert traced == [name]
 
@@ -50,7 +51,7 @@ def test_functions_are_traced_anew_for_another_platform(operation_with_forms):
   inner = jax.jit(lambda x: apply(x))
 
   def found(platform):
-    with made_for(platform):
+    with tracing_for(platform):
       return inner(jnp.zeros(()))
 
   assert [float(found(platform)) for platform in ('cpu', 'tpu', 'cpu')] == [1, 2, 1]
@@ -62,11 +63,11 @@ def test_the_last_form_that_takes_the_arguments_is_chosen(operation_with_forms):
   is_built = False
   apply.register('cpu', lambda x: x + 4, takes=lambda x: is_built and x.ndim == 1)
   apply.register('cpu', lambda x: x + 5, takes=lambda x: x.dtype == jnp.int32)
-  with made_for('cpu'):
+  with tracing_for('cpu'):
     assert [apply(jnp.zeros(())), apply(jnp.zeros((), jnp.int32)), apply(jnp.zeros(1))[0]] == [1, 5, 1]
     is_built = True
     assert [apply(jnp.zeros(())), apply(jnp.zeros(1, jnp.int32))[0], apply(jnp.zeros(1))[0]] == [1, 5, 4]
-  with made_for('gpu'):
+  with tracing_for('gpu'):
     assert apply(jnp.zeros(1))[0] == 3
 
 
@@ -95,6 +96,7 @@ def test_the_table_of_the_library():
     'attend_packed': 'tpu',
     'draw_several': 'tpu',
     'entries_of': 'tpu',
+    'fastest_cache_dtype': 'cpu',
     'first_above': 'tpu',
     'first_kept': 'tpu',
     'first_largest': 'cpu',
@@ -103,10 +105,12 @@ def test_the_table_of_the_library():
     'in_rows': 'tpu',
     'int8_product': 'cpu',
     'kernel_gradient': 'tpu',
+    'kernels_for_decoding': 'cpu gpu',
     'largest_threshold': 'cpu gpu',
     'map_entries': 'cpu gpu',
     'map_rows': 'cpu',
     'narrow_sections': 'tpu',
+    'params_for_decoding': 'cpu',
     'pick': 'tpu',
     'product': 'cpu',
     'race_credits': 'tpu',
@@ -131,3 +135,39 @@ def test_a_default_device_has_another_platform_than_the_default_backend(monkeypa
   assert default_platform() == 'tpu'
   with jax.default_device(device):
     assert default_platform() == 'cpu'
+
+
+@pytest.mark.parametrize(
+  ('platform', 'lowered_for', 'has_kernel'),
+  [
+    ('tpu', 'tpu', True),
+    ('tpu', 'cuda', False),
+    ('tpu', 'rocm', False),
+    ('tpu', 'cpu', False),
+    ('gpu', 'cuda', True),
+    ('gpu', 'rocm', True),
+    ('gpu', 'tpu', False),
+    ('gpu', 'cpu', False),
+  ],
+)
+def test_a_kernel_is_lowered_for_its_platform_alone(platform, lowered_for, has_kernel):
+  called = []
+
+  def kernel(x):
+    called.append(x.shape)
+    return x + 1
+
+  @jax.jit
+  def apply(x):
+    return launch(lambda x: x + 1, kernel, x, platform=platform)
+
+  apply.trace(jnp.zeros((3, 2))).lower(lowering_platforms=(lowered_for,))
+  assert called == ([(3, 2)] if has_kernel else [])
+
+
+def test_entries_of_rows_are_entries_of_one_call():
+  """Also where no platform has the kernel, and the plain form takes its place."""
+  found = jax.vmap(lambda x, y: launch(lambda x, y: x * y, None, x, y, platform='gpu'), (0, None))(
+    jnp.arange(12.0).reshape(2, 3, 2), jnp.full((3, 2), 2.0)
+  )
+  np.testing.assert_array_equal(found, 2 * np.arange(12).reshape(2, 3, 2))

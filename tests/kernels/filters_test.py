@@ -2,14 +2,14 @@
 
 import functools
 
-import commands
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spectr_jax.kernels import filter_kernels, filters, thresholds
-from spectr_jax.kernels.dispatch import made_for
+from spectr_jax.kernels import filters, thresholds
+from spectr_jax.kernels.dispatch import tracing_for
+from spectr_jax.kernels.tpu import filter_rows
 from tests.kernels.interpreted import launch_into
 
 
@@ -32,7 +32,7 @@ def _values(num_rows, **values):
 @functools.cache
 def _filtered_by(platform):
   def run(probs, values):
-    with made_for(platform):
+    with tracing_for(platform):
       return filters.filtered(probs, values)
 
   return jax.jit(run)
@@ -43,10 +43,10 @@ def by_kernel(request, monkeypatch):
   """Filters by the kernel that takes whole rows, or by the one that takes three parts of each."""
   calls = []
 
-  def in_parts(find, probs, values, *, interpret):
+  def in_parts(find, probs, values):
     size = -(-probs.shape[1] // 3)
     parts = jnp.pad(probs, ((0, 0), (0, 3 * size - probs.shape[1]))).reshape(len(probs), 3, size)
-    found = filter_kernels.find_in_rows(find, parts, values, interpret=interpret)
+    found = filter_rows.find_in_rows(find, parts, values)
     return filters._keep(probs, found[:, :1], found[:, 1:])
 
   monkeypatch.setattr(filters, 'launch', launch_into(calls))
@@ -56,7 +56,7 @@ def by_kernel(request, monkeypatch):
 
   def run(probs, **values):
     found = filter_all(jnp.asarray(probs)[:, None], _values(len(probs), **values))[:, 0]
-    assert set(calls) <= {probs.shape}
+    assert {shapes[0] for shapes in calls} <= {probs.shape}
     calls.clear()
     return np.asarray(found)
 
@@ -136,7 +136,7 @@ def test_kernels_leave_rows_without_filters_as_they_are(by_kernel):
 
 def test_rows_too_long_for_the_kernel_have_the_plain_form(monkeypatch):
   monkeypatch.setattr(filters, 'launch', None)
-  monkeypatch.setattr(filter_kernels, 'MOST_TOKENS', 299)
+  monkeypatch.setattr(filters, 'MOST_TOKENS', 299)
   probs = rows_of_many_shapes(300)[:5]
   found = jax.jit(_filtered_by('tpu').__wrapped__)(probs[:, None], _values(5, top_k=7))[:, 0]
   np.testing.assert_array_equal(found > 0, probs >= np.sort(probs, axis=1)[:, -7:-6])
@@ -152,19 +152,14 @@ def test_filters_of_a_gpu_do_not_wait_for_the_host(platform, asks):
 
 def test_passes_are_enough():
   """The last pass leaves neighboring floats, whichever section is kept."""
-  highest = filter_kernels._HIGHEST
+  highest = filter_rows._HIGHEST
   low, high = jnp.zeros(100, jnp.int32), jnp.full(100, highest)
   goal = jnp.asarray(np.random.default_rng(0).integers(0, highest, 100), jnp.int32)
   found = thresholds.search(
-    lambda point: (sum((point(i) <= goal).astype(jnp.int32) for i in range(1, filter_kernels._SECTIONS)),),
+    lambda point: (sum((point(i) <= goal).astype(jnp.int32) for i in range(1, filter_rows._SECTIONS)),),
     low,
     high,
-    num_sections=filter_kernels._SECTIONS,
-    num_passes=filter_kernels._num_passes(),
+    num_sections=filter_rows._SECTIONS,
+    num_passes=filter_rows._num_passes(),
   )
   np.testing.assert_array_equal(found, goal)
-
-
-@pytest.mark.slow
-def test_rows_that_devices_share_are_filtered_as_whole_ones():
-  assert commands.succeed('tests.kernels.divided_filters', num_devices=4).strip() == 'equal'

@@ -9,12 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spectr_jax.kernels import native, processor, products
+from spectr_jax.kernels import native, products
+from spectr_jax.kernels.int8 import Int8Kernel, quantize, quantized
+from spectr_jax.kernels.matrices import PackedKernel, kernels_for_decoding, matmul, params_for_decoding
 from spectr_jax.models import transformer
-from spectr_jax.models.decoding_form import PackedKernel, kernels_for_decoding, params_for_decoding
-from spectr_jax.models.int8 import Int8Kernel, quantize, quantized
 from spectr_jax.models.layers import unembed
-from spectr_jax.models.products import matmul
 from spectr_jax.sharding import make_mesh, shardings
 
 needs_native = pytest.mark.skipif(native.form() is None, reason=f'no products in C++: {native.why_not()}')
@@ -24,7 +23,7 @@ needs_native = pytest.mark.skipif(native.form() is None, reason=f'no products in
 def all_kernels_are_large(monkeypatch):
   """On a processor without units for bfloat16 products."""
   monkeypatch.setattr(products, 'LARGE', 1)
-  monkeypatch.setattr(processor, 'multiplies_bfloat16', lambda: False)
+  monkeypatch.setattr(products, 'multiplies_bfloat16', lambda: False)
 
 
 @pytest.fixture
@@ -109,7 +108,7 @@ def test_large_kernels_are_packed_once(dtype):
 @needs_native
 @pytest.mark.parametrize(('dtype', 'is_packed'), [('float32', False), ('bfloat16', True)])
 def test_small_kernels_of_16_bits_are_packed(monkeypatch, dtype, is_packed):
-  monkeypatch.setattr(processor, 'multiplies_bfloat16', lambda: False)
+  monkeypatch.setattr(products, 'multiplies_bfloat16', lambda: False)
   kernels = {'small': {'kernel': jnp.ones((96, 96), dtype)}, 'tiny': {'kernel': jnp.ones((64, 64), dtype)}}
   fast = kernels_for_decoding(kernels)
   assert isinstance(fast['small']['kernel'], PackedKernel) == is_packed
@@ -170,7 +169,7 @@ def test_what_is_not_packed(monkeypatch):
   half = {'kernel': jnp.ones((4, 40), jnp.float16)}
   for params in (odd, half, {'kernel': Int8Kernel(jnp.ones((6, 40), jnp.int8), jnp.ones(40))}):
     assert not isinstance(kernels_for_decoding(params)['kernel'], PackedKernel)
-  monkeypatch.setattr(processor, 'multiplies_bfloat16', lambda: True)
+  monkeypatch.setattr(products, 'multiplies_bfloat16', lambda: True)
   assert not isinstance(kernels_for_decoding({'kernel': jnp.ones((4, 40), jnp.bfloat16)})['kernel'], PackedKernel)
 
 

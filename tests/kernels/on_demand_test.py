@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from spectr_jax.kernels import on_demand
-from spectr_jax.kernels.dispatch import made_for
+from spectr_jax.kernels.dispatch import tracing_for
 from spectr_jax.kernels.on_demand import map_needed, where_needed
 
 
@@ -30,7 +30,7 @@ def test_where_needed_is_the_function_where_it_is_needed(vocab_size, platform):
     return where_needed(is_needed, function, otherwise, *operands)
 
   rows, alone = jax.jit(jax.vmap(one_row)), jax.jit(one_row)
-  with made_for(platform):
+  with tracing_for(platform):
     for is_needed in ([False] * 4, [False, True, False, True], [True] * 4):
       expected = np.where(is_needed, laws.sum(1) * scales, otherwise)
       np.testing.assert_allclose(rows(np.array(is_needed), otherwise, laws, scales), expected, rtol=1e-12)
@@ -55,7 +55,7 @@ def test_map_needed_is_the_function_where_it_is_needed(at_once, platform):
     return map_needed(function, is_needed, otherwise, tuple(zip(arrays, places)), items, at_once=at_once)
 
   arguments = is_needed, otherwise, arrays, items
-  with made_for(platform):
+  with tracing_for(platform):
     batched = jax.jit(jax.vmap(one_row))(*arguments)
     single = [jax.jit(one_row)(*jax.tree.map(lambda x, row=row: x[row], arguments)) for row in range(num_rows)]
   for found in (batched, jax.tree.map(lambda *x: np.stack(x), *single)):
@@ -72,7 +72,7 @@ def test_a_gpu_computes_the_first_entries_without_asking(platform, num_bodies):
   def function(is_needed, laws):
     return map_needed(jnp.max, is_needed, jnp.zeros(7), ((laws, np.arange(7)),), at_once=3)
 
-  with made_for(platform):
+  with tracing_for(platform):
     program = str(jax.make_jaxpr(function)(np.zeros(7, bool), np.zeros((7, 5000))))
   assert program.count('reduce_max') == num_bodies
   assert program.count(' while[') == 1
@@ -102,7 +102,7 @@ def test_a_tpu_picks_rows_by_a_product_that_keeps_every_bit():
 def test_rows_of_a_batch_are_picked(num_rows):
   rng = np.random.default_rng(3)
   laws, rows = rng.random((num_rows, 5, 7)), rng.integers(0, 5, (num_rows, 4))
-  with made_for('tpu'):
+  with tracing_for('tpu'):
     found = jax.jit(jax.vmap(on_demand.pick))(laws, rows)
     of_one = jax.jit(jax.vmap(on_demand.pick, (None, 0)))(laws[0], rows)
   np.testing.assert_array_equal(found, np.take_along_axis(laws, rows[:, :, None], axis=1))

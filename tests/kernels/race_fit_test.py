@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from spectr_jax.couplings.race import Race
-from spectr_jax.kernels.dispatch import made_for
-from spectr_jax.kernels.race_fit import fit_races_kernel
+from spectr_jax.kernels.dispatch import tracing_for
+from spectr_jax.kernels.tpu.recursions import fit_races
 from tests.slow import slow
 
 
@@ -40,7 +40,7 @@ def test_the_kernel_fits_as_well_and_its_distribution_is_that_of_its_weights(rac
   masses[0] = [[1, 1]] + [[0, 0]] * (race.num_classes - 1)
   number = np.float32(np.random.default_rng(1).integers(2, 9, num_races))
   options = race.fit_options(jnp.float32)
-  found = jax.jit(lambda *x: fit_races_kernel(*x, interpret=True, **options))(masses, number)
+  found = jax.jit(lambda *x: fit_races(*x, **options))(masses, number)
   for row, (log_weights, is_high, law) in enumerate(zip(*map(np.asarray, found))):
     expected = _distribution(masses[row, :, 0], log_weights, is_high, number[row])
     np.testing.assert_allclose(law, expected, rtol=4e-6, atol=1e-7)
@@ -53,7 +53,7 @@ def test_the_kernel_fits_as_well_and_its_distribution_is_that_of_its_weights(rac
 def test_races_of_rows_and_nodes_are_fitted_as_one_by_one():
   race, masses = Race(), _masses(6, 40)
   number = np.float32([2, 3, 4, 5, 6, 7])
-  with made_for('tpu'):  # all of them by one call, which is lowered plainly here
+  with tracing_for('tpu'):  # all of them by one call, which is lowered plainly here
     of_rows = jax.jit(jax.vmap(jax.vmap(race.fit)))(masses.reshape(2, 3, 40, 2), number.reshape(2, 3))
   for found, expected in zip(of_rows, zip(*(race.fit(*one) for one in zip(masses, number)))):
     np.testing.assert_allclose(found.reshape(6, 40), np.stack(expected), rtol=1e-5, atol=1e-6)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from spectr_jax.kernels import thresholds
-from spectr_jax.kernels.dispatch import made_for
+from spectr_jax.kernels.dispatch import tracing_for
 
 _FORMS = {
   'together': thresholds.largest_threshold.plain,
@@ -158,6 +158,6 @@ def test_a_bound_from_below_shortens_the_search(passes):
 )
 def test_every_platform_has_its_form(platform, vocab_size, form):
   """Short rows are searched together on a CPU, too."""
-  with made_for(platform):
+  with tracing_for(platform):
     found = thresholds.largest_threshold.form_for(jnp.zeros((2, vocab_size)), jnp.ones(2), is_weighted=False)
   assert found is _FORMS[form]

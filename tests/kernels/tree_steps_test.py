@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from spectr_jax.kernels import tree_steps
-from spectr_jax.kernels.dispatch import made_for
+from spectr_jax.kernels.dispatch import tracing_for
+from spectr_jax.kernels.tpu import recursions
 
 
 def _trees(num_rows, num_depths, width):
@@ -33,7 +34,7 @@ def _trees(num_rows, num_depths, width):
 
 def _unrolled(function):
   def apply(*arguments):
-    with made_for('gpu'):
+    with tracing_for('gpu'):
       rows = jax.jit(jax.vmap(function))
       # XLA removes a loop of one iteration.
       assert arguments[0].shape[1] == 1 or 'stablehlo.while' not in rows.lower(*arguments).as_text()
@@ -51,7 +52,7 @@ def test_credits_of_the_kernel_are_those_of_the_scan(shape):
   log_ratios[rng.random(shares.shape) < 0.3] = 1e-7
   arguments = is_child, is_before, is_sibling, shares, log_ratios
   expected = jax.vmap(tree_steps.race_credits)(*arguments)
-  found = tree_steps.credits_kernel(*arguments, interpret=True)
+  found = recursions.race_credits(*arguments)
   np.testing.assert_allclose(found, expected, rtol=2e-6, atol=2e-7)
   np.testing.assert_allclose(_unrolled(tree_steps.race_credits)(*arguments), expected, rtol=2e-6, atol=2e-7)
 
@@ -64,7 +65,7 @@ def test_the_first_kept_node_of_the_kernel_is_that_of_the_scan(shape):
     is_kept[:, 0, 0] = True
     nodes = np.broadcast_to(rng.permutation(stands[0].size).reshape(stands[0].shape), stands.shape).astype(np.int32)
     expected = jax.vmap(tree_steps.first_kept)(is_child, is_before, is_kept, nodes)
-    found = tree_steps.first_kept_kernel(is_child, is_before, is_kept, nodes, interpret=True)
+    found = recursions.first_kept(is_child, is_before, is_kept, nodes)
     np.testing.assert_array_equal(found, expected)
     unrolled = _unrolled(tree_steps.first_kept)(is_child, is_before, is_kept, nodes)
     np.testing.assert_array_equal(unrolled, expected)
@@ -79,7 +80,7 @@ def test_the_first_kept_node_of_the_kernel_is_that_of_the_scan(shape):
 def test_rows_are_together_as_far_as_memory_goes(num_rows, num_depths, width, expected):
   masks = [np.zeros((num_rows, num_depths, width, width), np.int32)] * 3
   rows = [np.zeros((num_rows, num_depths, width), np.float32)] * 2
-  assert tree_steps._rows_together(num_rows, masks + rows) == expected
+  assert recursions._rows_together(num_rows, masks + rows) == expected
 
 
 def _walk(is_child, is_before, is_kept, nodes, depth, slot):

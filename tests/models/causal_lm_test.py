@@ -10,12 +10,12 @@ import pytest
 from hub_specs import SPECS
 
 from spectr_jax.io.hub.families import FAMILIES, read_spec
-from spectr_jax.kernels import native, processor, products
+from spectr_jax.kernels import native, products
+from spectr_jax.kernels.matrices import PackedKernel
 from spectr_jax.model import Model
 from spectr_jax.models import table
 from spectr_jax.models.causal_lm import causal_lm, config_of, hidden_states, mlp
-from spectr_jax.models.causal_lm_config import CausalLMConfig, Rope, init_params, param_shapes
-from spectr_jax.models.decoding_form import PackedKernel
+from spectr_jax.models.causal_lm_config import CausalLMConfig, Rope, init_params
 from spectr_jax.tree import TokenTree
 from tests.slow import slow, slow_but
 
@@ -181,7 +181,7 @@ def test_parameters_are_of_one_dtype():
 )  # tied and not, with biases, without gates
 def test_a_model_for_decoding_has_the_same_logits(name, dtype, form, monkeypatch):
   monkeypatch.setattr(products, 'LARGE', 1)
-  monkeypatch.setattr(processor, 'multiplies_bfloat16', lambda: form == 'units')
+  monkeypatch.setattr(products, 'multiplies_bfloat16', lambda: form == 'units')
   if form != 'native':
     monkeypatch.setattr(native, 'form', lambda: None)
   config = dataclasses.replace(read_spec(SPECS[name])[1], dtype=dtype)
@@ -257,11 +257,6 @@ def test_equal_configurations_share_programs():
   assert config_of(again) == LLAMA
   with pytest.raises(ValueError, match='not a model made by causal_lm'):
     config_of(table.table_model(jnp.zeros((3, 3))))
-
-
-def test_a_model_without_weights_has_shapes():
-  model = jax.eval_shape(lambda params: causal_lm(params, LLAMA), param_shapes(LLAMA))
-  assert sum(leaf.size for leaf in jax.tree.leaves(model.params)) == LLAMA.num_params
 
 
 def test_wrong_parameters_are_refused():

@@ -158,8 +158,8 @@ def test_a_context_bounds_prompt_and_continuation_together(worker, tokenizer):
 
 @pytest.mark.slow  # other sizes are another program
 def test_a_context_can_be_filled(models, tokenizer):
-  """Whatever part of it the prompt has, up to the last guess."""
-  room = LONGEST + NEW - DEPTH
+  """Whatever part of it the prompt has."""
+  room = LONGEST + NEW
   worker = make_worker(models, tokenizer, longest=room - 1, most_new=room - 1)
   worker.start()
   try:

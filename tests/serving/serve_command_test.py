@@ -27,9 +27,9 @@ _BODY = {'prompt': 'Mr. Speaker, I rise', 'seed': 1, 'max_tokens': 300}
     (None, None, None, (1024, 1024, None)),
     (8192, None, None, (1024, 1024, None)),
     (2048, None, None, (1024, 1024, None)),
-    (512, None, None, (507, 507, 508)),  # both together
-    (1500, None, None, (1024, 1024, 1496)),
-    (6, None, None, (1, 1, 2)),
+    (512, None, None, (511, 511, 512)),  # both together
+    (1500, None, None, (1024, 1024, 1500)),
+    (6, None, None, (5, 5, 6)),
     (8192, 100, None, (100, 1024, None)),
     (1100, 100, None, (100, 1000, None)),
     (8192, None, 7000, (1024, 7000, None)),
@@ -41,12 +41,12 @@ _BODY = {'prompt': 'Mr. Speaker, I rise', 'seed': 1, 'max_tokens': 300}
   ],
 )
 def test_bounds_are_those_of_the_context(context, longest_prompt, max_new_tokens, expected):
-  assert choose_bounds(context, 4, longest_prompt, max_new_tokens) == expected
+  assert choose_bounds(context, longest_prompt, max_new_tokens) == expected
 
 
 def test_no_room_for_a_prompt_is_refused():
   with pytest.raises(ValueError, match='max_new_tokens must be below 512, the context of the models'):
-    choose_bounds(512, 4, None, 512)
+    choose_bounds(512, None, 512)
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """Sizes of the tiny pair that is served, and the thread that decodes with it."""
 
-import dataclasses
-
 from decode.serving.worker import Worker
 from spectr_jax import Decoder, TokenTree
 
@@ -15,7 +13,6 @@ def make_worker(models, tokenizer, *, most_waiting=64, batch_size=ROWS, most_new
     *models, method='race_traversal', tree=TokenTree.chains(2, DEPTH), max_new_tokens=most_new,
     cache_size=LONGEST + NEW, eos_id=tokenizer.eos_ids, logprobs=True,
   )  # fmt: skip
-  decoder = dataclasses.replace(decoder, is_ended_by_caller=longest + most_new > LONGEST + NEW)
   return Worker(
     decoder, tokenizer, batch_size=batch_size, longest_prompt=longest, most_waiting=most_waiting, rounds_at_a_time=1
   )

@@ -135,19 +135,3 @@ def test_what_methods_keep(length):
   assert alone == pytest.approx(float(published_block_bound(*blocks, 1)), abs=SOLVED)
   if length == 1:
     assert kept['spectr_gbv'] == pytest.approx(0.7036, abs=1e-4)
-
-
-@pytest.mark.parametrize(
-  ('call', 'message'),
-  [
-    (lambda: published_block_bound(np.ones((2, 3)) / 6, np.ones((2, 3)) / 6, 1), r'\[V\] \* L'),
-    (lambda: published_block_bound([0.5, 0.5], np.ones((2, 2)) / 4, 1), r'\(2,\) and \(2, 2\)'),
-    (lambda: independent_block_acceptance([0.5, 0.5], [0.5, 0.6], 1), 'target_law must sum to 1'),
-    (lambda: published_block_bound(*BERNOULLI, [1, 0]), 'integers from 1 on'),
-    (lambda: optimal_block_acceptance(np.ones((3,) * 4) / 81, np.ones((3,) * 4) / 81, 2), 'at most 100000'),
-    (lambda: conditional_coupling_error(np.ones(400) / 400, np.ones(400) / 400, 1), 'got 160000'),
-  ],
-)
-def test_refuses(call, message):
-  with pytest.raises(ValueError, match=message):
-    call()

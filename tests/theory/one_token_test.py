@@ -64,18 +64,9 @@ def _laws(vocab_size, num_random=4):
   pairs += [(random(0.1), random(0.1)) for _ in range(num_random)]
   pairs += [(holey(), holey()) for _ in range(num_random)]
   equal = random()
-  pairs += [
-    (half, other_half),
-    (half, random()),
-    (random(), half),
-    (equal, equal),
-    (holey(),) * 2,
-    (one_hot[0], equal),
-    (equal, one_hot[0]),
-    (one_hot[0], one_hot[0]),
-    (one_hot[0], one_hot[-1]),
-  ]
-  return pairs
+  pairs += [(half, other_half), (half, random()), (random(), half), (equal, equal), (holey(),) * 2]
+  first, last = one_hot[0], one_hot[-1]
+  return [*pairs, (first, equal), (equal, first), (first, first), (first, last)]
 
 
 def _all_sets(vocab_size):
@@ -89,25 +80,6 @@ def _tuples(vocab_size, n):
 _optimum = jax.jit(optimal_acceptance)
 
 
-def test_one_draft_is_one_minus_total_variation():
-  for p, q in _laws(5):
-    assert float(_optimum(p, q, 1)) == pytest.approx(1 - np.abs(p - q).sum() / 2, abs=EXACT)
-
-
-def test_bernoulli_example():
-  """With the first token as A: 1 + 1/2 - (3/4)^2 = 15/16."""
-  assert float(_optimum(*BERNOULLI, 2)) == pytest.approx(0.9375, abs=EXACT)
-  assert optimal_transport(*BERNOULLI, 2).value == pytest.approx(0.9375, abs=SOLVED)
-
-
-@pytest.mark.parametrize(('d', 'r'), [(4, 2), (6, 3), (120, 4)])
-@pytest.mark.parametrize('n', [1, 2, 7])
-def test_uniform_to_a_part_of_it(d, r, n):
-  """U(d) -> U(d/r): the chance that one of the candidates lies in the target's support, in whatever order it stands."""
-  p, q = np.full(d, 1 / d), np.where(np.arange(d) % r == 1, r / d, 0)
-  assert float(_optimum(p, q, n)) == pytest.approx(1 - (1 - 1 / r) ** n, abs=EXACT)
-
-
 @pytest.mark.parametrize('n', [1, 2, 5])
 def test_extremes(n):
   p = np.array([0.1, 0.2, 0.7])
@@ -118,12 +90,6 @@ def test_extremes(n):
   assert float(_optimum(np.array([0.5, 0.5, 0]), np.array([0.3, 0.3, 0.4]), 64)) == pytest.approx(0.6, abs=EXACT)
 
 
-def test_no_draft_accepts_nothing():
-  for p, q in _laws(3):
-    assert float(_optimum(p, q, 0)) == 0
-    np.testing.assert_array_equal(_optimum(p, q, np.array([0, 1]))[0], 0)
-
-
 @pytest.mark.parametrize('vocab_size', [2, 3, 4, 5, 6])
 def test_no_set_of_tokens_gives_less(vocab_size):
   sets = _all_sets(vocab_size)
@@ -131,12 +97,14 @@ def test_no_set_of_tokens_gives_less(vocab_size):
     for n in (1, 2, 3, 8):
       least = (1 + sets @ q - (sets @ p) ** n).min()
       assert float(_optimum(p, q, n)) == pytest.approx(least, abs=EXACT)
-
-
-@pytest.mark.parametrize(('vocab_size', 'n'), [(2, 1), (2, 3), (3, 2), (4, 3)])
-def test_theorem_1_holds_with_equality(vocab_size, n):
-  for p, q in _laws(vocab_size):
-    assert transport_bound(p, q, n) == pytest.approx(float(_optimum(p, q, n)), abs=EXACT)
+      if vocab_size**n < 65:  # Theorem 1 holds with equality
+        assert transport_bound(p, q, n) == pytest.approx(least, abs=EXACT)
+    assert float(_optimum(p, q, 0)) == 0
+    np.testing.assert_array_equal(_optimum(p, q, np.array([0, 1]))[0], 0)
+    # More drafts accept more, up to the share of the target that can be drawn.
+    values = np.asarray(_optimum(p, q, np.array([*range(33), 10**6])))
+    assert (np.diff(values) >= -EXACT).all()
+    assert values[-1] <= q[p > 0].sum() + EXACT
 
 
 def test_theorem_1_by_hand():
@@ -147,17 +115,6 @@ def test_theorem_1_by_hand():
     transport_bound(np.ones(12) / 12, np.ones(12) / 12, 4)
   with pytest.raises(ValueError, match='num_drafts must be at least 1, got 0'):
     transport_bound(*BERNOULLI, 0)
-
-
-@pytest.mark.parametrize('vocab_size', [2, 4, 50])
-def test_more_drafts_accept_more(vocab_size):
-  for p, q in _laws(vocab_size):
-    values = np.asarray(_optimum(p, q, np.arange(33)))
-    assert (np.diff(values) >= -EXACT).all()
-    assert values[0] == 0
-    assert values[-1] <= 1
-    # ... up to the share of the target that can be drawn.
-    assert float(_optimum(p, q, 10**6)) <= q[p > 0].sum() + EXACT
 
 
 def _given_program(p, q, n, given):
@@ -188,13 +145,6 @@ def test_given_tokens_beside_drawn_ones(n):
         assert found == pytest.approx(np.minimum(p, q).sum() + np.maximum(q - p, 0)[is_given].sum(), abs=EXACT)
     if n:
       assert float(given_optimum(p, q, n, np.zeros(3, bool))) == pytest.approx(float(_optimum(p, q, n)), abs=EXACT)
-
-
-def test_what_is_no_set_of_given_tokens():
-  p, q = BERNOULLI
-  for is_given in (np.zeros(3, bool), np.zeros(2, int)):
-    with pytest.raises(ValueError, match='is_given must be bool'):
-      given_optimum(p, q, 1, is_given)
 
 
 def test_leading_axes_and_number_of_drafts_broadcast():
@@ -239,23 +189,6 @@ def test_the_dtype_is_kept():
   assert _optimum(*BERNOULLI, 2).dtype == jnp.float64
 
 
-@pytest.mark.parametrize(
-  ('shapes', 'num_drafts', 'message'),
-  [
-    (((3,), (4,)), 1, r'\(3,\) and \(4,\)'),
-    (((2, 3), (3,)), 1, r'\(2, 3\) and \(3,\)'),
-    (((), ()), 1, r'\(\) and \(\)'),
-    (((3,), (3,)), -1, '-1'),
-    (((2, 3), (2, 3)), np.array([1, -2]), '-2'),
-    (((3,), (3,)), 1.5, 'float'),
-    (((2, 3), (2, 3)), np.array([1, 2, 3]), r'\(3,\)'),
-  ],
-)
-def test_optimal_acceptance_refuses(shapes, num_drafts, message):
-  with pytest.raises(ValueError, match=message):
-    optimal_acceptance(*(np.ones(shape) / 3 for shape in shapes), num_drafts)
-
-
 ACCEPTANCE = {
   'kseq': (kseq_acceptance, KSeq()),
   'recursive': (recursive_acceptance, Recursive()),
@@ -278,15 +211,6 @@ def test_acceptance_is_that_of_the_coupling(name):
     tuples = _tuples(vocab_size, n)
     expected = [_accepted(*laws, tuples, coupling=coupling) for laws in zip(p, q)]
     _assert_close(function(p, q, n), expected, EXACT)
-
-
-@pytest.mark.parametrize('name', ACCEPTANCE)
-def test_acceptance_refuses(name):
-  function, _ = ACCEPTANCE[name]
-  with pytest.raises(ValueError, match=r'\(3,\) and \(4,\)'):
-    function(np.ones(3) / 3, np.ones(4) / 4, 1)
-  with pytest.raises(ValueError, match='at least 1, got 0'):
-    function(np.ones(3) / 3, np.ones(3) / 3, 0)
 
 
 def _excess(gamma, p, q, n):
@@ -322,13 +246,6 @@ def test_uniform_laws_have_closed_forms(size, ratio, n):
   assert float(_optimum(p, q, n)) == pytest.approx(accepted, abs=EXACT)
 
 
-def test_bernoulli_laws_have_a_closed_form():
-  """SpecTr, Appendix B.2: min(q, 1 - (1 - p)^n) + min(1 - q, 1 - p^n), Figures 2 and 3."""
-  for u, v, n in itertools.product((0.25, 0.6), np.linspace(0, 1, 9), (1, 2, 8)):
-    expected = min(v, 1 - (1 - u) ** n) + min(1 - v, 1 - u**n)
-    assert float(_optimum(np.array([1 - u, u]), np.array([1 - v, v]), n)) == pytest.approx(expected, abs=EXACT)
-
-
 def test_kseq_accepts_at_least_its_share_of_the_optimum():
   """(1 - 1/e) alpha* <= K-SEQ <= alpha* (SpecTr, Theorem 2), at its own threshold."""
   is_less = []
@@ -344,21 +261,56 @@ def test_kseq_accepts_at_least_its_share_of_the_optimum():
   assert 0.1 < np.concatenate(is_less).mean() < 0.9
 
 
+@jax.jit
+def _outcomes(conditional, p, q, tuples):
+  """The coupling's outcomes; the plan is an argument here, so that one program serves all plans of a size."""
+  transport = types.SimpleNamespace(plan=conditional, conditional=conditional, num_drafts=tuples.shape[1])
+  coupling = TransportCoupling(transport)
+  return jax.vmap(lambda candidates: coupling(p, q, candidates, jnp.ones(candidates.shape, bool)))(tuples)
+
+
+def _emitted(transport, p, q):
+  """The law of the emitted token and the chance of acceptance over all tuples, by the coupling's own outcomes."""
+  tuples = _tuples(len(p), transport.num_drafts)
+  weights = p[tuples].prod(1)
+  outcomes = _outcomes(transport.conditional, p, q, tuples)
+  accept, residual = np.asarray(outcomes.accept_probs), np.asarray(outcomes.residual)
+  assert accept.dtype == residual.dtype == np.float64
+  assert (accept >= 0).all()
+  assert (accept.sum(1) <= 1 + EXACT).all()
+  assert (residual >= 0).all()
+  law = np.zeros(len(p))
+  np.add.at(law, tuples, weights[:, None] * accept)
+  law += (weights * (1 - accept.sum(1))) @ (residual / residual.sum(1, keepdims=True))
+  return law, float(weights @ accept.sum(1))
+
+
 @pytest.mark.parametrize(('vocab_size', 'n'), SIZES)
-def test_plan_couples_the_laws_and_attains_the_optimum(vocab_size, n):
+def test_a_plan_and_its_coupling_give_the_target_and_attain_the_optimum(vocab_size, n):
   tuples = _tuples(vocab_size, n)
   holds = (tuples[:, :, None] == np.arange(vocab_size)).any(1)
   for p, q in _laws(vocab_size):
     transport = optimal_transport(p, q, n)
-    assert transport.num_drafts == n
+    assert (transport.num_drafts, transport.plan.dtype) == (n, np.float64)
     assert transport.plan.shape == (vocab_size,) * (n + 1)
-    assert transport.plan.dtype == np.float64
     plan = transport.plan.reshape(-1, vocab_size)
     assert (plan >= 0).all()
     _assert_close(plan.sum(1), p[tuples].prod(1), atol=SOLVED)
     _assert_close(plan.sum(0), q, atol=SOLVED)
     assert transport.value == pytest.approx(plan[holds].sum(), abs=EXACT)
     assert transport.value == pytest.approx(float(_optimum(p, q, n)), abs=SOLVED)
+    law, acceptance = _emitted(transport, p, q)
+    _assert_close(law, q, atol=SOLVED)
+    assert acceptance == pytest.approx(transport.value, abs=SOLVED)
+
+
+def test_the_enumeration_can_tell():
+  """With another draft than the plan's the target is missed. Masses within the tolerance are normalized."""
+  p, q = BERNOULLI
+  law, _ = _emitted(optimal_transport(p, q, 2), p[::-1], q)
+  assert np.abs(law - q).max() > 1e-2
+  transport = optimal_transport(p * (1 + 5e-10), q * (1 - 5e-10), 2)
+  _assert_close(transport.plan, optimal_transport(p, q, 2).plan, atol=SOLVED)
 
 
 @pytest.mark.parametrize(('vocab_size', 'n'), [(2, 4), (4, 4), (10, 3)])
@@ -387,47 +339,6 @@ def test_plan_is_as_good_as_the_published_program(vocab_size, n):
     result = optimize.linprog(misses.ravel().astype(float), A_eq=equations.tocsr(), b_eq=masses, method='highs')
     # Each of its at most 20 constraints holds to 1e-7, the solver's tolerance.
     assert optimal_transport(p, q, n).value == pytest.approx(1 - result.fun, abs=2e-6)
-
-
-@jax.jit
-def _outcomes(conditional, p, q, tuples):
-  """The coupling's outcomes; the plan is an argument here, so that one program serves all plans of a size."""
-  transport = types.SimpleNamespace(plan=conditional, conditional=conditional, num_drafts=tuples.shape[1])
-  coupling = TransportCoupling(transport)
-  return jax.vmap(lambda candidates: coupling(p, q, candidates, jnp.ones(candidates.shape, bool)))(tuples)
-
-
-def _emitted(transport, p, q):
-  """The law of the emitted token and the chance of acceptance over all tuples, by the coupling's own outcomes."""
-  vocab_size, n = len(p), transport.num_drafts
-  tuples = _tuples(vocab_size, n)
-  weights = p[tuples].prod(1)
-  outcomes = _outcomes(transport.conditional, p, q, tuples)
-  accept, residual = np.asarray(outcomes.accept_probs), np.asarray(outcomes.residual)
-  assert accept.dtype == residual.dtype == np.float64
-  assert (accept >= 0).all()
-  assert (accept.sum(1) <= 1 + EXACT).all()
-  assert (residual >= 0).all()
-  law = np.zeros(vocab_size)
-  np.add.at(law, tuples, weights[:, None] * accept)
-  law += (weights * (1 - accept.sum(1))) @ (residual / residual.sum(1, keepdims=True))
-  return law, float(weights @ accept.sum(1))
-
-
-@pytest.mark.parametrize(('vocab_size', 'n'), SIZES)
-def test_coupling_emits_the_target_and_accepts_the_optimum(vocab_size, n):
-  for p, q in _laws(vocab_size):
-    transport = optimal_transport(p, q, n)
-    law, acceptance = _emitted(transport, p, q)
-    _assert_close(law, q, atol=SOLVED)
-    assert acceptance == pytest.approx(transport.value, abs=SOLVED)
-
-
-def test_coupling_is_for_its_own_laws():
-  """The enumeration can tell: with another draft the target is missed."""
-  p, q = BERNOULLI
-  law, _ = _emitted(optimal_transport(p, q, 2), p[::-1], q)
-  assert np.abs(law - q).max() > 1e-2
 
 
 def test_a_repeated_token_is_credited_to_the_first():
@@ -500,30 +411,3 @@ def test_the_largest_plans(vocab_size, n):
   transport = optimal_transport(p, q, n)
   assert transport.value == pytest.approx(float(_optimum(p, q, n)), abs=SOLVED_LARGE)
   _assert_close(transport.plan.reshape(-1, vocab_size).sum(0), q, atol=SOLVED_LARGE)
-
-
-def test_laws_within_the_tolerance_are_normalized():
-  p, q = BERNOULLI
-  transport = optimal_transport(p * (1 + 5e-10), q * (1 - 5e-10), 2)
-  _assert_close(transport.plan, optimal_transport(p, q, 2).plan, atol=SOLVED)
-  assert transport.plan.sum() == pytest.approx(1, abs=SOLVED)
-
-
-@pytest.mark.parametrize(
-  ('draft_probs', 'target_probs', 'num_drafts', 'message'),
-  [
-    ([0.5, 0.5], [0.5, 0.5], 16, r'at most 100000 are allowed; got V = 2 and n = 16'),
-    (np.full(317, 1 / 317), np.full(317, 1 / 317), 1, 'got V = 317 and n = 1'),
-    ([1.1, -0.1], [0.5, 0.5], 1, 'draft_probs must not be negative, got -0.1'),
-    ([0.5, 0.5], [0.5, 0.5 + 1e-8], 1, 'target_probs must sum to 1'),
-    ([0.5, np.nan], [0.5, 0.5], 1, 'draft_probs'),
-    ([[0.5, 0.5]], [0.5, 0.5], 1, r'draft_probs must have shape \[V\].*\(1, 2\)'),
-    ([0.5, 0.5], 1.0, 1, r'target_probs must have shape \[V\]'),
-    ([], [], 1, r'draft_probs must have shape \[V\]'),
-    ([0.5, 0.5], [0.2, 0.3, 0.5], 1, 'got 2 and 3'),
-    ([0.5, 0.5], [0.5, 0.5], 0, 'num_drafts must be at least 1, got 0'),
-  ],
-)
-def test_optimal_transport_refuses(draft_probs, target_probs, num_drafts, message):
-  with pytest.raises(ValueError, match=message):
-    optimal_transport(draft_probs, target_probs, num_drafts)

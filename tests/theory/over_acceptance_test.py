@@ -127,19 +127,3 @@ def test_leading_axes_broadcast():
     assert bias[i, j] == minimal_bias(p[i], q[i], alone)
     np.testing.assert_array_equal(law[i, j], emitted_law(p[i], alone, q[i]))
   np.testing.assert_allclose(front, bias, rtol=0, atol=EXACT)
-
-
-@pytest.mark.parametrize(
-  ('call', 'message'),
-  [
-    (lambda p, q: over_acceptance(p, q, -0.1), 'epsilon must be at least 0, got -0.1'),
-    (lambda p, q: over_acceptance(p, q[:3] / q[:3].sum(), 0), 'same length, got 4 and 3'),
-    (lambda p, q: minimal_bias(p, q, np.full(4, 1.1)), 'from 0 to 1, got 1.1 to 1.1'),
-    (lambda p, q: rejection_prob(p, np.full(4, -0.5)), 'from 0 to 1, got -0.5'),
-    (lambda p, q: emitted_law(p, np.ones(4), 2 * q), 'rejection_law must sum to 1'),
-    (lambda p, q: pareto_bias(p, q, [0.1, 1.5]), 'rejection must be from 0 to 1, got 0.1 to 1.5'),
-  ],
-)
-def test_refuses(call, message):
-  with pytest.raises(ValueError, match=message):
-    call(*_laws(0))

@@ -257,9 +257,3 @@ def test_batch_improvement_is_that_of_recursive_rejection():
   with jax.enable_x64(True):
     accepted = [np.asarray(recursive_acceptance(p, q, n)) for n in (1, 2, 4)]
   np.testing.assert_allclose(found, [x - accepted[0] for x in accepted], rtol=0, atol=EXACT)
-
-
-@pytest.mark.parametrize('num_drafts', [0, 1.5, math.nan, [1, -2], -math.inf])
-def test_numbers_of_drafts_are_refused(num_drafts):
-  with pytest.raises(ValueError, match='whole numbers from 1 on'):
-    expected_rejections(random_chains(0, num_tokens=2), num_drafts)

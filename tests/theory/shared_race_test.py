@@ -103,11 +103,3 @@ def test_a_large_vocabulary_takes_no_table_of_pairs():
   chosen = np.argsort(-np.minimum(p, q))[:200]
   some = sum(1 / np.maximum(p / p[x], q / q[x]).sum() for x in chosen)
   assert some < found < some + np.minimum(p, q).sum() - np.minimum(p, q)[chosen].sum()
-
-
-@pytest.mark.parametrize('function', [race_match_prob, race_match_bound])
-def test_refuses(function):
-  with pytest.raises(ValueError, match='same length, got 2 and 3'):
-    function([0.5, 0.5], np.ones(3) / 3)
-  with pytest.raises(ValueError, match='target_probs must sum to 1'):
-    function([0.5, 0.5], [0.5, 0.6])

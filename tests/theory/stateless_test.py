@@ -336,30 +336,3 @@ def test_stateless_methods():
 
 
 # What is refused.
-
-
-@pytest.mark.parametrize(
-  ('call', 'message'),
-  [
-    (lambda: log_presence(TokenTree.chains(2, 3), np.zeros((5, 2))), r'draft_log_probs must have shape \[..., 3\]'),
-    (lambda: log_presence(TokenTree.chains(2, 3), -1.0), r'got \(\)'),
-    (lambda: log_presence(TokenTree.chains(2, 2), [-1, 0.5]), 'logarithms of probabilities, got 0.5'),
-    (lambda: log_presence(TokenTree.chains(2, 2), [-1, np.nan]), 'got nan'),
-    (lambda: stateless_kept_bound(TokenTree.chains(2, 2), [-1, -1], [-1]), 'target_log_probs must have shape'),
-    (lambda: stateless_kept_bound(TokenTree.chains(2, 2), [-1, -1], [np.nan, -1]), 'target_log_probs must be'),
-    (lambda: stateless_kept_bound(TokenTree.chains(1, 2), np.zeros((3, 2)), np.zeros((4, 2))), 'equal shapes'),
-    (lambda: stateless_fewest_calls(np.ones((3, 4))), r'shape \[P, T, L\]'),
-    (lambda: stateless_fewest_calls(np.ones((3, 4, 0))), 'L of at least 1'),
-    (lambda: stateless_fewest_calls([[[0.5, 0.6]]]), 'never rise'),
-    (lambda: stateless_fewest_calls([[[1.5, 0.5]]]), 'must be probabilities'),
-    (lambda: stateless_fewest_calls([[[0.5, -0.5]]]), 'must be probabilities'),
-    (lambda: stateless_optimum(TokenTree.chains(2, 2), [0.5, 0.5], [0.5, 0.5]), 'must be of 2 tokens'),
-    (lambda: stateless_optimum(TokenTree.chains(2, 2), np.ones((2, 2)) / 4, [0.5, 0.5]), r'\[V\] \* L'),
-    (lambda: stateless_optimum(TokenTree.chains(1, 1), [0.5, 0.5], [0.5, 0.6]), 'target_law must sum to 1'),
-    (lambda: stateless_optimum(TokenTree(), 1.0, 1.0), r'\[V\] \* L'),
-    (lambda: stateless_optimum(TokenTree.chains(8, 1), np.ones(4) / 4, np.ones(4) / 4), 'at most 100000'),
-  ],
-)
-def test_refuses(call, message):
-  with pytest.raises(ValueError, match=message):
-    call()

@@ -142,21 +142,3 @@ def test_tokens_are_those_of_the_verifier():
     tree = TokenTree(parents)
     found = 1 + expected_acceptance(gsd, tree, tables).sum()
     assert found == pytest.approx(expected_tokens(tree, rates), abs=EXACT)
-
-
-@pytest.mark.parametrize(
-  ('call', 'message'),
-  [
-    (lambda: expected_tokens(TokenTree.chains(1, 2), []), r'\[W\] or \[D, W\]'),
-    (lambda: expected_tokens(TokenTree.chains(1, 2), [[0.5, 0.6]]), 'sum to at most 1, got 1.1'),
-    (lambda: acceptance_entropy([[0.5]]), r'shape \[W\] with entries, got \[1, 1\]'),
-    (lambda: tunstall_bound([0.5, -0.1], 3), 'from 0 to 1, got -0.1 to 0.5'),
-    (lambda: tunstall_bound([0.5], [3, 0]), 'integers from 1 on'),
-    (lambda: tunstall_bound([0.5], 2.5), 'integers from 1 on'),
-    (lambda: few_children_bound([0.5], 3, 0), 'num_rest must be at least 1, got 0'),
-    (lambda: few_children_bound([0.0], 3), 'nothing is ever accepted'),
-  ],
-)
-def test_refuses(call, message):
-  with pytest.raises(ValueError, match=message):
-    call()

@@ -2,7 +2,10 @@
 
 import random
 
+import hub_specs
 import pytest
+import safetensors.numpy
+import tiny_hub
 
 from configs import base
 from spectr_jax.io.tokenizer import Tokenizer
@@ -56,6 +59,18 @@ def make_config(corpus, tokenizer_path):
   return make
 
 
+@pytest.fixture(scope='session')
+def make_flags(make_config):
+  """Makes arguments of `train.main` that say the same, with other values for some fields by dotted name."""
+
+  def make(**changes):
+    flat = make_config().to_dict()
+    flat |= {f'model.{name}': value for name, value in flat.pop('model').items()}
+    return ['--config=configs/base.py', *(f'--config.{name}={value}' for name, value in (flat | changes).items())]
+
+  return make
+
+
 @pytest.fixture
 def config(make_config):
   return make_config()
@@ -67,3 +82,17 @@ def finished(tmp_path_factory, make_config):
   workdir = tmp_path_factory.mktemp('finished') / 'run'
   train(make_config(), workdir)
   return workdir
+
+
+@pytest.fixture(scope='session')
+def target_folder(tmp_path_factory):
+  """A public model of 6 layers and 310 tokens, with a chat template."""
+  spec = hub_specs.SPECS['llama'] | {
+    'vocab_size': 310, 'num_hidden_layers': 6, 'max_position_embeddings': 128, 'tie_word_embeddings': True,
+    'eos_token_id': tiny_hub.SPECIAL['<|im_end|>'],
+  }  # fmt: skip
+  folder = tiny_hub.write(tmp_path_factory.mktemp('target') / 'hub', config=spec, chat_template=tiny_hub.CHAT)
+  safetensors.numpy.save_file(
+    {name: 0.5 * x for name, x in tiny_hub.tensors_of(spec).items()}, folder / 'model.safetensors'
+  )
+  return folder

@@ -1,33 +1,21 @@
 """Training that is killed at random moments, again and again, ends like training that is not."""
 
-import json
 import random
 import time
 
 import commands
-import hub_specs
 import jax
 import numpy as np
 import pytest
 import safetensors.numpy
-import tiny_hub
 
 from spectr_jax import load_model
+from tests.train.train_test import lines_of
+from train.checkpoint import steps_in
 
 _NUM_KILLS = 10
-_TIMED = 'tokens_per_second', 'teraflops_per_device', 'seconds_per_step'
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures('own_programs')]
-
-
-def lines_of(workdir):
-  """Metrics without what depends on the clock."""
-  lines = [json.loads(line) for line in (workdir / 'metrics.jsonl').read_text().splitlines()]
-  return [{name: value for name, value in line.items() if name not in _TIMED} for line in lines]
-
-
-def steps_of(workdir):
-  return sorted(path.name for path in (workdir / 'checkpoints').iterdir() if path.name.isdigit())
 
 
 def kill_once(module, arguments, workdir, rng, from_start):
@@ -62,40 +50,26 @@ def assert_kills_change_nothing(module, arguments, tmp_path, params_of):
   assert 'held-out' in out
   print(f'killed {num_killed} times')
   assert num_killed >= _NUM_KILLS // 2
-  assert steps_of(killed) == steps_of(straight)
+  assert steps_in(killed / 'checkpoints') == steps_in(straight / 'checkpoints')
   assert lines_of(killed) == lines_of(straight)
   jax.tree.map(np.testing.assert_array_equal, params_of(killed), params_of(straight))
   states = ((workdir / 'run.json').read_bytes() for workdir in (killed, straight))
   assert len(set(states)) == 1
 
 
-def test_a_model(tmp_path, corpus, tokenizer_path):
-  fields = {
-    'source': 'files', 'files': corpus, 'held_out_percent': 10.0, 'tokenizer': tokenizer_path, 'vocab_size': 300,
-    'seq_len': 24, 'batch_size': 4, 'num_steps': 900, 'warmup_steps': 2, 'log_every': 3, 'eval_every': 20,
-    'eval_batches': 2, 'checkpoint_every': 10, 'patience': 100, 'model.embed_dim': 16, 'model.num_layers': 1,
-    'model.num_heads': 2, 'model.mlp_dim': 32,
-  }  # fmt: skip
-  arguments = ['--config=configs/base.py', *(f'--config.{name}={value}' for name, value in fields.items())]
+def test_a_model(tmp_path, make_flags):
+  arguments = make_flags(num_steps=900, log_every=3, eval_every=20, checkpoint_every=10, patience=100)
   assert_kills_change_nothing('train.main', arguments, tmp_path, lambda path: load_model(path / 'model')[0].params)
 
 
-def test_a_head(tmp_path):
-  spec = hub_specs.SPECS['llama'] | {
-    'vocab_size': 310, 'num_hidden_layers': 2, 'max_position_embeddings': 128, 'tie_word_embeddings': True,
-    'eos_token_id': tiny_hub.SPECIAL['<|im_end|>'],
-  }  # fmt: skip
-  target = tiny_hub.write(tmp_path / 'hub', config=spec, chat_template=tiny_hub.CHAT)
-  safetensors.numpy.save_file(
-    {name: 0.5 * x for name, x in tiny_hub.tensors_of(spec).items()}, target / 'model.safetensors'
-  )
+def test_a_head(tmp_path, target_folder):
   fields = {
     'num_shards': 4, 'rows_per_shard': 8, 'max_user_tokens': 8, 'max_new_tokens': 12, 'dtype': 'float32',
     'data_dtype': 'float32', 'batch_size': 4, 'num_steps': 300, 'warmup_steps': 2, 'log_every': 2, 'eval_every': 50,
     'checkpoint_every': 5, 'mesh': 'data:1,model:1',
   }  # fmt: skip
   fields = (f'--config.{name}={value}' for name, value in fields.items())
-  arguments = ['--config=configs/head.py:medusa', f'--target={target}', *fields]
+  arguments = ['--config=configs/head.py:medusa', f'--target={target_folder}', *fields]
 
   def params_of(workdir):
     return safetensors.numpy.load_file(workdir / 'head' / 'medusa_lm_head.safetensors')

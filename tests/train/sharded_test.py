@@ -15,21 +15,12 @@ import pytest
 from commands import finish
 
 from spectr_jax import load_model
+from spectr_jax.io.tokenizer import Tokenizer
 from spectr_jax.sharding import make_mesh, shardings
 from tests.slow import slow
-from train import plan, step, train
-
-
-def settings(corpus, tokenizer_path, **fields):
-  """Arguments of `train.main`: 12 steps of a network whose dimensions 8 devices can divide."""
-  values = {
-    'source': 'files', 'files': corpus, 'held_out_percent': 10.0, 'tokenizer': tokenizer_path, 'vocab_size': 304,
-    'seq_len': 24, 'batch_size': 8, 'num_steps': 12, 'warmup_steps': 2, 'learning_rate': 1e-2, 'log_every': 1,
-    'eval_every': 6, 'eval_batches': 2, 'checkpoint_every': 3, 'keep_checkpoints': 2, 'model.embed_dim': 32,
-    'model.num_layers': 1, 'model.num_heads': 4, 'model.mlp_dim': 64,
-  } | fields  # fmt: skip
-  return ['--config=configs/base.py', *(f'--config.{name}={value}' for name, value in values.items())]
-
+from train import plan, step
+from train.run import make_config_mesh
+from train.train import check_config
 
 start = functools.partial(commands.start, 'train.main')
 succeed = functools.partial(commands.succeed, 'train.main')
@@ -52,17 +43,12 @@ def assert_near(workdir, other):
 
 
 @pytest.fixture(scope='module')
-def wide_tokenizer(tmp_path_factory, documents):
-  from spectr_jax.io.tokenizer import Tokenizer
-
+def base(tmp_path_factory, documents, make_flags):
+  """Arguments of `train.main`: 12 steps of a network whose dimensions 8 devices can divide."""
   path = tmp_path_factory.mktemp('wide') / 'tokenizer.json'
   Tokenizer.train(documents, 304).save(path)
-  return path
-
-
-@pytest.fixture(scope='module')
-def base(corpus, wide_tokenizer):
-  return lambda **fields: settings(corpus, wide_tokenizer, **fields)
+  sizes = {'model.embed_dim': 32, 'model.num_heads': 4, 'model.mlp_dim': 64}
+  return functools.partial(make_flags, tokenizer=path, vocab_size=304, batch_size=8, log_every=1, **sizes)
 
 
 @pytest.fixture(scope='module')
@@ -185,34 +171,20 @@ def test_two_processes_survive_being_killed(tmp_path, base, on_one_device):
   jax.tree.map(np.testing.assert_array_equal, params(killed), params(alone))
 
 
-@pytest.mark.slow
-def test_microbatches_give_the_gradient_of_the_whole_batch(config):
-  """In float64 up to rounding, though the parts hold different numbers of targets."""
-  with jax.enable_x64(True):
-    config.model.dtype = 'float64'
-    model_config, optimizer = train.check_config(config), step.make_optimizer(config)
-    mesh = make_mesh({})
-    rows = np.random.default_rng(0).integers(3, config.vocab_size, (4, 25))
-    rows[0, 5::3] = 1  # many documents, few targets
-    results = []
-    for shape in ((1, 4), (2, 2), (4, 1)):
-      state = step.init_state(0, optimizer, model_config)
-      state = jax.tree.map(lambda x: x.astype(jnp.float64) if x.dtype == jnp.float32 else x, state)
-      run = step.make_train_step(optimizer, step.Learner(model_config, 1, mesh))
-      for _ in range(3):
-        state, loss = run(state, jnp.asarray(rows.reshape(*shape, 25), jnp.int32), None)
-      results.append((state['params'], loss))
-  for other in results[1:]:
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-9), other, results[0])
+def _entries(config):
+  return {entry.path: entry for entry in plan.state_entries(config, check_config(config), _mesh_of_eight(config))}
+
+
+def _mesh_of_eight(config):
+  return make_config_mesh(config, [jax.devices()[0]] * 8)
 
 
 def test_the_plan_counts_what_devices_hold(config):
   config.update(vocab_size=304, mesh='data:4,model:2', batch_size=8)
   config.model.update(embed_dim=20, num_heads=2, mlp_dim=64)
-  model_config = train.check_config(config)
-  entries = plan.state_entries(config, model_config, train.make_config_mesh(config, [jax.devices()[0]] * 8))
-  held = {entry.path: entry for entry in entries}
-  assert sum(entry.bytes for entry in entries if entry.path.startswith('params/')) == 4 * model_config.num_params
+  held = _entries(config)
+  params = [entry.bytes for path, entry in held.items() if path.startswith('params/')]
+  assert sum(params) == 4 * check_config(config).num_params
   for copy in ('params', 'opt_state/1/0/mu', 'opt_state/1/0/nu'):
     assert held[f'{copy}/embedding'].axes == ('model', 'data')
     assert held[f'{copy}/embedding'].device_bytes == 4 * 304 * 20 / 8
@@ -220,15 +192,14 @@ def test_the_plan_counts_what_devices_hold(config):
     assert held[f'{copy}/final_norm/gain'].device_bytes == 4 * 20
   # A width that data:8 does not divide stays whole.
   config.mesh = 'data:8'
-  entries = plan.state_entries(config, model_config, train.make_config_mesh(config, [jax.devices()[0]] * 8))
-  assert {entry.path: entry.device_bytes for entry in entries}['params/embedding'] == 4 * 304 * 20
+  assert _entries(config)['params/embedding'].device_bytes == 4 * 304 * 20
 
 
 def test_operations_are_those_the_compiler_counts(config):
   """The closed form against XLA's count of one forward pass; what is no matrix product is 10% here."""
   config.model.update(embed_dim=64, num_heads=2, mlp_dim=256, num_layers=3)
   config.seq_len = 128
-  model_config = train.check_config(config)
+  model_config = check_config(config)
   weights = jax.eval_shape(lambda: step.init_state(0, step.make_optimizer(config), model_config))['params']
   inputs = jax.ShapeDtypeStruct((4, 128), jnp.int32)
   forward = jax.jit(lambda weights, inputs: step.packed_logits(weights, inputs, step.Learner(model_config, 1)))
@@ -256,26 +227,13 @@ def test_the_dry_run_prints_the_plan_and_trains_nothing(tmp_path, base):
     ({'batch_size': 4}, 'a microbatch of 4 rows cannot be sharded over data:8'),
     ({'num_microbatches': 3}, 'must be a multiple of config.num_microbatches 3'),
     ({'mesh': 'model:8'}, r'embedding \(300, 32\) cannot be sharded over model:8'),
-    ({'distill_weight': 0.0}, 'config.distill_weight must be above 0 and at most 1'),
   ],
 )
-def test_what_cannot_be_divided_is_refused(make_config, fields, message):
-  config = make_config()
-  config.batch_size = 8
-  config.mesh = 'data:-1,model:1'
-  with config.unlocked():
-    for name, value in fields.items():
-      place = config.model if name.startswith('model.') else config
-      place[name.removeprefix('model.')] = value
+def test_what_cannot_be_divided_is_refused(config, fields, message):
+  config.update({'batch_size': 8, 'mesh': 'data:-1,model:1', **fields})
   config.model.update(embed_dim=32, num_heads=4)
-  devices = np.array([jax.devices()[0]] * 8).tolist()
-
-  def divide():
-    model_config = train.check_config(config)
-    plan.state_entries(config, model_config, train.make_config_mesh(config, devices))
-
   with pytest.raises(ValueError, match=message):
-    divide()
+    _entries(config)
 
 
 def test_a_parameter_that_no_rule_names_is_refused():

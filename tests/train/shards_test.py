@@ -1,5 +1,6 @@
 """Files of conversations that are damaged, hostile or of others."""
 
+import functools
 import io
 import os
 import random
@@ -64,21 +65,34 @@ def test_a_shard_is_read_as_it_was_written(path):
   assert shard_checksums(path) != shard_checksums(other)
 
 
+def test_damage_is_named(path):
+  whole = path.read_bytes()
+  for content in (whole[:-100], b'', b'no archive' * 100):
+    path.write_bytes(content)
+    for read in (Shard.load, functools.partial(check_shard, vocab_size=VOCAB_SIZE), shard_checksums):
+      with pytest.raises(ValueError, match='shard.npz is damaged: '):
+        read(path)
+  middle = whole.index(make_shard().features.tobytes()) + 100
+  path.write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
+  with pytest.raises(ValueError, match='shard.npz is damaged: features.npy has another checksum'):
+    check_shard(path, VOCAB_SIZE)
+
+
 @pytest.mark.parametrize(
   ('arrays', 'message'),
   [
     ({'features': header((6, 10, 2, 4), '|O') + bytes(960)}, 'features has another type than <u2'),
     ({'features': header((6, 10, 2, 4), '<f8') + bytes(960)}, 'features has another type than <u2'),
-    ({'features': header((6, 10, 2, 10**9)) + bytes(960)}, 'features have another size'),
-    ({'features': header((2**62, 10, 2, 4)) + bytes(960)}, 'features have another size'),
+    ({'features': header((6, 10, 2, 10**9)) + bytes(960)}, 'features has another size'),
+    ({'features': header((2**62, 10, 2, 4)) + bytes(960)}, 'features has another size'),
     ({'features': header((6, 10, 0, 4))}, 'features is empty'),
-    ({'features': header((6, 10, 8))}, 'features has 3 dimensions'),
-    ({'features': b''}, 'features is no array'),
-    ({'features': header((6, 10, 2, 4)).replace(b'descr', b'descR') + bytes(960)}, 'features has another type'),
-    ({'features': b'\x93NUMPY\1\0\xff\xff' + b'(' * 65535}, 'features has another type'),
+    ({'features': header((6, 10, 8))}, 'features is empty or has 3 dimensions'),
+    ({'features': b''}, 'is damaged'),
+    ({'features': header((6, 10, 2, 4)).replace(b'descr', b'descR') + bytes(960)}, 'is damaged'),
+    ({'features': b'\x93NUMPY\1\0\xff\xff' + b'(' * 65535}, 'is damaged'),
     ({'features': None}, 'it holds other arrays'),
     ({'more': np.zeros(3)}, 'it holds other arrays'),
-    ({'tokens': np.zeros((6, 9), np.int32)}, 'tokens and features have different sizes'),
+    ({'tokens': np.zeros((6, 9), np.int32)}, 'its arrays have different sizes'),
     ({'tokens': np.zeros((6, 10), np.int64)}, 'tokens has another type than <i4'),
     ({'tokens': header((6, 10), '<i4')}, 'is damaged'),
     ({'tokens': np.full((6, 10), -1, np.int32)}, 'a token, a length or a start is not valid'),

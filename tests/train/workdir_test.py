@@ -1,5 +1,6 @@
-"""What a WORKDIR knows of the run that made it, and files in it that are not the run's."""
+"""What a WORKDIR knows of the run that made it, files in it that are not the run's, and full disks."""
 
+import contextlib
 import json
 import os
 import re
@@ -11,27 +12,20 @@ import pytest
 from etils import epath
 
 from configs import base
-from configs import head as head_experiment
 from spectr_jax import load_model
 from spectr_jax.io.new_files import only_writer
 from spectr_jax.io.tokenizer import Tokenizer
 from tests.hostile import NUM_MUTATIONS, Tally, mutated_json, rngs
-from train import run_record
-from train.metrics import MetricWriter
-from train.run_record import HEAD_FIELDS, MODEL_FIELDS, RunRecord
+from train.metric_writer import MetricWriter
+from train.run_record import RunRecord, determining_fields
 from train.train import train
 
 
 @pytest.fixture
-def run(tmp_path, finished):
-  """A copy of the finished run."""
-  shutil.copytree(finished, tmp_path / 'run', symlinks=True)
-  return tmp_path / 'run'
-
-
-@pytest.fixture
-def half(run):
-  """A copy of the run as it was at step 9."""
+def half(tmp_path, finished):
+  """A copy of the finished run as it was at step 9."""
+  run = tmp_path / 'run'
+  shutil.copytree(finished, run, symlinks=True)
   shutil.rmtree(run / 'checkpoints' / '12')
   shutil.rmtree(run / 'model')
   return run
@@ -42,35 +36,20 @@ def content_of(folder):
 
 
 def notes_of(capfd):
-  """What a run has said beside its size, its progress and its metrics."""
+  """Lines that a run has printed beside its size, its progress and its metrics."""
   out, err = capfd.readouterr()
   assert not err
   return [line for line in out.splitlines() if not re.match(r'\S+ parameters on|step \d+: |training |\s*$', line)]
 
 
-def refuse(config, workdir, message, **options):
+def refuse(config, workdir, message):
   """Training is refused in one line that matches, and nothing is changed."""
   before = content_of(workdir)
   with pytest.raises(ValueError, match=message) as info:
-    train(config, workdir, **options)
+    train(config, workdir)
   assert '\n' not in str(info.value)
   assert len(str(info.value)) < 1500
   assert content_of(workdir) == before
-
-
-def fields_of(config, prefix=''):
-  for name, value in config.items():
-    if hasattr(value, 'items'):
-      yield from fields_of(value, f'{prefix}{name}.')
-    else:
-      yield prefix + name
-
-
-def test_every_field_is_decided():
-  """A new field must get a place in the tables: does it determine the result?"""
-  assert set(fields_of(base.get_config())) == set(MODEL_FIELDS)
-  kinds = map(head_experiment.get_config, ('eagle3', 'medusa', 'dspark', 'dflash', 'model'))
-  assert {name for config in kinds for name in fields_of(config)} == set(HEAD_FIELDS)
 
 
 _DETERMINES = {
@@ -81,28 +60,19 @@ _DETERMINES = {
 }  # fmt: skip
 
 
-def change(config, name, value):
-  place = config.model if name.startswith('model.') else config
-  place[name.removeprefix('model.')] = value
-
-
 def test_what_determines_the_result_is_refused_by_name(half, make_config):
-  assert set(_DETERMINES) | {'vocab_size'} == {
-    name for name, rule in MODEL_FIELDS.items() if rule is run_record.Rule.DETERMINES
-  } | {'held_out_percent'}
+  assert set(_DETERMINES) | {'vocab_size'} == determining_fields(base.get_config()).keys() | {'held_out_percent'}
   for name, value in _DETERMINES.items():
     config = make_config()
-    was = config.model[name.removeprefix('model.')] if '.' in name else config[name]
-    change(config, name, value)
-    by_name = f'config.{name} is {value!r} and was {was!r}'
+    place, field = (config.model if '.' in name else config), name.removeprefix('model.')
+    by_name = f'config.{name} is {value!r} and was {place[field]!r}'
+    place[field] = value
     if name == 'held_out_percent':
       by_name = 'the content of the text is .*20% of documents.* and was .*10% of documents'
     refuse(config, half, f'run was begun with other settings: {by_name}')
-
-
-def test_all_differences_are_named(run, config):
+  config = make_config()
   config.update(seed=1, learning_rate=3.0)
-  refuse(config, run, r'config.seed is 1 and was 0; .*config.learning_rate is 3.0 and was 0.01')
+  refuse(config, half, r'config.learning_rate is 3.0 and was 0.01; .*config.seed is 1 and was 0')
 
 
 def test_other_content_is_refused_and_other_paths_are_not(half, tmp_path, make_config, documents):
@@ -122,21 +92,19 @@ def test_other_content_is_refused_and_other_paths_are_not(half, tmp_path, make_c
 
 def test_another_teacher_in_the_same_place_is_refused(tmp_path, finished, make_config):
   config = make_config()
-  teacher = tmp_path / 'teacher'
+  teacher, moved = tmp_path / 'teacher', tmp_path / 'moved'
   shutil.copytree(finished / 'model', teacher)
   config.update(distill_from=str(teacher), num_steps=4)
   train(config, tmp_path / 'run')
-  moved = tmp_path / 'moved'
   teacher.rename(moved)
   config.distill_from = str(moved)
   assert train(config, tmp_path / 'run').step == 4
   other = make_config()
   other.update(seed=1, num_steps=3)
   train(other, tmp_path / 'other')
-  config.distill_from = str(tmp_path / 'other' / 'model')
-  refuse(config, tmp_path / 'run', "the content of config.distill_from is '[0-9a-f]+' and was '[0-9a-f]+'")
-  config.distill_from = ''
-  refuse(config, tmp_path / 'run', "the content of config.distill_from is '' and was '[0-9a-f]+'")
+  for path, now in ((str(tmp_path / 'other' / 'model'), '[0-9a-f]+'), ('', '')):
+    config.distill_from = path
+    refuse(config, tmp_path / 'run', f"the content of config.distill_from is '{now}' and was '[0-9a-f]+'")
 
 
 def test_what_may_change_changes_nothing(half, finished, config, capfd):
@@ -150,19 +118,12 @@ def test_what_may_change_changes_nothing(half, finished, config, capfd):
   assert not notes_of(capfd)
 
 
-@pytest.mark.slow
-def test_what_only_matters_with_dropout_or_patience(tmp_path, make_config):
-  for name, value, changes in (
-    ('dropout', 0.1, {'num_microbatches': 2}),
-    ('patience', 2, {'eval_every': 3}),
-    ('patience', 2, {'eval_batches': 3}),
-  ):
-    config = make_config()
-    config.update(num_steps=3, **{name: value})
-    workdir = tmp_path / next(iter(changes))
-    train(config, workdir)
-    config.update(changes)
-    refuse(config, workdir, f'config.{next(iter(changes))} is {next(iter(changes.values()))} and was')
+def test_what_only_matters_with_dropout_or_patience(config):
+  fields = determining_fields(config).keys()
+  for name, value, matters in (('dropout', 0.1, {'num_microbatches'}), ('patience', 2, {'eval_every', 'eval_batches'})):
+    changed = config.copy_and_resolve_references()
+    changed[name] = value
+    assert determining_fields(changed).keys() - fields == matters
 
 
 def test_another_number_of_steps_is_recorded_and_said(half, config, capfd):
@@ -189,11 +150,6 @@ def test_nothing_is_left_of_a_run_that_has_saved_nothing(half, config):
   refuse(config, half, 'config.seed is 0 and was 1')
 
 
-def test_checkpoints_without_a_record_are_refused(half, config):
-  (half / 'run.json').unlink()
-  refuse(config, half, 'has checkpoints, and no training wrote them there: take another --workdir')
-
-
 def test_a_checkpoint_without_checksums_is_said_to_be_unchecked(half, config, capfd):
   (half / 'checkpoints' / '9' / 'checksums.json').unlink()
   train(config, half)
@@ -202,9 +158,17 @@ def test_a_checkpoint_without_checksums_is_said_to_be_unchecked(half, config, ca
 
 
 def test_a_head_is_not_trained_where_a_model_was(half, config):
-  record = RunRecord(epath.Path(half), config, HEAD_FIELDS, 'train.head', {})
   with pytest.raises(ValueError, match="was begun by 'train.main', not by train.head: take another one"):
-    record.check()
+    RunRecord(epath.Path(half), config, 'train.head', {}).check()
+
+
+def test_a_record_of_an_earlier_version_is_continued(half, config, capfd):
+  """It has an entry for fields of other kinds of experiments as well, and lists fields in another order."""
+  record = json.loads((half / 'run.json').read_text())
+  record['settings'] = {'config.num_unrolled': None, **dict(reversed(record['settings'].items()))}
+  (half / 'run.json').write_text(json.dumps(record))
+  train(config, half)
+  assert not notes_of(capfd)
 
 
 @pytest.mark.parametrize(
@@ -214,12 +178,12 @@ def test_a_head_is_not_trained_where_a_model_was(half, config):
     ('[1]', 'run.json must hold an object'),
     ('', 'run.json is damaged'),
     ('[' * 10**5, 'run.json is damaged: it is nested too deeply'),
-    (None, 'run.json is not a regular file'),
+    ('a pipe', 'run.json is not a regular file'),
   ],
 )
 def test_a_record_that_is_none(half, config, content, message):
   (half / 'run.json').unlink()
-  if content is None:
+  if content == 'a pipe':
     os.mkfifo(half / 'run.json')
   else:
     (half / 'run.json').write_text(content)
@@ -230,12 +194,12 @@ def test_a_record_that_is_none(half, config, content, message):
 def test_hostile_records(half, config):
   path, content = half / 'run.json', json.loads((half / 'run.json').read_text())
   settings = {name: value for name, value in content['settings'].items() if not name.startswith('config.')}
-  tally, notes = Tally(half), set()
+  tally = Tally(half)
 
   def read():
-    record = RunRecord(epath.Path(half), config, MODEL_FIELDS, 'train.main', settings)
+    record = RunRecord(epath.Path(half), config, 'train.main', settings)
     record.check()
-    notes.add(record.write(9)[:60])
+    record.write(9)
 
   for rng in rngs():
     path.write_bytes(json.dumps(mutated_json(content, rng)).encode())
@@ -246,8 +210,7 @@ def test_hostile_records(half, config):
   read()
 
 
-def file_in_its_place(path):
-  path.write_text('mine')
+# Files of users.
 
 
 def link_to_a_file(path):
@@ -255,19 +218,23 @@ def link_to_a_file(path):
   path.symlink_to(path.parent / 'elsewhere')
 
 
-def link_to_itself(path):
-  path.symlink_to(path)
-
-
 def folder_with_a_file_of_that_name(path):
   path.mkdir()
   (path / 'tokenizer.json').write_text('mine')
 
 
+def file(path):
+  path.write_text('mine')
+
+
+def link_to_itself(path):
+  path.symlink_to(path)
+
+
 @pytest.mark.parametrize(
   ('put', 'message'),
   [
-    (file_in_its_place, 'exists and is not a folder that can be replaced'),
+    (file, 'exists and is not a folder that can be replaced'),
     (link_to_a_file, 'elsewhere exists and is not a folder that can be replaced'),
     (link_to_itself, 'model exists and is not a folder that can be replaced'),
     (folder_with_a_file_of_that_name, 'model/tokenizer.json is not replaced: it is no file of what is overwritten'),
@@ -282,19 +249,30 @@ def test_links_to_folders_are_followed_and_files_of_users_stay(half, tmp_path, c
   (tmp_path / 'elsewhere').mkdir()
   (tmp_path / 'elsewhere' / 'notes.txt').write_text('mine')
   (half / 'model').symlink_to(tmp_path / 'elsewhere')
+  (half / 'metrics.jsonl').rename(tmp_path / 'log')
+  (half / 'metrics.jsonl').symlink_to(tmp_path / 'log')
   train(config, half)
   assert (half / 'model').is_symlink()
   assert (tmp_path / 'elsewhere' / 'notes.txt').read_text() == 'mine'
   load_model(half / 'model')
+  assert (half / 'metrics.jsonl').is_symlink()
+  assert 'final_loss' in (tmp_path / 'log').read_text()
   (half / 'model').unlink()
   (half / 'model').symlink_to(tmp_path / 'nothing')
   train(config, half)
   load_model(tmp_path / 'nothing')
 
 
-def test_a_model_that_no_run_wrote_there_stays(tmp_path, finished, config):
-  shutil.copytree(finished / 'model', tmp_path / 'model')
-  refuse(config, tmp_path, 'has a result, and no training wrote it there: take another --workdir')
+def test_what_no_run_wrote_there_stays(tmp_path, half, finished, config):
+  (half / 'run.json').unlink()
+  refuse(config, half, 'has checkpoints, and no training wrote them there: take another --workdir')
+  for name in ('one', 'two'):
+    (tmp_path / name).mkdir()
+  shutil.copytree(finished / 'model', tmp_path / 'one' / 'model')
+  refuse(config, tmp_path / 'one', 'has a result, and no training wrote it there: take another --workdir')
+  (tmp_path / 'two' / 'metrics.jsonl').write_text('{"step": 3, "loss": 1}\n')
+  message = 'metrics.jsonl is there before the first training in .*: move it to another place'
+  refuse(config, tmp_path / 'two', message)
 
 
 def test_two_trainings_in_one_directory(half, config):
@@ -314,49 +292,26 @@ def test_a_refused_run_gives_the_directory_free(half, make_config):
     refuse(make_config(), half, 'is damaged')
 
 
-@pytest.mark.parametrize('name', ['metrics.jsonl', 'damaged_checkpoints', 'checkpoints', 'data'])
-@pytest.mark.parametrize('kind', ['file', 'pipe', 'link to itself', 'folder'])
-def test_other_things_with_the_names_of_files_of_a_run(tmp_path, config, name, kind):
-  path = tmp_path / name
-  if kind == 'folder':
-    if name != 'metrics.jsonl':
-      return  # as it should be
-    path.mkdir()
-  elif kind == 'file':
-    path.write_text('mine')
-  elif kind == 'pipe':
-    os.mkfifo(path)
-  else:
-    path.symlink_to(path)
-  refuse(config, tmp_path, f'{name}')
-  assert sorted(os.listdir(tmp_path)) == sorted([name])
+@pytest.mark.parametrize('name', ['metrics.jsonl', 'checkpoints', 'data'])
+def test_other_things_with_the_names_of_files_of_a_run(tmp_path, config, name):
+  for put in (file, os.mkfifo, link_to_itself, *([os.mkdir] if name == 'metrics.jsonl' else [])):
+    workdir = tmp_path / put.__name__
+    workdir.mkdir()
+    put(workdir / name)
+    refuse(config, workdir, f'{workdir}/{name}')
+    assert os.listdir(workdir) == [name]
 
 
-@pytest.mark.parametrize(
-  'content',
-  ['hello', 'hello\n', '{"step": 3}\nhello\n', '{"step": -1}\n', '{"step": "3"}\n', '{"step": 3', '{"step": 1}\n\n[]'],
-)
-def test_a_log_that_is_none_is_not_cut(half, config, content):
+def test_a_log_that_is_none_is_not_cut(half, config):
   log = (half / 'metrics.jsonl').read_text()
-  if content != '{"step": 3':  # the line that a killed process leaves
+  for content in (
+    'hello', 'hello\n', '{"step": 3}\nhello\n', '{"step": -1}\n', '{"step": "3"}\n', '{"step": 1}\n\n[]',
+  ):  # fmt: skip
     (half / 'metrics.jsonl').write_text(content)
     refuse(config, half, r'line \d of .*metrics.jsonl is not of a training log: move the file to another place')
-  (half / 'metrics.jsonl').write_text(log + '{"step": 13, "train_l')
+  (half / 'metrics.jsonl').write_text(log + '{"step": 13, "train_l')  # the line that a killed process leaves
   train(config, half)
   assert all(json.loads(line) for line in (half / 'metrics.jsonl').read_text().splitlines())
-
-
-def test_a_log_of_others_is_not_continued(tmp_path, config):
-  (tmp_path / 'metrics.jsonl').write_text('{"step": 3, "loss": 1}\n')
-  refuse(config, tmp_path, 'metrics.jsonl is there before the first training in .*: move it to another place')
-
-
-def test_a_log_behind_a_link_is_kept_there(half, tmp_path, config):
-  (half / 'metrics.jsonl').rename(tmp_path / 'log')
-  (half / 'metrics.jsonl').symlink_to(tmp_path / 'log')
-  train(config, half)
-  assert (half / 'metrics.jsonl').is_symlink()
-  assert 'final_loss' in (tmp_path / 'log').read_text()
 
 
 def test_events_of_two_runs_within_a_second_are_two_files(tmp_path):
@@ -367,3 +322,72 @@ def test_events_of_two_runs_within_a_second_are_two_files(tmp_path):
   events = [path for path in tmp_path.iterdir() if 'tfevents' in path.name]
   assert len(events) == 3
   assert min(path.stat().st_size for path in events) > 60
+
+
+# Disks that are full or cannot be written, at the start of training and where one file of a run lies.
+
+
+class Disk:
+  """A small file system of its own."""
+
+  def __init__(self, path):
+    path.mkdir(parents=True, exist_ok=True)
+    self.path = path
+    if os.system(f'mount -t tmpfs -o size=8m tmpfs {path} 2>/dev/null'):
+      pytest.skip('needs the right to mount')
+
+  def fill(self):
+    with (self.path / 'filling').open('wb', buffering=0) as filling, contextlib.suppress(OSError):
+      while True:
+        filling.write(bytes(4096))
+
+  def empty(self):
+    (self.path / 'filling').unlink()
+
+
+@pytest.fixture
+def disk(tmp_path):
+  disk = Disk(tmp_path / 'disk')
+  yield disk
+  os.system(f'umount -l {disk.path}')
+
+
+@pytest.mark.slow
+def test_a_full_disk_at_the_start_changes_nothing(disk, half, config):
+  workdir = disk.path / 'run'
+  shutil.copytree(half, workdir)
+  disk.fill()
+  refuse(config, workdir, f'{workdir}.*No space left on device')
+  disk.empty()
+  assert train(config, workdir).step == 12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', ['metrics.jsonl', 'model', 'checkpoints', 'data'])
+def test_a_disk_that_is_full_where_one_file_lies(disk, tmp_path, make_config, name):
+  """It ends the run in one line that names the file; what was written before stays, and the run continues."""
+  workdir, config = tmp_path / 'run', make_config()
+  workdir.mkdir()
+  if name in ('checkpoints', 'data'):
+    (disk.path / name).mkdir()
+  if name == 'metrics.jsonl':
+    config.num_steps = 6
+    train(config, workdir)
+    shutil.move(workdir / name, disk.path / name)
+  (workdir / name).symlink_to(disk.path / name)
+  disk.fill()
+  with pytest.raises(ValueError, match=f'/(run|disk)/{name}.*No space left on device') as info:
+    train(make_config(), workdir)
+  assert len(str(info.value)) < 1000
+  assert '\n' not in str(info.value)
+  disk.empty()
+  assert train(make_config(), workdir).step == 12
+  load_model(workdir / 'model')
+
+
+@pytest.mark.slow
+def test_a_read_only_directory(disk, finished, config):
+  workdir = disk.path / 'run'
+  shutil.copytree(finished, workdir)
+  os.system(f'mount -o remount,ro {disk.path}')
+  refuse(config, workdir, 'run.*Read-only file system')

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,7 +19,6 @@ from spectr_jax.io.heads.layout import (
   num_rows,
   shape_of,
 )
-from spectr_jax.io.heads.names import DEEPSEEK_MTP, head_prefix
 from spectr_jax.io.hub.config_fields import checked
 from spectr_jax.io.hub.tensors import Tensors
 from spectr_jax.models.head import HeadConfig
@@ -56,12 +56,7 @@ def _feature_layers(spec: Mapping[str, Any], tensors: Tensors, sizes: TargetSize
 
 
 def eagle3_modules(config: HeadConfig, block: str) -> dict[str, str]:
-  """The hub's name of every module of a head of EAGLE-3's kind, by ours.
-
-  Args:
-    config: The head.
-    block: The beginning of the names of the block's modules.
-  """
+  """The hub's name of every module of a head of EAGLE-3's kind, by ours."""
   layers = layer_modules(range(1, config.block.num_layers))
   return layers | block_modules(
     block,
@@ -80,13 +75,6 @@ def read_eagle3(
   spec: Mapping[str, Any], tensors: Tensors, sizes: TargetSizes, dtype: str | None, *, mask_id: int | None = None
 ) -> Layout:
   """A head of EAGLE-3's kind; with what the speculators format adds, which some files without that format have too.
-
-  Args:
-    spec: The content of `config.json`.
-    tensors: The head's tensors, of which only names and shapes are read.
-    sizes: The target's sizes.
-    dtype: The dtype to compute in; None for the one of the configuration.
-    mask_id: The mask token of P-EAGLE; None for a head that reads its guesses.
 
   Raises:
     ValueError: Something is missing, unknown or does not fit the target.
@@ -194,8 +182,18 @@ def read_qwen_mtp(spec, tensors: Tensors, sizes: TargetSizes, dtype) -> Layout:
   return _mtp(spec, tensors, sizes, dtype, 'mtp.', 'mtp.layers.0.', others, gain_offset=1.0)
 
 
+def deepseek_prefix(names: set[str]) -> str | None:
+  """The beginning of the names of a DeepSeek model's MTP layer, None if it has none."""
+  pattern = r'(model\.layers\.[0-9]{1,5}\.)eh_proj\.weight'
+  found = [match[1] for name in names if (match := re.fullmatch(pattern, name))]
+  if len(found) > 1:
+    raise ValueError(f'the checkpoint has {len(found)} MTP layers; one is read')
+  return found[0] if found else None
+
+
 def read_deepseek_mtp(spec, tensors: Tensors, sizes: TargetSizes, dtype) -> Layout:
-  prefix = head_prefix(DEEPSEEK_MTP, tensors.names())
+  prefix = deepseek_prefix(tensors.names())
+  assert prefix is not None  # as the format is recognised by it
   others = {
     'join': 'eh_proj', 'embedding_norm': 'enorm', 'hidden_norm': 'hnorm', 'output_norm': 'shared_head.norm',
     'embedding': 'embed_tokens', 'unembedding': 'shared_head.head',

@@ -1,16 +1,17 @@
-"""The formats of published heads, by name: who reads the `config.json` and the names of tensors of each.
+"""The formats of published heads, by name: how each is recognised, and who reads its `config.json` and its tensors.
 
 What differs between heads of a format follows from the tensors where it can, since configurations are often incomplete.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from spectr_jax.io.foreign import FLAG, TEXT, list_of, object_of, whole
 from spectr_jax.io.heads.eagle_formats import (
   EAGLE3_FIELDS,
+  deepseek_prefix,
   read_deepseek_mtp,
   read_eagle,
   read_eagle3,
@@ -18,7 +19,6 @@ from spectr_jax.io.heads.eagle_formats import (
   read_qwen_mtp,
 )
 from spectr_jax.io.heads.layout import Layout, TargetSizes
-from spectr_jax.io.heads.names import DEEPSEEK_MTP, DFLASH, DFLASH2, DSPARK, MTP
 from spectr_jax.io.heads.one_pass_formats import (
   ONE_PASS_FIELDS,
   read_dflash,
@@ -29,6 +29,7 @@ from spectr_jax.io.heads.one_pass_formats import (
 from spectr_jax.io.hub.config_fields import BLOCK_FIELDS, checked, plain_name
 from spectr_jax.io.hub.tensors import Tensors
 
+MEDUSA = 'Medusa'
 # Of the `config.json` of a head. The number of blocks may be that of the target.
 _FIELDS = (
   BLOCK_FIELDS
@@ -69,22 +70,39 @@ READERS: dict[str, Callable[..., Layout]] = {
   'EAGLE': read_eagle,
   'EAGLE-3': read_eagle3,
   'speculators': _speculators,
-  DFLASH: read_dflash,
-  DFLASH2: read_dflash2,
-  DSPARK: read_dspark,
-  MTP: read_qwen_mtp,
-  DEEPSEEK_MTP: read_deepseek_mtp,
+  'DFlash': read_dflash,
+  'DFlash 2': read_dflash2,
+  'DSpark': read_dspark,
+  'MTP': read_qwen_mtp,
+  'MTP, DeepSeek': read_deepseek_mtp,
 }
+# Formats by names of tensors that only their heads have, all of a set; the first that is there counts. DFlash takes the
+# target's embedding and output head, and DSpark has copies.
+_MARKS = (
+  ('EAGLE-3', {'midlayer.self_attn.q_proj.weight'}),
+  ('EAGLE-3', {'layers.0.hidden_norm.weight'}),
+  ('DFlash 2', {'fc.weight', 'hidden_norm.weight', 'candidate_selector.predecessor_codebook'}),
+  ('DSpark', {'fc.weight', 'hidden_norm.weight', 'lm_head.weight'}),
+  ('DSpark', {'fc.weight', 'hidden_norm.weight', 'markov_head.markov_w1.weight'}),
+  ('DFlash', {'fc.weight', 'hidden_norm.weight'}),
+  ('EAGLE', {'fc.weight', 'layers.0.self_attn.q_proj.weight'}),
+  (MEDUSA, {'0.0.linear.weight'}),
+  (MEDUSA, {'medusa_head.0.0.linear.weight'}),
+  ('MTP', {'mtp.fc.weight'}),
+)
+
+
+def find_format(spec: Mapping[str, Any], names: set[str]) -> tuple[str, str] | None:
+  """The format of a folder's head, and how the names that belong to it begin; None if it holds none."""
+  if 'speculators_model_type' in spec:
+    return 'speculators', ''
+  for name, marks in _MARKS:
+    if marks <= names:
+      return name, 'mtp.' if name == 'MTP' else ''
+  prefix = deepseek_prefix(names)
+  return None if prefix is None else ('MTP, DeepSeek', prefix)
 
 
 def checked_spec(spec: Any, where: str) -> dict[str, Any]:
-  """The `config.json` of a head, with fields of the right kinds.
-
-  Args:
-    spec: Its content.
-    where: Where it stands, for messages.
-
-  Raises:
-    ValueError: It is not an object, or a field is of another kind.
-  """
+  """The `config.json` of a head, with fields of the right kinds."""
   return checked(spec, _FIELDS, where)

@@ -14,6 +14,7 @@ from spectr_jax.io.hub.config_fields import check_requests
 from spectr_jax.io.hub.families import LLAMA_MODULES
 from spectr_jax.io.hub.family_configs import layer_windows, llama_config
 from spectr_jax.io.hub.load import for_platform
+from spectr_jax.io.hub.redundant import FREQUENCIES
 from spectr_jax.io.hub.tensors import Tensors
 from spectr_jax.model import KVCache, Model
 from spectr_jax.models import head, one_pass
@@ -75,14 +76,7 @@ class Layout:
 
 
 def target_sizes(target: Model) -> TargetSizes:
-  """The sizes of a target that a head must fit.
-
-  Args:
-    target: The target; nothing is computed.
-
-  Raises:
-    ValueError: The target returns no hidden states, or does not tell the number of its layers.
-  """
+  """The sizes of a target that a head must fit."""
   if target.features_fn is None:
     raise ValueError('a head reads hidden states of the target, but this target returns none: its features_fn is None')
 
@@ -200,6 +194,14 @@ def embedding_sizes(tensors: Tensors, name: str, sizes: TargetSizes) -> tuple[in
   return None, sizes.embedding_dim
 
 
+def is_beside(prefix: str, name: str) -> bool:
+  """Whether a tensor may stand beside those of a head, whose names begin with `prefix`.
+
+  It follows from others, with which it is compared when the head is loaded, or belongs to the target.
+  """
+  return not name.startswith(prefix) or name.endswith(FREQUENCIES) or name == 't2d' or 'verifier_' in name
+
+
 # Ends of names of tensors that are not the weight of a module.
 _WITHOUT_WEIGHT = '_codebook', '.base_kernel', 'mask_hidden'
 
@@ -222,11 +224,7 @@ def is_transposed(path: str) -> bool:
 
 
 def names_and_shapes(layout: Layout) -> dict[str, tuple[str, jax.ShapeDtypeStruct]]:
-  """The hub's name and our shape of every parameter that a file holds, by our path.
-
-  Args:
-    layout: The head.
-  """
+  """The hub's name and our shape of every parameter that a file holds, by our path."""
   leaves = jax.tree_util.tree_leaves_with_path(layout.param_shapes)
   paths = {jax.tree_util.keystr(keys, simple=True, separator='/'): leaf for keys, leaf in leaves}
   if not layout.config.has_unembedding:

@@ -17,9 +17,8 @@ from etils import epath
 from spectr_jax.draft import Drafter, head_drafter, medusa_drafter, one_pass_drafter
 from spectr_jax.draft.medusa_drafter import MedusaConfig
 from spectr_jax.io.foreign import named
-from spectr_jax.io.heads.formats import READERS, checked_spec
-from spectr_jax.io.heads.layout import Layout, is_transposed, names_and_shapes, target_sizes
-from spectr_jax.io.heads.names import MEDUSA, find_format, head_prefix, is_beside
+from spectr_jax.io.heads.formats import MEDUSA, READERS, checked_spec, find_format
+from spectr_jax.io.heads.layout import Layout, is_beside, is_transposed, names_and_shapes, target_sizes
 from spectr_jax.io.hub.load import read_json
 from spectr_jax.io.hub.redundant import FREQUENCIES, check_buffers
 from spectr_jax.io.hub.tensors import SafetensorsFolder, Tensors, check_tensors
@@ -39,10 +38,7 @@ _KNOWN = 'EAGLE-1, 2 and 3, P-EAGLE, the speculators format, DFlash 1 and 2, DSp
 def output_head_rows(target: Model, ids: np.ndarray | None, dtype: str) -> jax.Array:
   """Rows of the target's output head as a kernel, `[D, Vd]`, read off its logits of unit vectors.
 
-  Args:
-    target: The target.
-    ids: The Vd tokens, or None for all.
-    dtype: Type of the kernel.
+  The rows are those of the Vd tokens `ids`, or all.
 
   Raises:
     ValueError: The target has no output head that others can use, or it is more than a product.
@@ -211,14 +207,7 @@ class HeadFiles:
     return sum(math.prod(self.tensors.shape(name)) for name in own)
 
   def load(self, target: Model, *, dtype: str | None = None) -> Drafter:
-    """Reads the head.
-
-    Args:
-      target, dtype: As for `load_drafter`.
-
-    Raises:
-      ValueError: As for `load_drafter`.
-    """
+    """Reads the head."""
     with named(self.path):
       if self.format == MEDUSA:
         return _load_medusa(self.spec, self.tensors, target, dtype)
@@ -242,9 +231,6 @@ def _open_tensors(path: epath.PathLike, folder: epath.Path) -> Tensors:
 def open_head(path: epath.PathLike) -> HeadFiles | None:
   """The files of a published head, or None if there is none at the path.
 
-  Args:
-    path: As for `load_drafter`.
-
   Raises:
     ValueError: A file is damaged.
   """
@@ -259,7 +245,7 @@ def open_head(path: epath.PathLike) -> HeadFiles | None:
       return None
     has_model = any(name.endswith('model.norm.weight') for name in names)
     spec = checked_spec(spec, f'{folder}/config.json')
-    return HeadFiles(str(folder), found, head_prefix(found, names), has_model, spec, tensors)
+    return HeadFiles(str(folder), *found, has_model, spec, tensors)
 
 
 def load_drafter(path: epath.PathLike, target: Model, *, dtype: str | None = None) -> Drafter:

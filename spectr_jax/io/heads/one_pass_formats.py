@@ -38,11 +38,7 @@ ONE_PASS_FIELDS = {
 
 
 def one_pass_modules(num_layers: int) -> dict[str, str]:
-  """The hub's name of every module of a network that guesses in one pass, by ours.
-
-  Args:
-    num_layers: The number of its blocks.
-  """
+  """The hub's name of every module of a network that guesses in one pass, by ours."""
   return layer_modules(range(num_layers)) | {
     'features': 'fc', 'features_norm': 'hidden_norm', 'final_norm': 'norm',
     'embedding': 'embed_tokens', 'unembedding': 'lm_head',
@@ -82,15 +78,7 @@ def _selector(spec: Mapping[str, Any], tensors: Tensors, sizes: TargetSizes) -> 
 def _read_one_pass(
   spec: Mapping[str, Any], tensors: Tensors, sizes: TargetSizes, dtype: str | None, **differences: Any
 ) -> Layout:
-  """A network that guesses in one pass.
-
-  Args:
-    spec: The content of `config.json`.
-    tensors: Its tensors, of which only names and shapes are read.
-    sizes: The target's sizes.
-    dtype: The dtype to compute in; None for the one of the configuration.
-    **differences: Fields of `OnePassConfig` by which formats differ, `feature_layers` among them.
-  """
+  """A network that guesses in one pass."""
   if spec.get('is_causal'):
     raise ValueError('is_causal True is not supported: slots of a layer without a window attend to all others')
   names, num_layers = tensors.names(), num_layers_of(spec, tensors)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 from collections.abc import Callable, Mapping
@@ -15,9 +14,9 @@ from etils import epath
 from safetensors.numpy import save
 
 from spectr_jax.draft import Drafter
-from spectr_jax.draft.head_drafter import config_of as head_config_of
-from spectr_jax.draft.medusa_drafter import config_of as medusa_config_of
-from spectr_jax.draft.one_pass_drafter import config_of as one_pass_config_of
+from spectr_jax.draft.head_drafter import HeadDrafter
+from spectr_jax.draft.medusa_drafter import MedusaDrafter
+from spectr_jax.draft.one_pass_drafter import OnePassDrafter
 from spectr_jax.io.heads.eagle_formats import eagle3_modules
 from spectr_jax.io.heads.formats import READERS, checked_spec
 from spectr_jax.io.heads.layout import Layout, TargetSizes, is_transposed, names_and_shapes
@@ -31,27 +30,19 @@ from spectr_jax.models.one_pass_config import OnePassConfig
 _ACTIVATION_NAMES = {'gelu_tanh': 'gelu_pytorch_tanh'}
 
 
-@dataclasses.dataclass(frozen=True)
-class _Arrays:
-  """Tensors in memory."""
+class _Shapes:
+  """Tensors of which only names and shapes are asked for."""
 
-  arrays: Mapping[str, np.ndarray]
+  def __init__(self, shapes: Mapping[str, tuple[int, ...]]):
+    self._shapes = shapes
 
   def names(self) -> set[str]:
     """The names of all tensors."""
-    return set(self.arrays)
+    return set(self._shapes)
 
   def shape(self, name: str) -> tuple[int, ...]:
     """The shape of a tensor."""
-    return self.arrays[name].shape
-
-  def dtype(self, name: str) -> np.dtype:
-    """The type of a tensor."""
-    return self.arrays[name].dtype
-
-  def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-    """A part of a tensor."""
-    return self.arrays[name][index]
+    return self._shapes[name]
 
 
 def _base_of(rope: Rope) -> float:
@@ -85,16 +76,11 @@ def _read_again(name: str, spec: dict[str, Any], layout: Layout, sizes: TargetSi
   """The configuration of a head as it will be read from its `config.json` and tensors of these shapes."""
   stored = names_and_shapes(layout).items()
   shapes = {name: leaf.shape[::-1] if is_transposed(path) else leaf.shape for path, (name, leaf) in stored}
-  tensors = _Arrays({name: np.broadcast_to(np.float32(0), shape) for name, shape in shapes.items()})
-  return READERS[name](checked_spec(spec, f'the format of {name}'), tensors, sizes, None).config
+  return READERS[name](checked_spec(spec, f'the format of {name}'), _Shapes(shapes), sizes, None).config
 
 
 def eagle3_spec(config: HeadConfig, vocab_size: int) -> dict[str, Any]:
   """The `config.json` of a head in EAGLE-3's format.
-
-  Args:
-    config: The head.
-    vocab_size: V, the target's.
 
   Raises:
     ValueError: The format cannot say what the head does.
@@ -126,10 +112,6 @@ def eagle3_spec(config: HeadConfig, vocab_size: int) -> dict[str, Any]:
 
 def one_pass_spec(config: OnePassConfig, vocab_size: int) -> dict[str, Any]:
   """The `config.json` of DSpark or DFlash in the speculators format.
-
-  Args:
-    config: The network.
-    vocab_size: V, the target's.
 
   Raises:
     ValueError: The format cannot say what the network does.
@@ -198,17 +180,17 @@ def _check_same(name: str, *pairs: tuple[Any, Any]) -> None:
 _Content: TypeAlias = tuple[dict[str, Any], dict[str, np.ndarray]]
 
 
-def _eagle3_content(drafter: Drafter, dtype: np.dtype) -> _Content:
-  config = head_config_of(drafter)
+def _eagle3_content(drafter: HeadDrafter, dtype: np.dtype) -> _Content:
+  config = drafter.config
   return eagle3_spec(config, drafter.vocab_size), _arrays_of(drafter, _eagle3_layout(config), dtype)
 
 
-def _one_pass_content(drafter: Drafter, dtype: np.dtype) -> _Content:
-  config = one_pass_config_of(drafter)
+def _one_pass_content(drafter: OnePassDrafter, dtype: np.dtype) -> _Content:
+  config = drafter.config
   return one_pass_spec(config, drafter.vocab_size), _arrays_of(drafter, _one_pass_layout(config), dtype)
 
 
-def _arrays_of(drafter: Drafter, layout: Layout, dtype: np.dtype) -> dict[str, np.ndarray]:
+def _arrays_of(drafter: HeadDrafter | OnePassDrafter, layout: Layout, dtype: np.dtype) -> dict[str, np.ndarray]:
   """The tensors of a head, by the names of its format."""
   arrays = {}
   params = {
@@ -225,8 +207,8 @@ def _arrays_of(drafter: Drafter, layout: Layout, dtype: np.dtype) -> dict[str, n
   return arrays
 
 
-def _medusa_content(drafter: Drafter, dtype: np.dtype) -> _Content:
-  config = medusa_config_of(drafter)
+def _medusa_content(drafter: MedusaDrafter, dtype: np.dtype) -> _Content:
+  config = drafter.config
   spec = {
     'architectures': ['MedusaModel'],
     'model_type': 'medusa',
@@ -247,16 +229,15 @@ def _medusa_content(drafter: Drafter, dtype: np.dtype) -> _Content:
 
 # For each kind of head: its configuration, which others have not, its content, and the name of the file of tensors.
 _KINDS = (
-  (head_config_of, _eagle3_content, 'model.safetensors'),
-  (one_pass_config_of, _one_pass_content, 'model.safetensors'),
-  (medusa_config_of, _medusa_content, 'medusa_lm_head.safetensors'),
+  (HeadDrafter, _eagle3_content, 'model.safetensors'),
+  (OnePassDrafter, _one_pass_content, 'model.safetensors'),
+  (MedusaDrafter, _medusa_content, 'medusa_lm_head.safetensors'),
 )
 
 
-def _kind_of(drafter: Drafter) -> tuple[Callable[[Drafter, np.dtype], _Content], str]:
-  for config_of, content_of, name in _KINDS:
-    with contextlib.suppress(ValueError):
-      config_of(drafter)
+def _kind_of(drafter: Drafter) -> tuple[Callable[[Any, np.dtype], _Content], str]:
+  for kind, content_of, name in _KINDS:
+    if isinstance(drafter, kind):
       return content_of, name
   raise ValueError('not a drafter made by head_drafter, one_pass_drafter or medusa_drafter')
 

@@ -7,7 +7,6 @@ import json
 import os
 import pathlib
 import re
-import signal
 import subprocess
 import sys
 import threading
@@ -34,7 +33,7 @@ _ENVIRONMENT = 'LD_LIBRARY_PATH', 'DYLD_LIBRARY_PATH', 'SYSTEMROOT', 'TZ', 'TZDI
 class _Worker:
   """The process that renders a template; `chat_worker` says what it reads and writes."""
 
-  def __init__(self, source: str, special_tokens: Mapping[str, str]):
+  def __init__(self):
     try:
       self._process = subprocess.Popen(
         [sys.executable, '-I', '-S', str(_WORKER), *_library_folders()],
@@ -47,62 +46,34 @@ class _Worker:
       )
     except OSError as error:
       raise ValueError(f'cannot start a process for the chat template: {one_line(error)}') from error
-    self._stop = weakref.finalize(self, _stop, self._process)
-    self._first = _start_line(source, special_tokens)
+    self.owner = os.getpid()
+    self.stop = weakref.finalize(self, _stop, self._process, self.owner)
 
   def is_alive(self) -> bool:
-    return self._stop.alive and self._process.poll() is None
+    return self.stop.alive and self._process.poll() is None
 
-  def stop(self) -> None:
-    """Ends the process; does nothing if it has ended."""
-    self._stop()
-
-  def forget(self) -> None:
-    """Closes this end, in a copy of the process that the worker belongs to."""
-    self._stop.detach()
-    self._process.returncode = 0  # it is not for us to wait for it
-    _close(self._process)
-
-  def ask(self, messages: Sequence[Mapping[str, str]]) -> dict[str, Any]:
-    """The worker's answer to a list of messages; ends the process if there is none.
-
-    Raises:
-      ValueError: There is no answer; the message says why.
-    """
-    begin = time.monotonic()
-    is_late = threading.Event()
-
-    def end():
-      is_late.set()
-      self._process.kill()
-
+  def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    """The worker's answer; ends the process if there is none."""
+    end = time.monotonic() + _SECONDS
     # Only the end of the process interrupts reads and writes on every platform.
-    timer = threading.Timer(_SECONDS, end)
+    timer = threading.Timer(_SECONDS, self._process.kill)
     timer.daemon = True
     timer.start()
     try:
-      answer = self._exchange(self._first + _line([dict(message) for message in messages]))
-      self._first = b''
+      return self._exchange(json.dumps(request).encode() + b'\n')
     except (OSError, EOFError, ValueError) as error:
       self.stop()
-      if is_late.is_set() or time.monotonic() - begin >= _SECONDS:
+      if time.monotonic() >= end:
         raise ValueError(f'it takes longer than {_SECONDS:g} seconds') from error
-      raise ValueError(f'its process ended without an answer ({self._ending()})') from error
+      raise ValueError(f'its process ended without an answer (exit code {self._process.returncode})') from error
     except BaseException:  # the answer to this conversation must not be read as that to the next
       self.stop()
       raise
     finally:
       timer.cancel()
       timer.join()
-    if is_late.is_set():
-      self.stop()
-    return answer
-
-  def _ending(self) -> str:
-    code = self._process.returncode
-    if code is None or code >= 0:
-      return f'exit code {code}'
-    return signal.Signals(-code).name if -code in set(signal.Signals) else f'signal {-code}'
+      if time.monotonic() >= end:
+        self.stop()
 
   def _exchange(self, request: bytes) -> dict[str, Any]:
     write, read = self._process.stdin, self._process.stdout
@@ -134,25 +105,16 @@ def _library_folders() -> list[str]:
   return list(dict.fromkeys(folders))
 
 
-def _start_line(source: str, special_tokens: Mapping[str, str]) -> bytes:
-  limits = {'memory': _MEMORY, 'output': _MOST_OUTPUT, 'seconds': _SECONDS}
-  return _line({'source': source, 'special_tokens': dict(special_tokens), 'limits': limits})
-
-
-def _line(value: Any) -> bytes:
-  return json.dumps(value).encode() + b'\n'
-
-
-def _close(process: subprocess.Popen) -> None:
+def _stop(process: subprocess.Popen, owner: int) -> None:
+  """Ends a process, or closes this end of it where this is a copy of the process that it belongs to."""
+  if os.getpid() == owner:
+    process.kill()
+    process.wait()
+  else:
+    process.returncode = 0  # it is not for us to wait for it
   for file in (process.stdin, process.stdout):
     if file is not None:
       file.close()
-
-
-def _stop(process: subprocess.Popen) -> None:
-  process.kill()
-  process.wait()
-  _close(process)
 
 
 class ChatTemplate:
@@ -177,7 +139,6 @@ class ChatTemplate:
     """
     self.source, self.special_tokens = source, dict(special_tokens)
     self._lock, self._worker = threading.Lock(), None
-    _TEMPLATES.add(self)
 
   def __reduce__(self):
     return type(self), (self.source, self.special_tokens)
@@ -197,6 +158,8 @@ class ChatTemplate:
       raise ValueError('the chat template is empty')
     if len(self.source) > _MOST_SOURCE:
       raise ValueError(f'the chat template has {len(self.source):,} characters, the most are {_MOST_SOURCE:,}')
+    if self._worker is not None and self._worker.owner != os.getpid():  # after a fork
+      self._lock, self._worker = threading.Lock(), None
     with self._lock:
       answer = self._ask(messages)
     text = answer.get('text')
@@ -210,29 +173,12 @@ class ChatTemplate:
 
   def _ask(self, messages: Sequence[Mapping[str, str]]) -> dict[str, Any]:
     if self._worker is None or not self._worker.is_alive():
-      self._worker = _Worker(self.source, self.special_tokens)
+      self._worker = _Worker()
+    given = {'source': self.source, 'special_tokens': self.special_tokens, 'messages': [dict(m) for m in messages]}
     try:
-      return self._worker.ask(messages)
+      return self._worker.ask({**given, 'limits': {'memory': _MEMORY, 'output': _MOST_OUTPUT, 'seconds': _SECONDS}})
     except ValueError as error:
       raise ValueError(f'the chat template fails: {error}') from error
-
-  def _after_fork(self) -> None:
-    """Leaves the worker to the process that it belongs to."""
-    worker, self._lock, self._worker = self._worker, threading.Lock(), None
-    if worker is not None:
-      worker.forget()
-
-
-_TEMPLATES: weakref.WeakSet[ChatTemplate] = weakref.WeakSet()
-
-
-def _after_fork() -> None:
-  for template in list(_TEMPLATES):
-    template._after_fork()
-
-
-if hasattr(os, 'register_at_fork'):
-  os.register_at_fork(after_in_child=_after_fork)
 
 
 def _check_messages(messages: Sequence[Mapping[str, str]]) -> None:
@@ -244,9 +190,6 @@ def _check_messages(messages: Sequence[Mapping[str, str]]) -> None:
 
 def mark_special(special_tokens: Iterable[str]) -> dict[str, str]:
   """Marks that stand for special tokens in a text.
-
-  Args:
-    special_tokens: The tokens.
 
   Returns:
     Each token's mark.
@@ -270,16 +213,8 @@ def render_marked(
   first text. This is exact for every template that trims, joins or encodes whole contents, and says so for a template
   that looks at the special token itself.
 
-  Args:
-    template: The template.
-    messages: The messages.
-    marks: The result of `mark_special`.
-
   Returns:
     The text, or None if no message spells a special token, so that all of them are the template's.
-
-  Raises:
-    ValueError: As for `ChatTemplate.render`; or the template does something with a special token in a message.
   """
   _check_messages(messages)
   spelled = {token: mark for token, mark in marks.items() if any(token in v for m in messages for v in m.values())}

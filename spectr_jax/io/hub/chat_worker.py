@@ -1,13 +1,11 @@
-"""Renders one chat template in a process of its own, with bounds that hold whatever the template does.
+"""Renders a chat template in a process of its own, with bounds that hold whatever the template does.
 
 `chat_template` starts this file as a script. It imports Jinja and the standard library alone, so it starts quickly.
 
-It talks in lines of JSON. The first line that it reads is `{"source": ..., "special_tokens": ..., "limits": ...}`;
-another such line gives it another template. Every other line is a list of messages, to which it answers with one line:
-`{"text": ...}`, or `{"damaged": ...}` for a template that cannot be compiled, or `{"refused": ...}` for a conversation
-that cannot be rendered.
-
-A template is compiled here as well, since Jinja computes constant expressions when it compiles.
+It reads lines of JSON, `{"source": ..., "special_tokens": ..., "messages": ..., "limits": ...}`, and answers each with
+one line: `{"text": ...}`, or `{"damaged": ...}` for a template that cannot be compiled, or `{"refused": ...}` for a
+conversation that cannot be rendered. A template is compiled here as well, since Jinja computes constant expressions
+when it compiles.
 """
 
 from __future__ import annotations
@@ -91,51 +89,38 @@ def _problem(error):
   return str(error)[:1000] or type(error).__name__
 
 
-class _Renderer:
-  """A template that is compiled on first use.
+@functools.lru_cache(maxsize=1)
+def _compiled(source):
+  template = _environment().from_string(source)
+  # What stays need not be looked through after every conversation.
+  gc.collect()
+  gc.freeze()
+  return template
 
-  Args:
-    source: The Jinja text.
-    special_tokens: Special tokens by the names that templates have for them.
-    most_output: The largest text that it may write, in bytes of UTF-8.
-  """
 
-  def __init__(self, source, special_tokens, most_output):
-    self._source, self._special_tokens, self._most_output = source, special_tokens, most_output
-
-  @functools.cached_property
-  def _template(self):
-    template = _environment().from_string(self._source)
-    # What stays need not be looked through after every conversation.
-    gc.collect()
-    gc.freeze()
-    return template
-
-  def answer(self, messages):
-    """The answer to a list of messages."""
-    try:
-      template = self._template
-    except Exception as error:  # what Jinja and Python's compiler raise for a text of somebody else
-      # Python's compiler has other lines than the template.
-      line = None if isinstance(error, SyntaxError) else getattr(error, 'lineno', None)
-      return {'damaged': _problem(error), 'line': line}
-    try:
-      return {'text': self._text(template, messages)}
-    except UnicodeEncodeError:
-      return {'refused': 'it writes characters that are none'}
-    except Exception as error:  # a template is a program, which may fail in any way
-      return {'refused': _problem(error)}
-
-  def _text(self, template, messages):
-    parts, size = [], 0
-    for part in template.generate(
-      messages=messages, add_generation_prompt=True, tools=None, documents=None, **self._special_tokens
-    ):
+def _answer(request):
+  """The answer to a request."""
+  try:
+    template = _compiled(request['source'])
+  except Exception as error:  # what Jinja and Python's compiler raise for a text of somebody else
+    # Python's compiler has other lines than the template.
+    return {
+      'damaged': _problem(error),
+      'line': None if isinstance(error, SyntaxError) else getattr(error, 'lineno', None),
+    }
+  parts, size, most = [], 0, request['limits']['output']
+  given = {'messages': request['messages'], 'add_generation_prompt': True, 'tools': None, 'documents': None}
+  try:
+    for part in template.generate(**given, **request['special_tokens']):
       parts.append(part)
       size += len(part.encode())
-      if size > self._most_output:
-        raise ValueError(f'it writes more than {self._most_output:,} bytes')
-    return ''.join(parts)
+      if size > most:
+        return {'refused': f'it writes more than {most:,} bytes'}
+    return {'text': ''.join(parts)}
+  except UnicodeEncodeError:
+    return {'refused': 'it writes characters that are none'}
+  except Exception as error:  # a template is a program, which may fail in any way
+    return {'refused': _problem(error)}
 
 
 def _main():
@@ -147,14 +132,10 @@ def _main():
   # Ends when the other end is closed, which happens at the latest when the parent ends.
   while line := requests.readline():
     request = json.loads(line)
-    if isinstance(request, dict):
-      limits = request['limits']
-      _limit_resources(limits['memory'])
-      renderer = _Renderer(request['source'], request['special_tokens'], limits['output'])
-      continue
-    _end_after(limits['seconds'] + 1)
+    _limit_resources(request['limits']['memory'])
+    _end_after(request['limits']['seconds'] + 1)
     try:
-      answer = json.dumps(renderer.answer(request))
+      answer = json.dumps(_answer(request))
     except MemoryError:
       answer = json.dumps({'refused': 'it needs too much memory'})
     answers.write(f'{answer}\n'.encode())

@@ -148,9 +148,6 @@ def check_requests(spec: Mapping[str, Any], *, known: Collection[str] = (), has_
     spec: The content of a `config.json`.
     known: Fields that the family reads by itself.
     has_experts: Whether the number of experts may be that of another model.
-
-  Raises:
-    ValueError: There is one; the message names it.
   """
   for name, harmless in (_REQUESTS if has_experts else _REQUESTS | _EXPERTS).items():
     value = spec.get(name)
@@ -162,16 +159,7 @@ def check_requests(spec: Mapping[str, Any], *, known: Collection[str] = (), has_
 
 
 def checked(spec: Any, fields: Mapping[str, Any], where: str) -> dict[str, Any]:
-  """A `config.json` with fields of the right kinds, without those that are null where that means the default.
-
-  Args:
-    spec: Its content.
-    fields: Kinds by field.
-    where: Where it stands, for messages.
-
-  Raises:
-    ValueError: It is not an object, or a field is of another kind.
-  """
+  """A `config.json` with fields of the right kinds, without those that are null where that means the default."""
   found = check_object(spec, fields, where)
   return {name: value for name, value in found.items() if value is not None or name in _NULLABLE}
 

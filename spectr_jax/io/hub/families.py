@@ -146,10 +146,6 @@ FAMILIES = {
 def read_spec(spec: Mapping[str, Any], where: str = 'config.json') -> tuple[Family, CausalLMConfig]:
   """The family and the configuration that a `config.json` describes.
 
-  Args:
-    spec: Its content.
-    where: Where it stands, for messages.
-
   Raises:
     ValueError: The architecture, or something that it is made with, is unknown or missing; or a field is of the wrong
       kind, beyond all bounds, or asks for what is not computed here.
@@ -175,10 +171,6 @@ def read_spec(spec: Mapping[str, Any], where: str = 'config.json') -> tuple[Fami
 
 def spec_of_layers(spec: Mapping[str, Any], layers: Sequence[int]) -> dict[str, Any]:
   """The `config.json` of a model that has some of another one's blocks.
-
-  Args:
-    spec: The content of the other one's.
-    layers: The blocks, from 0.
 
   Raises:
     ValueError: As for `read_spec`.

@@ -62,9 +62,6 @@ def layer_windows(
     spec: The content of `config.json`.
     is_sliding: The rule: whether a layer has a window. None for a family that has windows only by `layer_types`.
     size: The family's window, for files that do not name one.
-
-  Raises:
-    ValueError: There is no window of that kind, or it is not clear which layers have one.
   """
   num_layers, kinds, size = spec['num_hidden_layers'], spec.get('layer_types'), spec.get('sliding_window', size)
   if kinds is None:
@@ -89,10 +86,6 @@ def layer_windows(
 
 def llama_config(spec: Mapping[str, Any], **differences: Any) -> CausalLMConfig:
   """The configuration of a decoder whose blocks are of Llama's kind.
-
-  Args:
-    spec: The content of `config.json`, as `config_fields.checked` gives it.
-    **differences: Fields of a family's own.
 
   Raises:
     ValueError: The activation, the RoPE scaling or a size is not possible.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -16,22 +17,23 @@ from spectr_jax.io.hub.config_fields import (
   LAYERS,
   LENGTH,
   SOFT_CAP,
-  TOKEN,
   WIDTH,
 )
+from spectr_jax.io.hub.families import FAMILIES
 from spectr_jax.io.hub.gguf_header import GgufHeader
+from spectr_jax.io.hub.gguf_tokenizer import ID_KEYS, check_metadata
 from spectr_jax.io.hub.rope import read_rope
 
-# Architectures of llama.cpp, their names on the hub and their `model_type` there.
+# Architectures of llama.cpp and their names on the hub.
 _ARCHITECTURES = {
-  'llama': ('LlamaForCausalLM', 'llama'),
-  'qwen2': ('Qwen2ForCausalLM', 'qwen2'),
-  'qwen3': ('Qwen3ForCausalLM', 'qwen3'),
-  'gemma': ('GemmaForCausalLM', 'gemma'),
-  'gemma2': ('Gemma2ForCausalLM', 'gemma2'),
-  'gemma3': ('Gemma3ForCausalLM', 'gemma3_text'),
-  'gptneox': ('GPTNeoXForCausalLM', 'gpt_neox'),
-  'gpt2': ('GPT2LMHeadModel', 'gpt2'),
+  'llama': 'LlamaForCausalLM',
+  'qwen2': 'Qwen2ForCausalLM',
+  'qwen3': 'Qwen3ForCausalLM',
+  'gemma': 'GemmaForCausalLM',
+  'gemma2': 'Gemma2ForCausalLM',
+  'gemma3': 'Gemma3ForCausalLM',
+  'gptneox': 'GPTNeoXForCausalLM',
+  'gpt2': 'GPT2LMHeadModel',
 }
 # Layers of the one size of a family that scales queries by the width per head and not by the head's.
 _SCALED_BY_WIDTH = {'gemma2': 46, 'gemma3': 62}
@@ -41,7 +43,6 @@ _WINDOW_PATTERN = {'gemma2': 2, 'gemma3': 6}
 _LLAMA3_ROPE = {'low_freq_factor': 1.0, 'high_freq_factor': 4.0, 'original_max_position_embeddings': 8192}
 ROPE_FREQS = 'rope_freqs.weight'
 _PLAIN_TYPES = {0: 'float32', 1: 'float16', 30: 'bfloat16'}
-
 
 _MOST = 2**64 - 1
 _POSITIVE = Kind('a positive number', either(whole(1, _MOST), list_of(whole(1, _MOST), 10_000)).is_valid)
@@ -92,7 +93,22 @@ _OFF = {
   'rope.scaling.attn_factor': (1,),
   'rope.scaling.yarn_log_multiplier': (0,),
 }
-_TOKENS = tuple(f'tokenizer.ggml.{name}_token_id' for name in ('bos', 'eos', 'eot', 'eom', 'padding', 'unknown'))
+# The hub's fields of sizes, and what GGUF calls them.
+_FIELDS = {
+  'hidden_size': 'embedding_length',
+  'intermediate_size': 'feed_forward_length',
+  'num_hidden_layers': 'block_count',
+  'num_attention_heads': 'attention.head_count',
+  'max_position_embeddings': 'context_length',
+}
+_GPT2_FIELDS = {
+  'n_embd': 'embedding_length',
+  'n_inner': 'feed_forward_length',
+  'n_layer': 'block_count',
+  'n_head': 'attention.head_count',
+  'n_positions': 'context_length',
+  'n_ctx': 'context_length',
+}
 
 
 class _Metadata:
@@ -102,12 +118,14 @@ class _Metadata:
     self.header = header
     self.architecture = architecture_of(header)
     own = _OTHERS | dict.fromkeys(_SIZES, _POSITIVE)
-    kinds = {f'{self.architecture}.{key}': kind for key, kind in own.items()}
-    check_object(header.metadata, kinds | dict.fromkeys(_TOKENS, TOKEN), header.path)
+    check_object(header.metadata, {f'{self.architecture}.{key}': kind for key, kind in own.items()}, header.path)
     for key, harmless in _OFF.items():
       value = self.get(key)
       if value is not None and value not in harmless:
-        raise ValueError(f'{header.path}: {self.architecture}.{key} {shown(value)} is not supported')
+        raise self.refusal(f'{self.architecture}.{key} {shown(value)} is not supported')
+
+  def refusal(self, problem: str) -> ValueError:
+    return ValueError(f'{self.header.path}: {problem}')
 
   def get(self, key: str, default: Any = None) -> Any:
     return self.header.metadata.get(f'{self.architecture}.{key}', default)
@@ -120,19 +138,19 @@ class _Metadata:
     value = self.required(key) if default is None else self.get(key, default)
     values = set(value) if isinstance(value, list) else {value}
     if len(values) != 1:
-      raise ValueError(f'{self.header.path}: {self.architecture}.{key} differs between layers')
+      raise self.refusal(f'{self.architecture}.{key} differs between layers')
     size = values.pop()
     if not _SIZES[key].is_valid(size):
-      raise ValueError(f'{self.header.path}: {self.architecture}.{key} must be {_SIZES[key].words}, got {size}')
+      raise self.refusal(f'{self.architecture}.{key} must be {_SIZES[key].words}, got {size}')
     return size
+
+  def sizes(self, fields: Mapping[str, str]) -> dict[str, Any]:
+    """The hub's fields of sizes."""
+    return {field: self.size(key) for field, key in fields.items()}
 
 
 def architecture_of(header: GgufHeader) -> str:
-  """The architecture of a model, as llama.cpp names it.
-
-  Raises:
-    ValueError: It is not one that is known here.
-  """
+  """The architecture of a model, as llama.cpp names it."""
   architecture = header.required('general.architecture')
   if not isinstance(architecture, str) or architecture not in _ARCHITECTURES:
     raise ValueError(
@@ -142,25 +160,25 @@ def architecture_of(header: GgufHeader) -> str:
 
 
 def hub_config(header: GgufHeader) -> dict[str, Any]:
-  """The configuration of a model with the names that the hub has for its fields.
-
-  Raises:
-    ValueError: The architecture or a kind of RoPE scaling is unknown, or something is missing.
-  """
+  """The configuration of a model with the names that the hub has for its fields."""
+  check_metadata(header)
   metadata = _Metadata(header)
-  name, model_type = _ARCHITECTURES[metadata.architecture]
   if metadata.get('expert_count', 0):
-    raise ValueError(f'{header.path}: a mixture of experts, which no known architecture is')
-  config = {'architectures': [name], 'model_type': model_type, **_common(header)}
+    raise metadata.refusal('a mixture of experts, which no known architecture is')
+  name = _ARCHITECTURES[metadata.architecture]
+  if metadata.architecture == 'llama' and metadata.get('attention.sliding_window'):
+    name = 'MistralForCausalLM'
+  config = {'architectures': [name], 'model_type': FAMILIES[name].model_type, **_common(header)}
   if metadata.architecture == 'gpt2':
-    return config | _gpt2(metadata)
+    epsilon = metadata.required('attention.layer_norm_epsilon')
+    return config | metadata.sizes(_GPT2_FIELDS) | {'layer_norm_epsilon': epsilon, 'activation_function': 'gelu_new'}
+  config |= metadata.sizes(_FIELDS)
   if metadata.architecture == 'gptneox':
-    return config | _gpt_neox(metadata)
-  config |= _rms_decoder(metadata)
+    return config | _gpt_neox(metadata, config)
+  config |= _rms_decoder(metadata, config)
   if metadata.architecture.startswith('gemma'):
     config |= _gemma(metadata, config)
-  elif metadata.architecture == 'llama' and metadata.get('attention.sliding_window'):
-    config |= {'architectures': ['MistralForCausalLM'], 'model_type': 'mistral'}
+  elif name == 'MistralForCausalLM':
     config['sliding_window'] = metadata.get('attention.sliding_window')
   elif metadata.architecture.startswith('qwen'):
     config['use_sliding_window'] = False
@@ -179,7 +197,7 @@ def _common(header: GgufHeader) -> dict[str, Any]:
     raise ValueError(f'{header.path}: no tensor token_embd.weight')
   if len(embedding.shape) != 2:
     raise ValueError(f'{header.path}: tensor token_embd.weight has {len(embedding.shape)} axes, expected 2')
-  for key in _TOKENS:
+  for key in ID_KEYS:
     if header.metadata.get(key, 0) >= embedding.shape[0]:
       raise ValueError(f'{header.path}: {key} {header.metadata[key]} is beyond the {embedding.shape[0]} tokens')
   config = {'vocab_size': embedding.shape[0], 'tie_word_embeddings': 'output.weight' not in header.tensors}
@@ -194,25 +212,20 @@ def _common(header: GgufHeader) -> dict[str, Any]:
   return config
 
 
-def _rms_decoder(metadata: _Metadata) -> dict[str, Any]:
+def _rms_decoder(metadata: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
   """The fields of Llama, Qwen and Gemma."""
-  width = metadata.size('embedding_length')
-  num_heads = metadata.size('attention.head_count')
-  head_dim = metadata.size('attention.key_length', metadata.size('rope.dimension_count', max(width // num_heads, 1)))
+  num_heads = config['num_attention_heads']
+  default = metadata.size('rope.dimension_count', max(config['hidden_size'] // num_heads, 1))
+  head_dim = metadata.size('attention.key_length', default)
   if metadata.size('attention.value_length', head_dim) != head_dim:
-    raise ValueError(f'{metadata.header.path}: keys and values of different widths')
+    raise metadata.refusal('keys and values of different widths')
   rotary_dim = metadata.size('rope.dimension_count', head_dim)
   if rotary_dim != head_dim:
-    raise ValueError(f'{metadata.header.path}: RoPE of {rotary_dim} of {head_dim} dimensions of a head')
+    raise metadata.refusal(f'RoPE of {rotary_dim} of {head_dim} dimensions of a head')
   base = metadata.get('rope.freq_base', 1e6 if metadata.architecture == 'gemma3' else 1e4)
   return {
-    'hidden_size': width,
-    'intermediate_size': metadata.size('feed_forward_length'),
-    'num_hidden_layers': metadata.size('block_count'),
-    'num_attention_heads': num_heads,
     'num_key_value_heads': metadata.size('attention.head_count_kv', num_heads),
     'head_dim': head_dim,
-    'max_position_embeddings': metadata.size('context_length'),
     'rms_norm_eps': metadata.required('attention.layer_norm_rms_epsilon'),
     'rope_theta': base,
     'rope_scaling': _rope_scaling(metadata, base, rotary_dim),
@@ -223,43 +236,30 @@ def _rms_decoder(metadata: _Metadata) -> dict[str, Any]:
 
 
 def _gemma(metadata: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
-  architecture = metadata.architecture
+  architecture, num_layers = metadata.architecture, config['num_hidden_layers']
   fields: dict[str, Any] = {'hidden_act': 'gelu_pytorch_tanh', 'hidden_activation': 'gelu_pytorch_tanh'}
   if architecture == 'gemma':
     return fields
-  by_width = config['num_hidden_layers'] == _SCALED_BY_WIDTH[architecture]
-  fields['query_pre_attn_scalar'] = (
-    config['hidden_size'] // config['num_attention_heads'] if by_width else config['head_dim']
-  )
-  caps = (50.0, 30.0) if architecture == 'gemma2' else (None, None)
-  fields['attn_logit_softcapping'] = metadata.get('attn_logit_softcapping', caps[0])
-  fields['final_logit_softcapping'] = metadata.get('final_logit_softcapping', caps[1])
-  window = metadata.get('attention.sliding_window', 4096 if architecture == 'gemma2' else None)
-  fields['sliding_window'] = window
-  fields['layer_types'] = _layer_types(metadata, config['num_hidden_layers'], window)
+  by_width = config['hidden_size'] // config['num_attention_heads']
+  caps, window = ((50.0, 30.0), 4096) if architecture == 'gemma2' else ((None, None), None)
+  window = metadata.get('attention.sliding_window', window)
+  pattern = metadata.get('attention.sliding_window_pattern', _WINDOW_PATTERN[architecture]) if window else 1
+  slides = pattern if isinstance(pattern, list) else [(layer + 1) % pattern != 0 for layer in range(num_layers)]
   if architecture == 'gemma3':
     fields['rope_local_base_freq'] = metadata.get('rope.freq_base_swa', 1e4)
-  return fields
+  return fields | {
+    'query_pre_attn_scalar': by_width if num_layers == _SCALED_BY_WIDTH[architecture] else config['head_dim'],
+    'attn_logit_softcapping': metadata.get('attn_logit_softcapping', caps[0]),
+    'final_logit_softcapping': metadata.get('final_logit_softcapping', caps[1]),
+    'sliding_window': window,
+    'layer_types': ['sliding_attention' if slide else 'full_attention' for slide in slides],
+  }
 
 
-def _layer_types(metadata: _Metadata, num_layers: int, window: int | None) -> list[str]:
-  pattern = metadata.get('attention.sliding_window_pattern', _WINDOW_PATTERN[metadata.architecture])
-  if window is None:
-    pattern = 1
-  slides = pattern if isinstance(pattern, list) else [(layer + 1) % pattern != 0 for layer in range(num_layers)]
-  return ['sliding_attention' if slide else 'full_attention' for slide in slides]
-
-
-def _gpt_neox(metadata: _Metadata) -> dict[str, Any]:
-  width, num_heads = metadata.size('embedding_length'), metadata.size('attention.head_count')
-  head_dim = max(width // num_heads, 1)
+def _gpt_neox(metadata: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
+  head_dim = max(config['hidden_size'] // config['num_attention_heads'], 1)
   rotary_dim, base = metadata.size('rope.dimension_count', head_dim), metadata.get('rope.freq_base', 1e4)
   return {
-    'hidden_size': width,
-    'intermediate_size': metadata.size('feed_forward_length'),
-    'num_hidden_layers': metadata.size('block_count'),
-    'num_attention_heads': num_heads,
-    'max_position_embeddings': metadata.size('context_length'),
     'layer_norm_eps': metadata.required('attention.layer_norm_epsilon'),
     'rotary_pct': rotary_dim / head_dim,
     'rotary_emb_base': base,
@@ -268,22 +268,6 @@ def _gpt_neox(metadata: _Metadata) -> dict[str, Any]:
     'hidden_act': 'gelu',
     'attention_bias': True,
   }
-
-
-def _gpt2(metadata: _Metadata) -> dict[str, Any]:
-  return {
-    'n_embd': metadata.size('embedding_length'),
-    'n_inner': metadata.size('feed_forward_length'),
-    'n_layer': metadata.size('block_count'),
-    'n_head': metadata.size('attention.head_count'),
-    'n_positions': metadata.size('context_length'),
-    'n_ctx': metadata.size('context_length'),
-    'layer_norm_epsilon': metadata.required('attention.layer_norm_epsilon'),
-    'activation_function': 'gelu_new',
-  }
-
-
-# RoPE.
 
 
 def _rope_scaling(metadata: _Metadata, base: float, rotary_dim: int) -> dict[str, Any] | None:
@@ -317,7 +301,7 @@ def _scaling(metadata: _Metadata) -> dict[str, Any] | None:
   factor = metadata.get('rope.scaling.factor') or metadata.get('rope.scale_linear') or 1.0
   kind = metadata.get('rope.scaling.type', 'linear')
   if kind not in ('none', 'linear', 'yarn'):
-    raise ValueError(f'{metadata.header.path}: unknown RoPE scaling {shown(kind)}; known are none, linear, yarn')
+    raise metadata.refusal(f'unknown RoPE scaling {shown(kind)}; known are none, linear, yarn')
   if kind == 'none' or factor == 1:
     return None
   scaling = {'rope_type': kind, 'factor': factor}

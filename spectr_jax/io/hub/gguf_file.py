@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from spectr_jax.io.hub import gguf_config, gguf_header, gguf_tensors
-
-if TYPE_CHECKING:
-  from spectr_jax.io.backend import Backend
+from spectr_jax.io.backend import Backend
+from spectr_jax.io.hub import gguf_config, gguf_header, gguf_tensors, gguf_tokenizer
 
 
 class GgufFile:
@@ -22,40 +20,22 @@ class GgufFile:
     bos_id: The beginning of a document, or None.
     eos_ids: The tokens that end a text.
     pad_id: Padding, or None.
-    unk_id: What stands for unknown characters, or None.
     add_bos: Whether a text begins with `bos_id`.
-    special_ids: The ids of all control tokens.
   """
 
   def __init__(self, path: str | os.PathLike[str]):
-    """Reads the header of a file.
-
-    Raises:
-      ValueError: The file is missing, damaged or not a GGUF file, or its architecture, its RoPE scaling, the type of a
-        tensor or its tokenizer is unknown, or the metadata has a value of a wrong type.
-    """
-    from spectr_jax.io.hub import gguf_tokenizer
-
-    header = gguf_header.read_header(path)
-    gguf_tokenizer.check_metadata(header)
-    self._header = header
+    """Reads the header of a file."""
+    self._header = header = gguf_header.read_header(path)
+    metadata = header.metadata
     self.path = header.path
     self.config: dict[str, Any] = gguf_config.hub_config(header)
     self.tensors = gguf_tensors.GgufTensors(header, self.config, gguf_config.architecture_of(header))
-    self.chat_template: str | None = header.metadata.get('tokenizer.chat_template')
-    self.bos_id: int | None = header.metadata.get('tokenizer.ggml.bos_token_id')
+    self.chat_template: str | None = metadata.get('tokenizer.chat_template')
+    self.bos_id: int | None = metadata.get('tokenizer.ggml.bos_token_id')
     self.eos_ids: tuple[int, ...] = gguf_config.stop_ids(header)
-    self.pad_id: int | None = header.metadata.get('tokenizer.ggml.padding_token_id')
-    self.unk_id: int | None = header.metadata.get('tokenizer.ggml.unknown_token_id')
+    self.pad_id: int | None = metadata.get('tokenizer.ggml.padding_token_id')
     self.add_bos: bool = self.bos_id is not None and gguf_tokenizer.adds_bos(header)
-    self.special_ids: tuple[int, ...] = gguf_tokenizer.special_ids(header)
 
   def tokenizer(self) -> Backend:
-    """Builds the tokenizer. It adds no beginning of a document by itself.
-
-    Raises:
-      ValueError: Its kind or pre-tokenizer is unknown, or the metadata contradicts itself.
-    """
-    from spectr_jax.io.hub import gguf_tokenizer
-
+    """The tokenizer, which adds no beginning of a document by itself."""
     return gguf_tokenizer.build_tokenizer(self._header)

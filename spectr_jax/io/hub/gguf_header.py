@@ -20,6 +20,7 @@ _VERSIONS = (2, 3)
 _STRING, _ARRAY, _FLOAT32, _BOOL = 8, 9, 6, 7
 # Little-endian codes of `struct` and NumPy by the number that a file has for a type.
 _SCALARS = {0: 'B', 1: 'b', 2: 'H', 3: 'h', 4: 'I', 5: 'i', _FLOAT32: 'f', _BOOL: '?', 10: 'Q', 11: 'q', 12: 'd'}
+_LENGTH = struct.Struct('<Q')  # of a string
 _DEFAULT_ALIGNMENT, _LARGEST_ALIGNMENT = 32, 2**16  # bytes
 # The largest vocabularies have some 16 MB and a million words, merges and scores.
 _LARGEST_HEADER = 2**26  # bytes
@@ -59,11 +60,7 @@ class GgufHeader:
   data: np.ndarray
 
   def required(self, key: str) -> Any:
-    """A value of the metadata.
-
-    Raises:
-      ValueError: There is none.
-    """
+    """A value of the metadata."""
     if key not in self.metadata:
       raise ValueError(f'{self.path}: the metadata has no {key}')
     return self.metadata[key]
@@ -88,8 +85,21 @@ class _Cursor:
   def scalar(self, code: str) -> Any:
     return struct.unpack(f'<{code}', self.bytes(struct.calcsize(f'<{code}')))[0]
 
+  def strings(self, count: int) -> list[str]:
+    found, at, end = [], self.position, len(self._data)
+    for _ in range(count):
+      if at + 8 > end:
+        raise EOFError
+      (size,) = _LENGTH.unpack_from(self._data, at)
+      at += 8 + size
+      if at > end:
+        raise EOFError
+      found.append(str(self._data[at - size : at], 'utf-8'))
+    self.position = at
+    return found
+
   def string(self) -> str:
-    return str(self.bytes(self.scalar('Q')), 'utf-8')
+    return self.strings(1)[0]
 
   def value(self, type_id: int) -> Any:
     if type_id == _STRING:
@@ -108,7 +118,7 @@ class _Cursor:
     if self._num_items > _MOST_ITEMS:
       raise ValueError(f'arrays of {self._num_items:,} values together; at most {_MOST_ITEMS:,} are read')
     if type_id == _STRING:
-      return [self.string() for _ in range(length)]
+      return self.strings(length)
     if type_id not in _SCALARS:
       raise ValueError(f'unknown type {type_id} of the values of an array')
     dtype = np.dtype(_SCALARS[type_id]).newbyteorder('<')
@@ -116,11 +126,7 @@ class _Cursor:
 
 
 def read_header(path: str | os.PathLike[str]) -> GgufHeader:
-  """Reads the header of a GGUF file.
-
-  Raises:
-    ValueError: The file is missing, not a GGUF file, of an unknown version, truncated or damaged.
-  """
+  """Reads the header of a GGUF file."""
   path = os.fspath(path)
   if not os.path.isfile(path):
     raise ValueError(f'no file at {path}: expected a GGUF file')

@@ -12,78 +12,10 @@ import ml_dtypes
 import numpy as np
 
 from spectr_jax.io import foreign
+from spectr_jax.io.hub.families import FAMILIES
 from spectr_jax.io.hub.gguf_config import ROPE_FREQS
 from spectr_jax.io.hub.gguf_header import GgufHeader, StoredTensor
 
-_DECODER = {
-  'attn_norm': 'input_layernorm',
-  'attn_q': 'self_attn.q_proj',
-  'attn_k': 'self_attn.k_proj',
-  'attn_v': 'self_attn.v_proj',
-  'attn_q_norm': 'self_attn.q_norm',
-  'attn_k_norm': 'self_attn.k_norm',
-  'attn_output': 'self_attn.o_proj',
-  'ffn_norm': 'post_attention_layernorm',
-  'ffn_gate': 'mlp.gate_proj',
-  'ffn_up': 'mlp.up_proj',
-  'ffn_down': 'mlp.down_proj',
-}
-_WITH_POST_NORMS = _DECODER | {
-  'post_attention_norm': 'post_attention_layernorm',
-  'ffn_norm': 'pre_feedforward_layernorm',
-  'post_ffw_norm': 'post_feedforward_layernorm',
-}
-_GPT_NEOX = {
-  'attn_norm': 'input_layernorm',
-  'attn_qkv': 'attention.query_key_value',
-  'attn_output': 'attention.dense',
-  'ffn_norm': 'post_attention_layernorm',
-  'ffn_up': 'mlp.dense_h_to_4h',
-  'ffn_down': 'mlp.dense_4h_to_h',
-}
-_GPT2 = {
-  'attn_norm': 'ln_1',
-  'attn_qkv': 'attn.c_attn',
-  'attn_output': 'attn.c_proj',
-  'ffn_norm': 'ln_2',
-  'ffn_up': 'mlp.c_fc',
-  'ffn_down': 'mlp.c_proj',
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class _Names:
-  """The hub's names of a family: of what stands once, of a layer, and of what a layer holds."""
-
-  layer: str
-  in_layer: dict[str, str]
-  once: dict[str, str]
-
-
-def _llama_names(in_layer: dict[str, str]) -> _Names:
-  once = {'token_embd': 'model.embed_tokens', 'output_norm': 'model.norm', 'output': 'lm_head'}
-  return _Names('model.layers', in_layer, once)
-
-
-_NAMES = {
-  **dict.fromkeys(('llama', 'qwen2', 'qwen3', 'gemma'), _llama_names(_DECODER)),
-  **dict.fromkeys(('gemma2', 'gemma3'), _llama_names(_WITH_POST_NORMS)),
-  'gptneox': _Names(
-    'gpt_neox.layers',
-    _GPT_NEOX,
-    {'token_embd': 'gpt_neox.embed_in', 'output_norm': 'gpt_neox.final_layer_norm', 'output': 'embed_out'},
-  ),
-  'gpt2': _Names(
-    'transformer.h',
-    _GPT2,
-    {
-      'token_embd': 'transformer.wte',
-      'position_embd': 'transformer.wpe',
-      'output_norm': 'transformer.ln_f',
-      'output': 'lm_head',
-    },
-  ),
-}
 _FREQUENCIES = re.compile(r'blk\.(\d+)\.attn_rot_embd(?:\.weight)?', re.ASCII)
 _MOST_AT_ONCE = 2**22  # numbers dequantized together
 
@@ -135,16 +67,7 @@ class GgufTensors:
   """The tensors of a GGUF file, by the hub's names and in its layout. Reading a part reads no more of the file."""
 
   def __init__(self, header: GgufHeader, config: dict[str, Any], architecture: str):
-    """Finds all tensors and reads none.
-
-    Args:
-      header: The header of the file.
-      config: The model's configuration, as `hub_config` gives it.
-      architecture: The architecture of the model, as llama.cpp names it.
-
-    Raises:
-      ValueError: A tensor is unknown, quantized in an unknown way, or beyond the end of the file.
-    """
+    """Finds all tensors and reads none."""
     self._path = header.path
     self._sources: dict[str, _Source] = {}
     end = 0
@@ -152,7 +75,7 @@ class GgufTensors:
       if name == ROPE_FREQS and architecture != 'gpt2':  # a part of the configuration, where positions are rotary
         continue
       try:
-        hub_name = _hub_name(name, _NAMES[architecture])
+        hub_name = _hub_name(name, config['architectures'][0], architecture)
         source = _source(name, stored, header, config, architecture)
         if stored.offset < end:
           raise ValueError('begins within another tensor')
@@ -180,15 +103,8 @@ class GgufTensors:
   def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
     """Reads a part of a tensor.
 
-    Args:
-      name: The tensor.
-      index: A slice of step 1 per axis.
-
     Returns:
       The part, of `dtype(name)`.
-
-    Raises:
-      ValueError: There is no such tensor, or the index does not fit its shape.
     """
     source = self._source(name)
     if len(index) != len(source.shape) or any(part.step not in (None, 1) for part in index):
@@ -203,15 +119,34 @@ class GgufTensors:
     return self._sources[name]
 
 
-def _hub_name(name: str, names: _Names) -> str:
+@functools.cache
+def _module_names(family_name: str, architecture: str) -> dict[str, str]:
+  """The hub's names of modules by llama.cpp's, those of the first block as in `blk.0.attn_q`.
+
+  llama.cpp's names are those that the package `gguf` converts to.
+  """
+  import gguf
+
+  family = FAMILIES[family_name]
+  kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+  found, stored_name = {'output': family.head_names[0]}, gguf.get_tensor_name_map(kind, 1).get_name
+  for module in family.modules.values():
+    for name in (f'{family.prefix}{module}', f'{family.prefix}{family.blocks}.0.{module}'):
+      if stored := stored_name(name):
+        found[stored] = name
+  return found
+
+
+def _hub_name(name: str, family_name: str, architecture: str) -> str:
+  family = FAMILIES[family_name]
   if found := _FREQUENCIES.fullmatch(name):
-    return f'{names.layer}.{found[1]}.rotary_emb.inv_freq'
+    return f'{family.prefix}{family.blocks}.{found[1]}.rotary_emb.inv_freq'
   found = re.fullmatch(r'(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)', name, re.ASCII)
   layer, part, kind = found.groups() if found else (None, '', '')
-  known = names.once if layer is None else names.in_layer
-  if part not in known:
+  module = _module_names(family_name, architecture).get(part if layer is None else f'blk.0.{part}')
+  if module is None:
     raise ValueError('unknown for this architecture')
-  return f'{known[part]}.{kind}' if layer is None else f'{names.layer}.{layer}.{known[part]}.{kind}'
+  return f'{module}.{kind}'.replace(f'{family.blocks}.0.', f'{family.blocks}.{layer}.', 1)
 
 
 def _source(name: str, tensor: StoredTensor, header: GgufHeader, config: dict[str, Any], architecture: str) -> _Source:
@@ -231,7 +166,7 @@ def _source(name: str, tensor: StoredTensor, header: GgufHeader, config: dict[st
     tensor.shape,
     quantization,
     row_order,
-    is_transposed=architecture == 'gpt2' and part in _GPT2 and len(tensor.shape) == 2,
+    is_transposed=architecture == 'gpt2' and name.startswith('blk.') and len(tensor.shape) == 2,
     # llama.cpp stores the gain of Gemma's norms, the hub what is added to 1.
     offset=-1.0 if architecture.startswith('gemma') and part.endswith('norm') else 0.0,
   )
@@ -270,11 +205,7 @@ def _block(kind: Any) -> tuple[int, int]:
 
 
 def _known_type(type_id: int) -> tuple[Any, np.dtype | None]:
-  """A type by its number, and its dtype if it is not quantized.
-
-  Raises:
-    ValueError: It is not known here.
-  """
+  """A type by its number, and its dtype if it is not quantized."""
   import gguf
 
   types = gguf.GGMLQuantizationType

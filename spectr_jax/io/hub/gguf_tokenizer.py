@@ -46,32 +46,22 @@ _FIELDS = {
   'merges': _list('texts', MOST_MERGES, str),
   **dict.fromkeys(('add_bos_token', 'add_space_prefix', 'remove_extra_whitespaces'), FLAG),
 }
-_ID_FIELDS = tuple(f'{name}_token_id' for name in ('bos', 'eos', 'eot', 'eom', 'padding', 'unknown'))
+ID_KEYS = tuple(f'tokenizer.ggml.{name}_token_id' for name in ('bos', 'eos', 'eot', 'eom', 'padding', 'unknown'))
 
 
 def check_metadata(header: GgufHeader) -> None:
-  """Checks all that the metadata says on the tokenizer, but not whether its parts fit together.
-
-  Raises:
-    ValueError: A value is of a wrong type, or an id is none of a token.
-  """
+  """Checks all that the metadata says on the tokenizer, but not whether its parts fit together."""
   prefix = 'tokenizer.ggml.'
   fields = {f'{prefix}{name}': kind for name, kind in _FIELDS.items()} | {'tokenizer.chat_template': TEXT}
   metadata = check_object(header.metadata, fields, header.path)
   token_id = whole(0, len(metadata[f'{prefix}tokens']) - 1 if f'{prefix}tokens' in metadata else MOST_ID)
-  check_object(metadata, {f'{prefix}{name}': token_id for name in _ID_FIELDS}, header.path)
+  check_object(metadata, dict.fromkeys(ID_KEYS, token_id), header.path)
 
 
 def build_tokenizer(header: GgufHeader) -> Backend:
   """Builds the tokenizer of a model.
 
   Its post-processor adds nothing: whether a text begins with the beginning of a document is the caller's choice.
-
-  Args:
-    header: The header, which `check_metadata` has checked.
-
-  Raises:
-    ValueError: Its kind or pre-tokenizer is unknown, or something is missing or contradictory.
   """
   build, _ = _kind(header)
   vocab = _Vocabulary.read(header)
@@ -82,18 +72,8 @@ def build_tokenizer(header: GgufHeader) -> Backend:
   return backend
 
 
-def special_ids(header: GgufHeader) -> tuple[int, ...]:
-  """The ids of control tokens, which stand for no text."""
-  types = header.metadata.get('tokenizer.ggml.token_type', [])
-  return tuple(i for i, kind in enumerate(types) if kind == _CONTROL)
-
-
 def adds_bos(header: GgufHeader) -> bool:
-  """Whether a text begins with the beginning of a document.
-
-  Raises:
-    ValueError: The kind of tokenizer or its pre-tokenizer is unknown.
-  """
+  """Whether a text begins with the beginning of a document."""
   _, default = _kind(header)
   if header.metadata.get('tokenizer.ggml.model') == 'gemma4':  # files that say otherwise are mistaken
     return default

@@ -34,19 +34,7 @@ class HubTokenizer(TokenizerBase):
     chat_template: The chat template, None if the model has none.
   """
 
-  def __init__(
-    self,
-    backend: tokenizers.Tokenizer | Backend,
-    *,
-    pad_id: int,
-    bos_id: int | None,
-    eos_ids: tuple[int, ...],
-    add_bos: bool,
-    chat_template: ChatTemplate | None,
-  ):
-    super().__init__(backend)
-    self.pad_id, self.bos_id, self.eos_ids, self.add_bos = pad_id, bos_id, eos_ids, add_bos
-    self.chat_template = chat_template
+  chat_template: ChatTemplate | None
 
   @classmethod
   def from_parts(
@@ -95,9 +83,10 @@ class HubTokenizer(TokenizerBase):
     backend.add_special_tokens([tokenizers.AddedToken(word, normalized=False) for word in words])
     if pad_id is None:
       pad_id = eos_ids[0] if eos_ids and backend.id_to_token(eos_ids[0]) is not None else 0
-    template = None if chat_template is None else ChatTemplate(chat_template, special_tokens)
-    unique = tuple(dict.fromkeys(eos_ids))
-    return cls(backend, pad_id=pad_id, bos_id=bos_id, eos_ids=unique, add_bos=add_bos, chat_template=template)
+    found = cls(backend)
+    found.pad_id, found.bos_id, found.eos_ids, found.add_bos = pad_id, bos_id, tuple(dict.fromkeys(eos_ids)), add_bos
+    found.chat_template = None if chat_template is None else ChatTemplate(chat_template, special_tokens)
+    return found
 
   @functools.cached_property
   def _ids(self) -> dict[str, int]:
@@ -149,9 +138,6 @@ class HubTokenizer(TokenizerBase):
   def save(self, folder: epath.PathLike) -> None:
     """Writes the files that `load_hub_tokenizer` reads: `tokenizer.json`, `tokenizer_config.json` and
     `generation_config.json`.
-
-    Args:
-      folder: The folder, which exists.
     """
     folder, template = epath.Path(folder), self.chat_template
     ids = {'bos_token': self.bos_id, 'eos_token': next(iter(self.eos_ids), None), 'pad_token': self.pad_id}

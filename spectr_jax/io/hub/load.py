@@ -17,12 +17,13 @@ from spectr_jax.io.hub.families import Family, read_spec
 from spectr_jax.io.hub.redundant import check_model_buffers, settle_head
 from spectr_jax.io.hub.sources import Source, output_ranges, source_of, telling_names
 from spectr_jax.io.hub.tensors import SafetensorsFolder, Tensors, check_tensors
-from spectr_jax.kernels.dispatch import default_platform, made_for, operation
+from spectr_jax.kernels.cache_writes import fastest_cache_dtype
+from spectr_jax.kernels.dispatch import tracing_for
+from spectr_jax.kernels.int8 import Int8Kernel, is_int8, quantize
 from spectr_jax.kernels.products import accumulation_dtype
 from spectr_jax.model import Model
 from spectr_jax.models.causal_lm import causal_lm
 from spectr_jax.models.causal_lm_config import CausalLMConfig, param_shapes
-from spectr_jax.models.int8 import Int8Kernel, is_int8, quantize
 from spectr_jax.sharding import CAUSAL_LM_RULES, MODEL, only_over, shardings
 
 _MOST_AT_ONCE = 2**22  # numbers quantized together
@@ -96,18 +97,8 @@ def for_platform(config: CausalLMConfig, mesh: Mesh | None) -> CausalLMConfig:
     config: The configuration.
     mesh: The devices; None for the default device.
   """
-  with made_for(default_platform() if mesh is None else mesh.devices.flat[0].platform):
-    return _with_fast_cache(config)
-
-
-@operation
-def _with_fast_cache(config: CausalLMConfig) -> CausalLMConfig:
-  return config
-
-
-@_with_fast_cache.form('cpu', takes=lambda config: config.dtype == 'bfloat16')
-def _with_wide_cache(config):
-  return dataclasses.replace(config, cache_dtype='float32')
+  with tracing_for(mesh):
+    return dataclasses.replace(config, cache_dtype=fastest_cache_dtype(config.dtype) or config.cache_dtype)
 
 
 def make_model(
@@ -183,14 +174,7 @@ def _with_types(config: CausalLMConfig, dtype: str | None, weights: str | None) 
 
 
 def read_json(folder: epath.PathLike) -> dict[str, Any]:
-  """The content of a folder's `config.json`, whose fields `read_spec` checks.
-
-  Args:
-    folder: The folder.
-
-  Raises:
-    ValueError: The file is missing, damaged, or holds no object.
-  """
+  """The content of a folder's `config.json`, whose fields `read_spec` checks."""
   path = epath.Path(folder) / 'config.json'
   if not path.exists():
     raise ValueError(f'no model at {folder}: expected a folder with config.json')

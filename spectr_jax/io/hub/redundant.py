@@ -24,14 +24,6 @@ def settle_head(spec: Mapping[str, Any], tensors: Tensors, where: str = 'config.
 
   A configuration may say that the embedding is the output head, and the checkpoint have a head of other numbers. Then
   that head is the model's, as in Transformers, and there is a warning.
-
-  Args:
-    spec: The content of `config.json`.
-    tensors: The tensors.
-    where: Where the configuration stands, for messages.
-
-  Raises:
-    ValueError: As for `read_spec`; or there are two output heads of different numbers.
   """
   family, config = read_spec(spec, where)
   names = tensors.names()
@@ -98,32 +90,14 @@ _CHECKS: dict[str, Callable[[Tensors, str, Collection[Rope]], None]] = {
 
 
 def check_buffers(tensors: Tensors, names: Iterable[str], ropes: Collection[Rope]) -> None:
-  """Checks tensors that follow from the configuration and that some programs stored all the same.
-
-  Args:
-    tensors: The tensors.
-    names: The names of those that are checked, which end as `Family.buffers` do.
-    ropes: The rotary positions that layers may have.
-
-  Raises:
-    ValueError: One holds something else.
-  """
+  """Checks tensors that follow from the configuration and that some programs stored all the same."""
   for name in sorted(names):
     check = next(check for end, check in _CHECKS.items() if name.endswith(end))
     check(tensors, name, ropes)
 
 
 def check_model_buffers(spec: Mapping[str, Any], tensors: Tensors, where: str) -> None:
-  """Checks the tensors of a model that follow from its configuration, see `check_buffers`.
-
-  Args:
-    spec: The content of `config.json`.
-    tensors: The tensors.
-    where: Where the configuration stands, for messages.
-
-  Raises:
-    ValueError: As for `check_buffers`.
-  """
+  """Checks the tensors of a model that follow from its configuration, see `check_buffers`."""
   family, config = read_spec(spec, where)
   # Linear scaling divided positions where frequencies are divided now.
   _, unscaled = read_spec({**spec, 'rope_scaling': None}, where)

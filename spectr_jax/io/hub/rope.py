@@ -97,9 +97,6 @@ def rope_parameters(spec: Mapping[str, Any], name: str, found: Any, **defaults: 
     name: The field that says something about the scaling.
     found: Its value, or an empty object.
     **defaults: Parameters that apply where it does not name them.
-
-  Raises:
-    ValueError: A parameter is of the wrong kind, or each kind of layers has its own.
   """
   found = {key: value for key, value in check_object(found, ROPE_FIELDS, name).items() if value is not None}
   nested = [key for key, value in found.items() if isinstance(value, dict)]
@@ -112,11 +109,7 @@ def rope_parameters(spec: Mapping[str, Any], name: str, found: Any, **defaults: 
 
 
 def context_length(parameters: Mapping[str, Any]) -> int:
-  """The longest context: `max_position_embeddings`, or what YaRN stretches the original one to if that is more.
-
-  Args:
-    parameters: As for `read_rope`.
-  """
+  """The longest context: `max_position_embeddings`, or what YaRN stretches the original one to if that is more."""
   length = parameters['max_position_embeddings']
   if _kind(parameters) != 'yarn':
     return length

@@ -17,11 +17,11 @@ from spectr_jax.io.hub.families import Family, read_spec
 from spectr_jax.io.hub.hub_tokenizer import HubTokenizer
 from spectr_jax.io.hub.sources import output_ranges, source_of
 from spectr_jax.io.new_files import new_folder
+from spectr_jax.kernels.int8 import check_savable
 from spectr_jax.model import Model
 from spectr_jax.models import layers
 from spectr_jax.models.causal_lm import config_of
 from spectr_jax.models.causal_lm_config import CausalLMConfig, param_shapes
-from spectr_jax.models.int8 import check_savable
 
 FILES = ('config.json', 'generation_config.json', 'model.safetensors', 'tokenizer.json', 'tokenizer_config.json')
 

@@ -29,12 +29,7 @@ class Source:
 
 
 def telling_names(family: Family, names: Collection[str]) -> set[str]:
-  """Those names, at most a few, that say how a checkpoint names its tensors.
-
-  Args:
-    family: The family of the checkpoint.
-    names: The names of all its tensors.
-  """
+  """Those names, at most a few, that say how a checkpoint names its tensors."""
   ends = (*family.head_names, family.modules['embedding'], f'{family.prefix}{family.modules["embedding"]}')
   found = {f'{name}.weight' for name in ends} & set(names)
   return found | ({family.prefix} if any(name.startswith(family.prefix) for name in names) else set())
@@ -74,14 +69,7 @@ def source_of(path: str, shape: tuple[int, ...], family: Family, config: CausalL
 
 
 def output_ranges(outputs: slice, source: Source, family: Family, config: CausalLMConfig) -> Iterator[slice]:
-  """Ranges of the tensor's outputs that, joined, are a range of the parameter's; neighbors are one.
-
-  Args:
-    outputs: A range of the parameter's outputs.
-    source: The source of the parameter.
-    family: The family of the checkpoint.
-    config: The sizes.
-  """
+  """Ranges of the tensor's outputs that, joined, are a range of the parameter's; neighbors are one."""
   if source.part is None:
     yield outputs
     return

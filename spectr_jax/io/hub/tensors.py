@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
@@ -50,11 +51,7 @@ class Tensors(Protocol):
 
 
 def check_shape(shape: tuple[int, ...]) -> None:
-  """Checks that an array can have a shape that a file gives; sizes of 0 bound no other.
-
-  Raises:
-    ValueError: It has too many axes, or too many numbers whatever their type.
-  """
+  """Checks that an array can have a shape that a file gives; sizes of 0 bound no other."""
   if len(shape) > _MOST_AXES:
     raise ValueError(f'it has {len(shape)} axes; at most {_MOST_AXES} are read')
   if math.prod(max(1, size) for size in shape) > _MOST_NUMBERS:
@@ -68,16 +65,9 @@ def check_tensors(
   *,
   integers: Collection[str] = (),
 ) -> None:
-  """Checks that a checkpoint has the tensors of a model and no others.
+  """Checks that a checkpoint has tensors of the wanted shapes, and no others but those that are ignored.
 
-  Args:
-    tensors: The checkpoint.
-    wanted: Shapes by name.
-    is_ignored: Whether a tensor that is not wanted may be there.
-    integers: Names of those that hold integers; all others hold floating point numbers.
-
-  Raises:
-    ValueError: A tensor is missing, surplus, of another shape, or of another kind of numbers.
+  All hold floating point numbers but those named in `integers`.
   """
   names = tensors.names()
   missing = sorted(wanted.keys() - names)
@@ -96,15 +86,7 @@ def check_tensors(
 
 
 def are_equal(tensors: Tensors, name: str, others: Tensors, other: str, *, dtype: Any = None) -> bool:
-  """Whether two tensors hold the same numbers. Some rows of both are in memory at a time.
-
-  Args:
-    tensors: Holds the first.
-    name: The first tensor's name.
-    others: Holds the second, and may be `tensors`.
-    other: The second tensor's name.
-    dtype: A type to round numbers to before they are compared, or None.
-  """
+  """Whether two tensors hold the same numbers once they are rounded to `dtype`. Some rows are read at a time."""
   shape = tensors.shape(name)
   if others.shape(other) != shape:
     return False
@@ -120,47 +102,11 @@ def are_equal(tensors: Tensors, name: str, others: Tensors, other: str, *, dtype
   return True
 
 
-class _SafetensorsFile:
-  """The tensors of one safetensors file, as `Tensors`. It is mapped to memory, so that only what is used is read."""
-
-  def __init__(self, path: epath.Path):
-    self.path = path
-    self._file, self._names = _open(path)
-
-  def names(self) -> set[str]:
-    return self._names
-
-  def shape(self, name: str) -> tuple[int, ...]:
-    return tuple(self._file.get_slice(name).get_shape())
-
-  def dtype(self, name: str) -> np.dtype:
-    found = self._file.get_slice(name).get_dtype()
-    if found not in _DTYPES:
-      raise self._fault(name, f'is of type {found}; known are {", ".join(_DTYPES)}')
-    return np.dtype(_DTYPES[found])
-
-  def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-    found = self._file.get_slice(name)
-    shape = tuple(len(range(*part.indices(size))) for part, size in zip(index, found.get_shape(), strict=True))
-    if 0 in shape:  # the library has no empty parts
-      return np.empty(shape, self.dtype(name))
-    try:
-      return found[index]
-    except (safetensors.SafetensorError, OSError) as error:
-      raise self._fault(name, f'is not read: {foreign.first_line(error)}') from error
-
-  def _fault(self, name: str, problem: str) -> ValueError:
-    return ValueError(f'{self.path}: tensor {foreign.name_shown(name)} {problem}')
-
-
 class SafetensorsFolder:
-  """The tensors of a folder: of its one file, or of those that `model.safetensors.index.json` names.
+  """The tensors of a folder: of its one file, or of those that `model.safetensors.index.json` names, as `Tensors`.
 
-  As in Transformers the one file counts where there are both, and so does all that the files of an index hold.
-
-  Args:
-    folder: The folder.
-    file_name: The one file.
+  As in Transformers the one file counts where there are both, and so does all that the files of an index hold. Files
+  are mapped to memory, so that only what is used is read.
 
   Raises:
     ValueError: A file is missing or damaged, or two of them hold different numbers by the same name.
@@ -174,17 +120,17 @@ class SafetensorsFolder:
       wanted = _read_index(folder / _INDEX)
     else:
       raise ValueError(f'no weights in {folder}: {foreign.gguf_files(folder)}expected {file_name} or {_INDEX}')
-    self._files: dict[str, _SafetensorsFile] = {}
-    for file_name, names in wanted.items():
-      file = _SafetensorsFile(folder / file_name)
-      absent = sorted(set(names) - file.names())
-      if absent:
-        raise ValueError(f'{file.path} has no tensor {foreign.name_shown(absent[0])}, which {_INDEX} names')
-      for name in sorted(self._files.keys() & file.names()):
-        if not are_equal(self._files[name], name, file, name):
+    self._files: dict[str, tuple[epath.Path, Any]] = {}
+    for name_of_file, listed in wanted.items():
+      path = folder / name_of_file
+      file, names = _open(path)
+      if absent := sorted(set(listed) - names):
+        raise ValueError(f'{path} has no tensor {foreign.name_shown(absent[0])}, which {_INDEX} names')
+      before, self._files = copy.copy(self), self._files | dict.fromkeys(names, (path, file))
+      for name in sorted(before.names() & names):
+        if not are_equal(before, name, self, name):
           shown = foreign.name_shown(name)
-          raise ValueError(f'{self._files[name].path} and {file.path} hold different numbers as tensor {shown}')
-      self._files |= dict.fromkeys(file.names(), file)
+          raise ValueError(f'{before._files[name][0]} and {path} hold different numbers as tensor {shown}')
 
   def names(self) -> set[str]:
     """The names of all tensors."""
@@ -192,35 +138,34 @@ class SafetensorsFolder:
 
   def shape(self, name: str) -> tuple[int, ...]:
     """The shape of a tensor."""
-    return self._files[name].shape(name)
+    return tuple(self._files[name][1].get_slice(name).get_shape())
 
   def dtype(self, name: str) -> np.dtype:
-    """The type of a tensor.
-
-    Raises:
-      ValueError: It is not known.
-    """
-    return self._files[name].dtype(name)
+    """The type of a tensor."""
+    found = self._files[name][1].get_slice(name).get_dtype()
+    if found not in _DTYPES:
+      raise self._fault(name, f'is of type {found}; known are {", ".join(_DTYPES)}')
+    return np.dtype(_DTYPES[found])
 
   def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-    """A part of a tensor.
+    """A part of a tensor, by a slice of step 1 for each dimension."""
+    found = self._files[name][1].get_slice(name)
+    shape = tuple(len(range(*part.indices(size))) for part, size in zip(index, found.get_shape(), strict=True))
+    if 0 in shape:  # the library has no empty parts
+      return np.empty(shape, self.dtype(name))
+    try:
+      return found[index]
+    except (safetensors.SafetensorError, OSError) as error:
+      raise self._fault(name, f'is not read: {foreign.first_line(error)}') from error
 
-    Args:
-      name: The tensor's name.
-      index: A slice of step 1 for each dimension.
-
-    Raises:
-      ValueError: The part cannot be read.
-    """
-    return self._files[name].read(name, index)
+  def _fault(self, name: str, problem: str) -> ValueError:
+    return ValueError(f'{self._files[name][0]}: tensor {foreign.name_shown(name)} {problem}')
 
 
 def _read_index(path: epath.Path) -> dict[str, list[str]]:
   """The names of tensors by file."""
   content = foreign.parse_json(foreign.read_text(path, foreign.LARGE), str(path), is_read_again=True)
-  if type(content) is not dict or content.get('weight_map') is None:
-    raise ValueError(f'{path} is damaged or not an index of tensors: it has no weight_map')
-  foreign.check_object(content, {'weight_map': foreign.map_of(foreign.TEXT)}, str(path))
+  foreign.check_object(content, {'weight_map': foreign.map_of(foreign.TEXT)}, str(path), ('weight_map',))
   by_file: dict[str, list[str]] = {}
   for name, file_name in content['weight_map'].items():
     # A name of a file beside the index, and nothing else.

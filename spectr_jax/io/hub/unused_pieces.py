@@ -27,11 +27,7 @@ class UnusedPieces:
     self._tokens, self._ids, self._scores, self._unused = tokens, ids, scores, unused
 
   def __call__(self, ids: list[int]) -> list[int]:
-    """The ids with unused pieces cut.
-
-    Args:
-      ids: The ids of a text, its unused pieces as they were merged.
-    """
+    """The ids with unused pieces cut."""
     if self._unused.isdisjoint(ids):
       return ids
     symbols: list[str] = []

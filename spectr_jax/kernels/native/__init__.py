@@ -114,11 +114,8 @@ def why_not() -> str:
 def use_form(name: str) -> bool:
   """Takes another form in place of the processor's best, for tests and comparisons.
 
-  Args:
-    name: `avx512_bf16`, `avx512` or `avx2`.
-
   Returns:
-    Whether this processor has it; if not, nothing changes.
+    Whether this processor has the form `name`, `avx512_bf16`, `avx512` or `avx2`; if not, nothing changes.
   """
   library, _ = _library()
   return library is not None and library.spectr_use_form(name.encode())
@@ -151,15 +148,12 @@ def pack(kernel: ArrayLike) -> jax.Array:
 
 
 def product(rows: jax.Array, panels: jax.Array, num_out: int) -> jax.Array:
-  """The product of rows and a packed kernel, summed in float32.
+  """The product of rows `[N, in]`, in float32 or bfloat16, and a packed kernel, summed in float32: `[N, out]`.
 
   Args:
-    rows: `[N, in]` in float32 or bfloat16.
+    rows: The rows.
     panels: What `pack` returned.
     num_out: The kernel's outputs.
-
-  Returns:
-    float32 `[N, out]`.
 
   Raises:
     RuntimeError: There is no library, or none for this processor.

@@ -107,65 +107,63 @@ def test_configurations_name_layers_in_two_ways(tmp_path, target):
     assert drafter.feature_layers == (1, 4)
 
 
-@pytest.mark.parametrize('name', ['dspark gated', 'dspark rnn', 'speculators dspark'])
-def test_the_tensors_of_dspark_come_to_their_places(tmp_path, target, name):
-  arrays = arrays_of(name)
-  drafter = load_drafter(write_head(tmp_path, name), target)
-  params = drafter.params
-  part = 'gate' if name == 'dspark gated' else 'joint'
-  for found, theirs in (
-    (params['features']['kernel'].T, 'fc.weight'),
-    (params['features_norm']['gain'], 'hidden_norm.weight'),
-    (params['final_norm']['gain'], 'norm.weight'),
-    (params['unembedding'].T, 'lm_head.weight'),
-    (params['layer_1']['attention_norm']['gain'], 'layers.1.input_layernorm.weight'),
-    (params['layer_1']['mlp_norm']['gain'], 'layers.1.post_attention_layernorm.weight'),
-    (params['layer_1']['attention']['k']['kernel'].T, 'layers.1.self_attn.k_proj.weight'),
-    (params['layer_0']['attention']['q_norm']['gain'], 'layers.0.self_attn.q_norm.weight'),
-    (params['markov']['embedding'], 'markov_head.markov_w1.weight'),
-    (params['markov']['unembedding'].T, 'markov_head.markov_w2.weight'),
-    (params['markov'][part]['kernel'].T, f'markov_head.{part}_proj.weight'),
-    (params['markov'][part]['bias'], f'markov_head.{part}_proj.bias'),
-    (params['confidence']['kernel'].T, 'confidence_head.proj.weight'),
-    (params['confidence']['bias'], 'confidence_head.proj.bias'),
-  ):
-    np.testing.assert_array_equal(found, arrays[theirs])
+_BACKBONE = {
+  'features/kernel': 'fc.weight', 'features_norm/gain': 'hidden_norm.weight', 'final_norm/gain': 'norm.weight',
+  'layer_1/attention_norm/gain': 'layers.1.input_layernorm.weight',
+  'layer_1/mlp_norm/gain': 'layers.1.post_attention_layernorm.weight',
+  'layer_1/attention/k/kernel': 'layers.1.self_attn.k_proj.weight',
+  'layer_0/attention/q_norm/gain': 'layers.0.self_attn.q_norm.weight',
+}  # fmt: skip
+_DSPARK = _BACKBONE | {
+  'unembedding': 'lm_head.weight', 'markov/embedding': 'markov_head.markov_w1.weight',
+  'markov/unembedding': 'markov_head.markov_w2.weight', 'confidence/kernel': 'confidence_head.proj.weight',
+  'confidence/bias': 'confidence_head.proj.bias',
+}  # fmt: skip
+_SELECTED = _BACKBONE | {
+  'layer_1/attention_conv/base': 'layers.1.attention_conv.base_kernel',
+  'layer_1/mlp_conv/kernel': 'layers.1.mlp_conv.kernel_projection.weight',
+  'selector/before': 'candidate_selector.predecessor_codebook',
+  'selector/after': 'candidate_selector.successor_codebook',
+  'selector/kernel': 'candidate_selector.hidden_projection.weight',
+}  # fmt: skip
+_JOINT = {'markov/joint/kernel': 'markov_head.joint_proj.weight', 'markov/joint/bias': 'markov_head.joint_proj.bias'}
+_PLACES = {
+  'dspark gated': _DSPARK | {key.replace('joint', 'gate'): x.replace('joint', 'gate') for key, x in _JOINT.items()},
+  'dspark rnn': _DSPARK | _JOINT,
+  'speculators dspark': _DSPARK | _JOINT,
+  'speculators peagle': {
+    'mask_features': 'mask_hidden', 'attention/q/kernel': 'layers.0.self_attn.q_proj.weight',
+    'layer_1/attention/q/kernel': 'layers.1.self_attn.q_proj.weight',
+    'layer_1/attention_norm/gain': 'layers.1.input_layernorm.weight',
+    'layer_1/mlp/down/kernel': 'layers.1.mlp.down_proj.weight',
+  },
+  'dflash2': _SELECTED,
+  'speculators dflash2': _SELECTED,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize('name', _PLACES)
+def test_tensors_come_to_their_places(tmp_path, target, name):
+  arrays, drafter = arrays_of(name), load_drafter(write_head(tmp_path, name), target)
+  params = {
+    jax.tree_util.keystr(keys, simple=True, separator='/'): leaf
+    for keys, leaf in jax.tree_util.tree_leaves_with_path(drafter.params)
+  }
+  for ours, theirs in _PLACES[name].items():
+    is_transposed = ours.endswith(('kernel', 'unembedding'))
+    np.testing.assert_array_equal(params[ours].T if is_transposed else params[ours], arrays[theirs], err_msg=ours)
+  if name == 'speculators peagle':
+    config = config_of(drafter)
+    assert (config.mask_id, config.block.num_layers, config.is_residual_normed) == (MASK, 2, True)
+    return
   config = one_pass_config_of(drafter)
-  assert config.feature_layers == drafter.feature_layers == (0, 3)  # by outputs or by inputs of layers
-  assert (config.num_slots, config.mask_id, drafter.max_depth) == (SLOTS, MASK, SLOTS - (name == 'speculators dspark'))
-
-
-def test_the_tensors_of_p_eagle_come_to_their_places(tmp_path, target):
-  arrays = arrays_of('speculators peagle')
-  drafter = load_drafter(write_head(tmp_path, 'speculators peagle'), target)
-  params, config = drafter.params, config_of(drafter)
-  for found, theirs in (
-    (params['mask_features'], 'mask_hidden'),
-    (params['attention']['q']['kernel'].T, 'layers.0.self_attn.q_proj.weight'),
-    (params['layer_1']['attention']['q']['kernel'].T, 'layers.1.self_attn.q_proj.weight'),
-    (params['layer_1']['attention_norm']['gain'], 'layers.1.input_layernorm.weight'),
-    (params['layer_1']['mlp']['down']['kernel'].T, 'layers.1.mlp.down_proj.weight'),
-  ):
-    np.testing.assert_array_equal(found, arrays[theirs])
-  assert (config.mask_id, config.block.num_layers, config.is_residual_normed) == (MASK, 2, True)
-
-
-def test_the_tensors_of_dflash2_come_to_their_places(tmp_path, target):
-  for name in ('dflash2', 'speculators dflash2'):
-    arrays = arrays_of(name)
-    drafter = load_drafter(write_head(tmp_path / name, name), target)
-    params, config = drafter.params, one_pass_config_of(drafter)
-    for found, theirs in (
-      (params['layer_1']['attention_conv']['base'], 'layers.1.attention_conv.base_kernel'),
-      (params['layer_1']['mlp_conv']['kernel'].T, 'layers.1.mlp_conv.kernel_projection.weight'),
-      (params['selector']['before'], 'candidate_selector.predecessor_codebook'),
-      (params['selector']['after'], 'candidate_selector.successor_codebook'),
-      (params['selector']['kernel'].T, 'candidate_selector.hidden_projection.weight'),
-    ):
-      np.testing.assert_array_equal(found, arrays[theirs])
+  # By inputs of layers, or by outputs, [-1, 2] or [0, 3].
+  assert config.feature_layers == drafter.feature_layers == ((1, 4) if name == 'dflash2' else (0, 3))
+  depth = SLOTS - (name in ('speculators dspark', 'dflash2', 'speculators dflash2'))
+  assert (config.num_slots, config.mask_id, drafter.max_depth) == (SLOTS, MASK, depth)
+  if name.endswith('dflash2'):
     assert config.selector == Selector(RANK, V, CANDIDATES)
-    assert config.convolution == Convolution(2, GROUP)
-    assert (drafter.max_depth, config.has_causal_windows) == (SLOTS - 1, False)
+    assert (config.convolution, config.has_causal_windows) == (Convolution(2, GROUP), False)
 
 
 def test_one_pass_formats_differ_in_windows_and_first_slots(tmp_path, target):

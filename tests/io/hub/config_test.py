@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hub_specs import SPECS
-from safetensors.numpy import save_file
-from tiny_hub import tensors_of
+from tiny_hub import Recorded, tensors_of, write_model
 
 from spectr_jax import generate
 from spectr_jax.engine.result import NotFiniteError
@@ -30,9 +29,8 @@ def _bare(architecture, **fields):
 
 def _refused(folder, content):
   """The message with which a folder is refused that holds the tensors of a tiny Llama."""
-  folder.mkdir(exist_ok=True)
   if not (folder / 'model.safetensors').exists():
-    save_file(tensors_of(SPECS['llama']), folder / 'model.safetensors')
+    write_model(folder, SPECS['llama'])
   (folder / 'config.json').write_text(content if isinstance(content, str) else json.dumps(content))
   start = time.monotonic()
   with pytest.raises(ValueError) as error:  # noqa: PT011, the callers match
@@ -45,27 +43,8 @@ def _refused(folder, content):
   return message
 
 
-class _Tensors:
-  """Tensors in memory."""
-
-  def __init__(self, tensors):
-    self.tensors = tensors
-
-  def names(self):
-    return set(self.tensors)
-
-  def shape(self, name):
-    return self.tensors[name].shape
-
-  def dtype(self, name):
-    return self.tensors[name].dtype
-
-  def read(self, name, index):
-    return self.tensors[name][index]
-
-
 def _decode(spec, length, tensors=None):
-  model = make_model(spec, _Tensors(tensors_of(spec) if tensors is None else tensors))
+  model = make_model(spec, Recorded(tensors_of(spec) if tensors is None else tensors))
   prompts, lengths = jnp.ones((1, length), jnp.int32), jnp.array([length])
   return generate(jax.random.key(0), model, None, prompts, lengths, method='autoregressive', max_new_tokens=2)
 
@@ -173,6 +152,21 @@ def test_numbers_are_finite_and_in_their_range(tmp_path, name):
 @pytest.mark.parametrize(
   ('architecture', 'fields', 'message'),
   [
+    (
+      'LlamaForCausalLM',
+      {'architectures': ['BloomForCausalLM']},
+      'architecture BloomForCausalLM is unknown; known ',
+    ),
+    ('LlamaForCausalLM', {'architectures': None}, 'architecture none is unknown'),
+    ('LlamaForCausalLM', {'hidden_act': 'mish'}, "activation 'mish' is unknown; known are silu, "),
+    ('LlamaForCausalLM', {'hidden_size': None}, 'the configuration of LlamaForCausalLM has no hidden_size'),
+    ('LlamaForCausalLM', {'num_key_value_heads': 3}, 'num_heads 4 must be a multiple of the 3 heads'),
+    (
+      'LlamaForCausalLM',
+      {'quantization_config': {'quant_method': 'gptq'}},
+      'quantized by gptq are not read; known',
+    ),
+    ('GPT2LMHeadModel', {'scale_attn_by_inverse_layer_idx': True}, 'scale_attn_by_inverse_layer_idx True is not supp'),
     ('LlamaForCausalLM', {'max_position_embeddings': 10**18}, 'max_position_embeddings must be'),
     ('LlamaForCausalLM', {'rms_norm_eps': -1e-6}, 'rms_norm_eps must be a finite number of at least 0'),
     ('LlamaForCausalLM', {'architectures': [['a']]}, 'architectures must be a list'),
@@ -230,6 +224,8 @@ def test_what_is_refused(architecture, fields, message):
   ('scaling', 'message'),
   [
     ({'rope_type': 'longrope', 'factor': 4}, "'longrope' is unknown"),
+    ({'type': 'dynamic', 'factor': 2.0}, "RoPE scaling 'dynamic' is unknown; known are default, "),
+    ({'type': 'linear'}, 'the configuration of LlamaForCausalLM has no factor'),
     ({'rope_type': 'yarn'}, 'has no factor'),
     ({'rope_type': 'yarn', 'factor': 0}, 'factor must be a finite number'),
     ({'rope_type': 'yarn', 'factor': 4, 'beta_fast': -1}, 'beta_fast must be'),
@@ -293,7 +289,7 @@ def test_sizes_are_those_of_the_tensors(tmp_path, fields):
 def test_many_names_and_many_layers_take_no_time():
   """Names without the family's prefix are looked through once, not for every parameter."""
   start = time.monotonic()
-  tensors = _Tensors({f'x{i}': np.zeros(1, np.float32) for i in range(200_000)})
+  tensors = Recorded({f'x{i}': np.zeros(1, np.float32) for i in range(200_000)})
   with pytest.raises(ValueError, match='the checkpoint lacks 90003 tensors'):
     make_model(SPECS['llama'] | {'num_hidden_layers': 10_000}, tensors)
   assert time.monotonic() - start < 20

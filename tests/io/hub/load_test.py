@@ -14,17 +14,16 @@ import numpy as np
 import pytest
 import tokenizers
 from hub_specs import SPECS
-from safetensors.numpy import save_file
-from tiny_hub import random_array, tensors_of
+from tiny_hub import Recorded, random_array, tensors_of, write_model
 
 from spectr_jax.io.hub import load, sources
 from spectr_jax.io.hub.families import read_spec
 from spectr_jax.io.hub.load import load_hub_model, make_model, read_hub_config
 from spectr_jax.io.hub.rope import read_rope
 from spectr_jax.io.load import hub_folder, load_model
+from spectr_jax.kernels.int8 import quantized
 from spectr_jax.models.causal_lm import config_of
 from spectr_jax.models.causal_lm_config import param_shapes
-from spectr_jax.models.int8 import quantized
 from spectr_jax.sharding import make_mesh
 
 _HERE = pathlib.Path(__file__).parent
@@ -46,37 +45,7 @@ def _llama_tensors(num_layers=2):
 
 
 def _save(folder, tensors, spec=None, num_files=1):
-  folder.mkdir(exist_ok=True)
-  (folder / 'config.json').write_text(json.dumps(SPECS['llama'] if spec is None else spec))
-  if num_files == 1:
-    save_file(tensors, folder / 'model.safetensors')
-    return folder
-  weight_map = {name: f'model-{i % num_files}.safetensors' for i, name in enumerate(tensors)}
-  for file in set(weight_map.values()):
-    save_file({name: tensors[name] for name in tensors if weight_map[name] == file}, folder / file)
-  (folder / 'model.safetensors.index.json').write_text(json.dumps({'weight_map': weight_map}))
-  return folder
-
-
-class _Recorded:
-  """Tensors in memory that record the size of everything that is read."""
-
-  def __init__(self, tensors):
-    self.tensors, self.reads = tensors, []
-
-  def names(self):
-    return set(self.tensors)
-
-  def shape(self, name):
-    return self.tensors[name].shape
-
-  def dtype(self, name):
-    return self.tensors[name].dtype
-
-  def read(self, name, index):
-    part = self.tensors[name][index].copy()
-    self.reads.append((name, part.size))
-    return part
+  return write_model(folder, SPECS['llama'] if spec is None else spec, tensors, num_files)
 
 
 @pytest.mark.parametrize('num_files', [1, 3])
@@ -98,7 +67,7 @@ def test_tensors_come_to_their_places(tmp_path, num_files):
 
 def test_fused_heads_by_head():
   tensors = tensors_of(SPECS['gpt_neox'])
-  attention = make_model(SPECS['gpt_neox'], _Recorded(tensors)).params['layer_0']['attention']
+  attention = make_model(SPECS['gpt_neox'], Recorded(tensors)).params['layer_0']['attention']
   weight = tensors['gpt_neox.layers.0.attention.query_key_value.weight'].reshape(4, 3, 4, 16)
   bias = tensors['gpt_neox.layers.0.attention.query_key_value.bias'].reshape(4, 3, 4)
   for part, name in enumerate('qkv'):
@@ -111,7 +80,7 @@ def test_fused_heads_by_part(prefix):
   """Files of the body alone have names without its prefix."""
   tensors = {name.replace('transformer.', prefix): x for name, x in tensors_of(SPECS['gpt2']).items()}
   buffers = {f'{prefix}h.0.attn.bias': np.tri(32, dtype=np.float32)[None, None]}
-  attention = make_model(SPECS['gpt2'], _Recorded(tensors | buffers)).params['layer_0']['attention']
+  attention = make_model(SPECS['gpt2'], Recorded(tensors | buffers)).params['layer_0']['attention']
   weight, bias = (tensors[f'{prefix}h.0.attn.c_attn.{leaf}'] for leaf in ('weight', 'bias'))
   for part, name in enumerate('qkv'):
     np.testing.assert_array_equal(attention[name]['kernel'], weight[:, 16 * part : 16 * part + 16])
@@ -125,7 +94,7 @@ def test_parts_of_parameters_are_read_alone(name):
   if name == 'llama':
     config = config.for_mesh(jax.sharding.AbstractMesh((1, 4), ('data', 'model')))
     assert config.kv_copies == 2
-  tensors = _Recorded(tensors_of(SPECS[name]))
+  tensors = Recorded(tensors_of(SPECS[name]))
   shapes = param_shapes(config)['layer_0']['attention']
   for leaf in 'qkv':
     shape = shapes[leaf]['kernel'].shape
@@ -171,31 +140,7 @@ def test_dtypes(tmp_path):
 def test_tensors_that_do_not_fit(change, message):
   tensors = {name: x for name, x in (_llama_tensors() | change).items() if x is not None}
   with pytest.raises(ValueError, match=message):
-    make_model(SPECS['llama'], _Recorded(tensors))
-
-
-@pytest.mark.parametrize(
-  ('change', 'message'),
-  [
-    ({'architectures': ['BloomForCausalLM']}, 'architecture BloomForCausalLM is unknown; known are LlamaForCausalLM, '),
-    ({'architectures': None}, 'architecture none is unknown'),
-    ({'hidden_act': 'mish'}, "activation 'mish' is unknown; known are silu, "),
-    ({'rope_scaling': {'type': 'dynamic', 'factor': 2.0}}, "RoPE scaling 'dynamic' is unknown; known are default, "),
-    ({'rope_scaling': {'type': 'linear'}}, 'the configuration of LlamaForCausalLM has no factor'),
-    ({'quantization_config': {'quant_method': 'gptq'}}, 'quantized by gptq are not read; known are unquantized'),
-    ({'hidden_size': None}, 'the configuration of LlamaForCausalLM has no hidden_size'),
-    ({'num_key_value_heads': 3}, 'num_heads 4 must be a multiple of the 3 heads'),
-  ],
-)
-def test_configurations_that_are_not_known(change, message):
-  spec = {key: value for key, value in (SPECS['llama'] | change).items() if key != 'hidden_size' or value}
-  with pytest.raises(ValueError, match=message):
-    read_spec(spec)
-
-
-def test_gpt2_variants_are_refused():
-  with pytest.raises(ValueError, match='scale_attn_by_inverse_layer_idx True is not supported'):
-    read_spec({**SPECS['gpt2'], 'scale_attn_by_inverse_layer_idx': True})
+    make_model(SPECS['llama'], Recorded(tensors))
 
 
 def test_old_and_new_files_say_the_same():
@@ -266,7 +211,7 @@ def test_damaged_files(tmp_path):
   with pytest.raises(ValueError, match='model-1.safetensors is missing'):
     load_hub_model(folder)
   index.write_text('[]')
-  with pytest.raises(ValueError, match='index.json is damaged or not an index'):
+  with pytest.raises(ValueError, match='index.json must hold an object'):
     load_hub_model(folder)
 
 
@@ -394,8 +339,8 @@ def test_every_device_reads_its_shard(tmp_path):
 def test_weights_are_quantized_in_pieces_while_they_are_read(monkeypatch, name):
   """Every number is read once, few together, and the result is that of the whole kernel."""
   monkeypatch.setattr(load, '_MOST_AT_ONCE', 100)
-  tensors = _Recorded(tensors_of(SPECS[name]))
-  plain = make_model(SPECS[name], _Recorded(tensors.tensors))
+  tensors = Recorded(tensors_of(SPECS[name]))
+  plain = make_model(SPECS[name], Recorded(tensors.tensors))
   model = make_model(SPECS[name], tensors, weights='int8')
   assert config_of(model).weights == 'int8'
   jax.tree.map(np.testing.assert_array_equal, model.params, quantized(plain.params))
@@ -408,7 +353,7 @@ def test_quantized_weights_of_bfloat16(tmp_path):
   tensors = _llama_tensors()
   folder = _save(tmp_path, tensors)
   model = load_hub_model(folder, dtype='bfloat16', weights='int8')
-  expected = make_model(SPECS['llama'], _Recorded(tensors), weights='int8').params
+  expected = make_model(SPECS['llama'], Recorded(tensors), weights='int8').params
   found = model.params['layer_1']['attention']['out']['kernel']
   jax.tree.map(np.testing.assert_array_equal, found, expected['layer_1']['attention']['out']['kernel'])
   assert model.params['final_norm']['gain'].dtype == jnp.bfloat16
@@ -419,7 +364,7 @@ def test_weights_that_cannot_be_quantized_are_named():
   tensors = _llama_tensors()
   tensors['model.layers.1.mlp.up_proj.weight'][2, 3] = np.nan
   with pytest.raises(ValueError, match='^tensor model.layers.1.mlp.up_proj.weight: weights that are not finite'):
-    make_model(SPECS['llama'], _Recorded(tensors), weights='int8')
+    make_model(SPECS['llama'], Recorded(tensors), weights='int8')
 
 
 def test_unknown_weights(tmp_path):

@@ -14,7 +14,7 @@ import pytest
 import tiny_hub
 from hub_specs import SPECS
 from safetensors.numpy import save, save_file
-from tiny_hub import random_array, tensors_of
+from tiny_hub import random_array, tensors_of, write_model
 
 from spectr_jax.io.hub import redundant, tensors
 from spectr_jax.io.hub.families import FAMILIES, read_spec
@@ -28,13 +28,6 @@ from spectr_jax.models.causal_lm import config_of
 
 def _spec(name, **fields):
   return {**SPECS[name], **fields}
-
-
-def _folder(folder, spec, arrays):
-  folder.mkdir(exist_ok=True)
-  (folder / 'config.json').write_text(json.dumps(spec))
-  save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, folder / 'model.safetensors')
-  return folder
 
 
 def _tied(name):
@@ -59,7 +52,7 @@ def test_a_stored_head_counts_where_it_differs(tmp_path, name):
   spec, arrays, embedding, head = _tied(name)
   other = arrays[embedding].copy()
   other[-1, -1] += 1
-  folder = _folder(tmp_path, spec, arrays | {head: other})
+  folder = write_model(tmp_path, spec, arrays | {head: other})
   model, warning = _load(folder)
   np.testing.assert_array_equal(model.params['unembedding'], other.T)
   np.testing.assert_array_equal(model.params['embedding'], arrays[embedding])
@@ -77,7 +70,7 @@ def test_an_equal_head_is_tied_and_one_of_both_is_enough(tmp_path, name):
   spec, arrays, embedding, head = _tied(name)
   alone = {other: array for other, array in arrays.items() if other != embedding}
   for found in (arrays, arrays | {head: arrays[embedding]}, alone | {head: arrays[embedding]}):
-    model, warning = _load(_folder(tmp_path, spec, found))
+    model, warning = _load(write_model(tmp_path, spec, found))
     assert warning is None
     assert config_of(model).is_tied
     assert 'unembedding' not in model.params
@@ -87,17 +80,17 @@ def test_an_equal_head_is_tied_and_one_of_both_is_enough(tmp_path, name):
 def test_the_head_of_a_file_without_prefixes(tmp_path):
   spec, arrays, embedding, head = _tied('gpt2')
   arrays = {name.removeprefix('transformer.'): array for name, array in arrays.items()}
-  model, warning = _load(_folder(tmp_path, spec, arrays | {head: arrays['wte.weight'] * 2}))
+  model, warning = _load(write_model(tmp_path, spec, arrays | {head: arrays['wte.weight'] * 2}))
   assert 'lm_head.weight and wte.weight hold different numbers' in warning
   np.testing.assert_array_equal(model.params['unembedding'], 2 * arrays['wte.weight'].T)
   del arrays['wte.weight']
-  model, warning = _load(_folder(tmp_path, spec, arrays | {head: random_array(32, 16)}))
+  model, warning = _load(write_model(tmp_path, spec, arrays | {head: random_array(32, 16)}))
   assert (warning, config_of(model).is_tied) == (None, True)
 
 
 def test_a_model_with_a_head_of_its_own_is_written_as_such(tmp_path):
   spec, arrays, embedding, head = _tied('qwen2')
-  folder = _folder(tmp_path / 'read', spec, arrays | {head: arrays[embedding] * 2})
+  folder = write_model(tmp_path / 'read', spec, arrays | {head: arrays[embedding] * 2})
   tokenizer = HubTokenizer.from_parts(tiny_hub.backend(), bos_id=7, eos_ids=[2], add_bos=False)
   with pytest.warns(UserWarning, match='hold different numbers'):
     model, spec = load_hub_model(folder), open_model(folder).spec
@@ -112,20 +105,20 @@ def test_numbers_are_compared_as_the_checkpoint_computes_with_them(tmp_path, mon
   spec, arrays, embedding, head = _tied('llama')
   spec['torch_dtype'] = 'bfloat16'
   rounded = arrays[embedding].astype(ml_dtypes.bfloat16)
-  model, warning = _load(_folder(tmp_path, spec, arrays | {head: rounded}))
+  model, warning = _load(write_model(tmp_path, spec, arrays | {head: rounded}))
   assert warning is None
   assert config_of(model).is_tied
   spec['torch_dtype'] = 'float32'
-  _, warning = _load(_folder(tmp_path, spec, arrays | {head: rounded}), dtype='bfloat16')
+  _, warning = _load(write_model(tmp_path, spec, arrays | {head: rounded}), dtype='bfloat16')
   assert 'hold different numbers' in warning
   wrong = np.full_like(arrays[embedding], np.nan)
-  _, warning = _load(_folder(tmp_path, spec, arrays | {head: wrong, embedding: wrong}))
+  _, warning = _load(write_model(tmp_path, spec, arrays | {head: wrong, embedding: wrong}))
   assert 'hold different numbers' in warning  # as torch.equal says
 
 
 def test_a_head_of_another_shape_is_refused(tmp_path):
   spec, arrays, _, head = _tied('llama')
-  folder = _folder(tmp_path, spec, arrays | {head: random_array(31, 16)})
+  folder = write_model(tmp_path, spec, arrays | {head: random_array(31, 16)})
   message = r'lm_head.weight must have shape \(32, 16\), got \(31, 16\)'
   with pytest.warns(UserWarning, match='different numbers'), pytest.raises(ValueError, match=message):
     load_hub_model(folder)
@@ -135,9 +128,9 @@ def test_two_heads_of_gpt_neox(tmp_path):
   """Files have `embed_out`, and newer ones `lm_head`."""
   arrays = tensors_of(SPECS['gpt_neox'])
   head = arrays['embed_out.weight']
-  model, _ = _load(_folder(tmp_path, SPECS['gpt_neox'], arrays | {'lm_head.weight': head}))
+  model, _ = _load(write_model(tmp_path, SPECS['gpt_neox'], arrays | {'lm_head.weight': head}))
   np.testing.assert_array_equal(model.params['unembedding'], head.T)
-  folder = _folder(tmp_path, SPECS['gpt_neox'], arrays | {'lm_head.weight': head + 1})
+  folder = write_model(tmp_path, SPECS['gpt_neox'], arrays | {'lm_head.weight': head + 1})
   with pytest.raises(ValueError, match=r'embed_out\.weight and lm_head\.weight hold different numbers, and each is'):
     load_hub_model(folder)
 
@@ -146,7 +139,7 @@ def test_two_heads_of_gpt_neox(tmp_path):
 def test_names_with_and_without_the_prefix_are_refused(tmp_path, name, prefix):
   arrays = tensors_of(SPECS[name])
   first = min(other for other in arrays if other.startswith(prefix))
-  folder = _folder(tmp_path, SPECS[name], arrays | {first.removeprefix(prefix): arrays[first]})
+  folder = write_model(tmp_path, SPECS[name], arrays | {first.removeprefix(prefix): arrays[first]})
   with pytest.raises(ValueError, match='1 tensors too many, the first of them ' + first.removeprefix(prefix)):
     load_hub_model(folder)
 
@@ -185,10 +178,10 @@ def test_buffers_hold_what_the_configuration_says(tmp_path, monkeypatch, name, f
   monkeypatch.setattr(redundant, '_MOST_AT_ONCE', 100)  # three rows of a mask
   spec = _spec(name, **fields)
   arrays = tensors_of(spec)
-  model, _ = _load(_folder(tmp_path, spec, arrays | {tensor: np.asarray(right)}))
-  expected, _ = _load(_folder(tmp_path, spec, arrays))
+  model, _ = _load(write_model(tmp_path, spec, arrays | {tensor: np.asarray(right)}))
+  expected, _ = _load(write_model(tmp_path, spec, arrays))
   jax.tree.map(np.testing.assert_array_equal, model.params, expected.params)
-  folder = _folder(tmp_path, spec, arrays | {tensor: np.asarray(wrong)})
+  folder = write_model(tmp_path, spec, arrays | {tensor: np.asarray(wrong)})
   message = f'config.json: tensor {tensor} (holds other|holds another|must be one)'
   with pytest.raises(ValueError, match=message) as error:
     load_hub_model(folder)

@@ -15,8 +15,8 @@ from spectr_jax.io.hub.hub_tokenizer import HubTokenizer, load_hub_tokenizer
 from spectr_jax.io.hub.load import load_hub_model
 from spectr_jax.io.hub.save import save_hub_model
 from spectr_jax.io.load import load_model
+from spectr_jax.kernels.int8 import quantized
 from spectr_jax.models.causal_lm import causal_lm, config_of
-from spectr_jax.models.int8 import quantized
 
 
 @pytest.fixture(scope='module')
@@ -26,16 +26,10 @@ def tokenizer():
   )
 
 
-def _folder(path, spec):
-  folder = tiny_hub.write(path, config=spec)
-  safetensors.numpy.save_file(tiny_hub.tensors_of(spec), folder / 'model.safetensors')
-  return folder
-
-
 @pytest.mark.parametrize('name', SPECS)
 def test_tensors_are_those_that_were_read(name, tokenizer, tmp_path):
   spec = SPECS[name]
-  model = load_hub_model(_folder(tmp_path / 'read', spec))
+  model = load_hub_model(tiny_hub.write_model(tmp_path / 'read', spec))
   save_hub_model(tmp_path / 'written', model, tokenizer, spec, info={'a': 1}, param_dtype='float32')
   found = safetensors.numpy.load_file(tmp_path / 'written' / 'model.safetensors')
   wanted = tiny_hub.tensors_of(spec)
@@ -92,7 +86,7 @@ def test_some_layers_of_a_model(name):
 
 def test_what_is_refused(tokenizer, tmp_path):
   spec = SPECS['llama']
-  model = load_hub_model(_folder(tmp_path / 'read', spec))
+  model = load_hub_model(tiny_hub.write_model(tmp_path / 'read', spec))
 
   def save(model, spec=spec, **options):
     save_hub_model(tmp_path / 'written', model, tokenizer, spec, **options)

@@ -1,0 +1,137 @@
+"""`--method=auto`: `spectr_jax.auto` on the options' grid and prompts, with a file that keeps its measurements."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from etils import epath
+
+from common.json_file import read_json
+from common.output_files import OutputFiles
+from decode.experiment.model_options import AUTO_GRID
+from decode.experiment.options import DecodeOptions
+from decode.experiment.settings import Setting, settings_of
+from decode.experiment.workload import Workload
+from spectr_jax import METHODS, Drafter
+from spectr_jax.auto.calibration import FORMAT, Calibration, Observation
+from spectr_jax.auto.measurement import KeysFn, predict_settings
+from spectr_jax.auto.prediction import Prediction
+from spectr_jax.auto.setting import GREEDY_WIDTHS, worth_comparing
+from spectr_jax.auto.trial import Notify
+from spectr_jax.io.foreign import FLAG, check_object, list_of, map_of, object_of, real, whole
+from spectr_jax.sharding import is_primary
+
+# Trees that are added at temperature 0: 8, 16, 16 and 32 of the draft's likeliest guesses.
+GREEDY_TREES = tuple(f'likeliest:{",".join(map(str, widths))}' for widths in GREEDY_WIDTHS)
+
+_OBSERVATION = {
+  'num_batches': whole(1), 'num_tokens': whole(1), 'row_calls': list_of(whole(1)), 'kept': list_of(whole()),
+  'prefill_seconds': real(0), 'round_seconds': real(above=0),
+}  # fmt: skip
+_FIELDS = {
+  'is_complete': FLAG,
+  'conditions': object_of({}),
+  'draft_seconds': map_of(real(0)),
+  'target_seconds': map_of(real(above=0)),
+  'observations': map_of(object_of(_OBSERVATION)),
+}
+
+
+def grid(options: DecodeOptions, max_depth: int | None = None) -> list[Setting]:
+  """Autoregressive decoding, and every lossless method on every tree of the options that it takes.
+
+  At temperature 0 all samples of a draft are equal, so that several keep no more than one: there are trees of likeliest
+  guesses, and single drafts only. Trees that the user names stay as they are, and so do the guesses of lookup, which
+  differ. Settings that are equal to others are left out, see `worth_comparing`.
+
+  Args:
+    options: The options.
+    max_depth: The deepest tree that the draft guesses for; None for no limit. Deeper ones are left out.
+
+  Raises:
+    ValueError: All trees are too deep.
+  """
+  is_greedy = not options.temperature
+  if is_greedy and not options.has_lookup and options.tree == ('chains',):
+    is_default = options.num_drafts == AUTO_GRID['num_drafts']
+    num_drafts = (1,) if is_default else options.num_drafts
+    options = dataclasses.replace(options, tree=('chains', *GREEDY_TREES), num_drafts=num_drafts)
+  settings = [
+    setting
+    for method in METHODS.values()
+    if method.is_lossless and options.takes_guesses(method)
+    for setting in settings_of(method, options, skip_unfit=True)
+  ]
+  is_mixed = options.has_lookup and bool(options.draft_model)
+  return worth_comparing(settings, is_greedy=is_greedy, is_mixed=is_mixed, max_depth=max_depth)
+
+
+def read_calibration(path: epath.PathLike) -> Calibration:
+  """Reads a file that `--calibration` wrote.
+
+  Raises:
+    ValueError: The file cannot be read or is not a calibration.
+  """
+  content = read_json(path, 'calibration', '--calibration writes one')
+  try:
+    content = check_object(content, _FIELDS, 'it')
+    if content.pop('format') != FORMAT:
+      raise ValueError(f'format {FORMAT} is read')
+    content['target_seconds'] = {int(size): seconds for size, seconds in content['target_seconds'].items()}
+    content['observations'] = {name: Observation(**fields) for name, fields in content['observations'].items()}
+    calibration = Calibration(**content)  # without `is_complete` it is of a version that wrote complete ones only
+    if None in vars(calibration).values() or not calibration.conditions or not calibration.target_seconds:
+      raise ValueError('something is missing')
+    if any(None in vars(each).values() or not each.row_calls for each in calibration.observations.values()):
+      raise ValueError('something is missing in an observation')
+    return calibration
+  except (AttributeError, KeyError, TypeError, ValueError) as error:
+    raise ValueError(f'{path} is no calibration ({error!r}); --calibration writes one') from error
+
+
+def _conditions_of(workload: Workload) -> dict[str, Any]:
+  """The conditions that a calibration depends on, as JSON values."""
+  options, info = workload.options, workload.info
+  names = 'mesh', 'draft_mesh', 'temperature', 'top_k', 'top_p', 'min_p', 'max_new_tokens'
+  return {
+    'device': info['device'],
+    'models': info['models'],
+    'batch_size': workload.batch_size,
+    'lookup': [options.lookup_max, options.lookup_min] if options.has_lookup else None,
+    **{name: getattr(options, name) for name in names},
+  }
+
+
+def trial_of(workload: Workload) -> tuple[Workload, KeysFn]:
+  """The first prompts, at least two batches, and their keys of pass after pass, of seeds that the runs do not use."""
+  seeds = workload.options.seeds
+  some = workload.take(max(workload.options.calibration_prompts, 2 * workload.batch_size))
+  # The first unused seed is for acceptance rates.
+  return some, lambda number: some.keys((seeds[-1] + 2 + number) % 2**32)
+
+
+def predict_all(workload: Workload, notify: Notify) -> list[Prediction]:
+  """Predictions for the options' grid, the fastest first, from new measurements or the file of an earlier run.
+
+  The file is written after each program, and goes on where a run was interrupted.
+
+  Raises:
+    ValueError: The file is unusable, or was measured under other conditions.
+  """
+  options, path = workload.options, workload.options.calibration
+  known = read_calibration(path) if path and epath.Path(path).exists() else None
+  # The file is opened before anything is measured, to find out whether it is writable. One process writes.
+  is_written = is_primary() and not (known is not None and known.is_complete)
+  inputs = dataclasses.replace(options, calibration=None).inputs()
+  with OutputFiles(calibration=path if is_written else None).apart_from(inputs) as files:
+    return predict_settings(
+      *trial_of(workload),
+      grid(options, workload.draft.max_depth if isinstance(workload.draft, Drafter) else None),
+      _conditions_of(workload),
+      notify,
+      is_short=options.has_short_grid,
+      known=known,
+      source=str(path),
+      keep=lambda measured: files.write(calibration=measured.to_json()),
+    )

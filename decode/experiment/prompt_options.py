@@ -1,0 +1,125 @@
+"""What is decoded: the records of sampling, and of prompts and output, which check their own fields."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from decode.experiment.model_options import PRETRAINED
+from decode.experiment.option_fields import AT_LEAST_0, AT_LEAST_1, Record, Rule, option
+from decode.experiment.prompt_sets import PROMPT_SETS
+from decode.experiment.prompts import Prompt, as_conversations, read_prompts
+from spectr_jax import StopStrings
+from spectr_jax.engine.stop import check_stop_texts
+from spectr_jax.io.tokenizer import TokenizerBase
+from spectr_jax.sampling import SAMPLING_NAMES, SamplingParams
+from spectr_jax.unicode import check_unicode
+
+SHIPPED_PROMPTS = PRETRAINED / 'prompts.jsonl'
+_TOP_K: Rule = 'at least 0 (0 keeps all) and below 2**31', lambda x: 0 <= x < 2**31
+_TOP_P: Rule = 'above 0 and at most 1', lambda x: 0 < x <= 1
+_MIN_P: Rule = 'from 0 to 1 (0 keeps all)', lambda x: 0 <= x <= 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingOptions(Record):
+  """How tokens are sampled, and how often. The seeds are `seed` to `seed + num_seeds - 1`."""
+
+  temperature: float = option('Sampling', 'Sampling temperature; 0 decodes greedily.', 1.0, rule=AT_LEAST_0)
+  top_k: int = option('Sampling', 'Sample from the k likeliest tokens; 0 for all.', 0, rule=_TOP_K)
+  top_p: float = option('Sampling', 'Sample from the fewest likeliest tokens of this mass.', 1.0, rule=_TOP_P)
+  min_p: float = option(
+    'Sampling', 'Sample from tokens at least this many times as likely as the likeliest; 0 for all.', 0.0, rule=_MIN_P
+  )
+  num_samples: int = option('Sampling', 'Continuations of each prompt with each seed.', 1, rule=AT_LEAST_1)
+  num_seeds: int = option('Sampling', 'Runs of every setting, each with its own seed.', 1, rule=AT_LEAST_1)
+  seed: int = option('Sampling', 'The first seed.', 0)
+
+  def __post_init__(self):
+    super().__post_init__()
+    if self.seed < 0 or self.seed + self.num_seeds > 2**32:
+      raise ValueError(f'seeds must be from 0 to 2**32 - 1, got {self.num_seeds} from {self.seed} on')
+
+  @property
+  def seeds(self) -> range:
+    return range(self.seed, self.seed + self.num_seeds)
+
+  @property
+  def sampling(self) -> SamplingParams:
+    """The sampling parameters, the same for all rows."""
+    return SamplingParams(**{name: getattr(self, name) for name in SAMPLING_NAMES})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PromptOptions(Record):
+  """Texts to continue, and what is measured and written of continuations. See `read_prompts` about `prompts`."""
+
+  stop: tuple[str, ...] = option(
+    'Prompts',
+    'Text or special token that ends a continuation, and is no part of it; repeat for several.',
+    (),
+    is_repeated=True,
+  )
+  logprobs: bool = option(
+    'Measurements and output', "Write the target's log probability of every token to --generations.", False
+  )
+  prompt: str | None = option('Prompts', 'One text to continue.', None)
+  prompts: str | None = option(
+    'Prompts',
+    'File of texts to continue: .jsonl with a "prompt" field, else a text per line; .json, .tsv and .gz are read too.'
+    f' SET:FILE reads a published set: {", ".join(PROMPT_SETS)}. Default: the shipped prompts.',
+    None,
+  )
+  num_prompts: int = option('Prompts', 'Prompts to take from the beginning of the file, at most.', 32, rule=AT_LEAST_1)
+  chat: bool = option(
+    'Prompts',
+    "Let the model answer: render prompts as turns of the user, and conversations, by the model's chat template.",
+    False,
+  )
+  system: str | None = option('Prompts', 'System message of conversations that have none of their own.', None)
+  skip_long: bool = option('Prompts', 'Leave out prompts that are too long instead of refusing them.', False)
+  batch_size: int = option('Prompts', 'Prompts decoded together, at most.', 1, rule=AT_LEAST_1)
+  max_new_tokens: int = option('Prompts', 'New tokens per prompt, at most.', 64, rule=AT_LEAST_1)
+  share_of_optimum: bool = option(
+    'Measurements and output',
+    'Compare acceptance with the most that token-level verification of the same candidates could reach; takes time.',
+    False,
+  )
+  breakdown: bool = option(
+    'Measurements and output', 'Time the parts of a round: draft, target, verification, and the rest.', False
+  )
+  profile_dir: str | None = option(
+    'Measurements and output',
+    "Directory for what JAX's profiler records of some rounds of every setting; for TensorBoard or Perfetto.",
+    None,
+  )
+
+  def __post_init__(self):
+    super().__post_init__()
+    check_stop_texts(self.stop)
+    for name in ('prompt', 'system'):
+      if (text := getattr(self, name)) is not None:
+        check_unicode(text, name)
+    if self.stop and self.share_of_optimum:
+      raise ValueError('share_of_optimum counts whole rounds, and stop may end a row within one; choose one')
+    if self.prompt is not None and self.prompts is not None:
+      raise ValueError('prompt and prompts are both given; choose one: a text, or a file of texts')
+    if self.system is not None and not self.chat:
+      raise ValueError('system is for --chat, which renders conversations')
+
+  def make_stop(self, tokenizer: TokenizerBase) -> StopStrings | None:
+    """The stop texts as the library takes them, or None if there are none."""
+    return StopStrings(tokenizer, self.stop) if self.stop else None
+
+  def read_prompts(self) -> list[Prompt]:
+    """All prompts of the file, or the one text; conversations with `chat`.
+
+    Raises:
+      ValueError: The file is unusable, or has conversations without `chat`.
+    """
+    path = SHIPPED_PROMPTS if self.prompts is None else self.prompts
+    prompts = read_prompts(path) if self.prompt is None else [Prompt(self.prompt)]
+    if self.chat:
+      return as_conversations(prompts, self.system)
+    if conversation := next((prompt for prompt in prompts if prompt.messages), None):
+      raise ValueError(f"{conversation.origin}: a conversation, which --chat renders by the model's template")
+    return prompts

@@ -1,0 +1,112 @@
+"""Kernels in int8: a symmetric scale per output channel, weights only."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from spectr_jax.model import static_field
+
+INT8 = 'int8'
+# The axis of the output channels, by the name of a parameter that is held in int8. A row of an embedding is a channel
+# of the output head that it may also be.
+CHANNEL_AXES = {'kernel': 1, 'unembedding': 1, 'embedding': 0}
+_LARGEST = 127  # of 127 and -128, the one whose negative exists as well
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Int8Kernel:
+  """A matrix of `values` times the `scale` of their channel.
+
+  Attributes:
+    values: int8 `[in, out]` for channel axis 1, `[out, in]` for 0; an array, or its shape or sharding.
+    scale: `[out]`, float32 or wider; likewise.
+    channel_axis: The axis of the output channels.
+  """
+
+  values: Any
+  scale: Any
+  channel_axis: int = static_field(1)
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    """The shape of the matrix."""
+    return self.values.shape
+
+  @property
+  def size(self) -> int:
+    """The number of entries of the matrix."""
+    return self.values.size
+
+  def dequantized(self, dtype: DTypeLike) -> jax.Array:
+    """The matrix in a float dtype."""
+    return (self.values * jnp.expand_dims(self.scale, 1 - self.channel_axis)).astype(dtype)
+
+
+def is_int8(leaf: Any) -> bool:
+  """Tells whether a parameter is a kernel in int8; the `is_leaf` of trees of kernels."""
+  return isinstance(leaf, Int8Kernel)
+
+
+def check_weights(weights: str | None) -> None:
+  """Checks how weights are to be held.
+
+  Raises:
+    ValueError: It is neither None nor `int8`.
+  """
+  if weights not in (None, INT8):
+    raise ValueError(f'weights must be {INT8}, or None for floating point numbers; got {weights!r}')
+
+
+def check_savable(params: Any) -> None:
+  """Checks that parameters can be written.
+
+  Raises:
+    ValueError: Some are in int8.
+  """
+  if any(map(is_int8, jax.tree.leaves(params, is_leaf=is_int8))):
+    raise ValueError(f'a model with {INT8} weights is not saved; load it with weights=None to save it')
+
+
+def quantize(matrix: np.ndarray, channel_axis: int) -> tuple[np.ndarray, np.ndarray]:
+  """Rounds every channel to 255 numbers from minus to plus its largest magnitude.
+
+  Args:
+    matrix: `[in, out]` for channel axis 1, `[out, in]` for 0, whole channels of float32 or float64.
+    channel_axis: The axis of the output channels.
+
+  Returns:
+    int8 values of the matrix's shape, and scales `[out]` of its dtype. An entry is off by half a scale at most.
+
+  Raises:
+    ValueError: A number is not finite.
+  """
+  scale = np.abs(matrix).max(axis=1 - channel_axis) / matrix.dtype.type(_LARGEST)
+  if not np.isfinite(scale).all():
+    raise ValueError(f'weights that are not finite cannot be held in {INT8}')
+  # A channel of zeros has scale 0 and values 0.
+  divisor = np.expand_dims(np.where(scale, scale, 1).astype(matrix.dtype), 1 - channel_axis)
+  # Division by a scale that underflows may exceed the range.
+  return np.clip(np.rint(matrix / divisor), -_LARGEST, _LARGEST).astype(np.int8), scale
+
+
+def quantized(params: Any) -> Any:
+  """Parameters with every kernel, embedding and output head in int8, made one by one; the others stay as they are.
+
+  Those of `CHANNEL_AXES` are quantized, in a nested dict of arrays.
+  """
+
+  def convert(keys, array):
+    axis = CHANNEL_AXES.get(keys[-1].key)
+    if axis is None:
+      return array
+    values, scale = quantize(np.asarray(array).astype(jnp.promote_types(array.dtype, jnp.float32)), axis)
+    return Int8Kernel(jnp.asarray(values), jnp.asarray(scale), axis)
+
+  return jax.tree_util.tree_map_with_path(convert, params)

@@ -1,0 +1,116 @@
+"""GGUF files of tiny models, as llama.cpp's conversion writes them."""
+
+import gguf
+import numpy as np
+import tiny_hub
+from gguf import GGMLQuantizationType as Type
+from hub_specs import SPECS as TINY
+
+HEADS, KV_HEADS, HEAD_DIM, WIDTH, VOCAB, LAYERS, CONTEXT = 4, 2, 16, 64, 40, 2, 128
+_WIDE = {'vocab_size': VOCAB, 'hidden_size': WIDTH, 'intermediate_size': 96, 'max_position_embeddings': CONTEXT}
+_GEMMA = {'head_dim': HEAD_DIM, 'hidden_act': 'gelu_pytorch_tanh'}
+_WINDOWED = _GEMMA | {'query_pre_attn_scalar': HEAD_DIM, 'sliding_window': 24}
+# The `config.json` of a model by llama.cpp's name of its architecture: rows are wide enough for blocks of 32.
+SPECS = {
+  'llama': TINY['llama'] | _WIDE | {'attention_bias': True, 'rms_norm_eps': 1e-5},
+  'qwen2': TINY['qwen2'] | _WIDE | {'rms_norm_eps': 1e-5},
+  'qwen3': TINY['qwen3'] | _WIDE | {'head_dim': HEAD_DIM, 'rms_norm_eps': 1e-5, 'tie_word_embeddings': True},
+  'gemma': TINY['gemma'] | _WIDE | _GEMMA | {'rms_norm_eps': 1e-5},
+  'gemma2': TINY['gemma2']
+  | _WIDE
+  | _WINDOWED
+  | {'rms_norm_eps': 1e-5, 'attn_logit_softcapping': 40.0, 'final_logit_softcapping': 30.0},
+  'gemma3': {
+    'architectures': ['Gemma3ForCausalLM'], 'num_hidden_layers': LAYERS, 'num_attention_heads': HEADS,
+    'num_key_value_heads': KV_HEADS, 'rms_norm_eps': 1e-5, **_WIDE, **_WINDOWED,
+  },
+  'gptneox': TINY['gpt_neox'] | _WIDE | {'rotary_pct': 0.25, 'use_parallel_residual': False},
+  'gpt2': TINY['gpt2'] | {'vocab_size': VOCAB, 'n_embd': WIDTH, 'n_positions': CONTEXT},
+}  # fmt: skip
+SIZES = {
+  'block_count': LAYERS, 'context_length': CONTEXT, 'embedding_length': WIDTH, 'feed_forward_length': 96,
+  'attention.head_count': HEADS,
+}  # fmt: skip
+_RMS = {'attention.layer_norm_rms_epsilon': 1e-5, 'attention.head_count_kv': KV_HEADS}
+METADATA = {
+  'llama': _RMS | {'rope.dimension_count': HEAD_DIM, 'rope.freq_base': 5e5},
+  'qwen2': _RMS,
+  'qwen3': _RMS | {'attention.key_length': HEAD_DIM, 'attention.value_length': HEAD_DIM},
+  'gemma': _RMS | {'attention.key_length': HEAD_DIM},
+  'gemma2': _RMS | {'attention.key_length': HEAD_DIM, 'attention.sliding_window': 24, 'attn_logit_softcapping': 40.0},
+  'gemma3': _RMS | {'attention.key_length': HEAD_DIM, 'attention.sliding_window': 24},
+  'gptneox': {'attention.layer_norm_epsilon': 1e-5, 'rope.dimension_count': 4, 'use_parallel_residual': False},
+  'gpt2': {'attention.layer_norm_epsilon': 1e-5, 'feed_forward_length': 4 * WIDTH},
+}
+TOKENIZER = {'model': 'gpt2', 'pre': 'gpt-2', 'tokens': ['a', 'b', 'ab'], 'merges': ['a b']}
+
+
+def tensors_of(architecture):
+  """The tensors of a model, by the hub's names."""
+  return tiny_hub.tensors_of(SPECS[architecture])
+
+
+def stored_names(architecture):
+  """llama.cpp's name of a tensor by the hub's, from the package that converts."""
+  kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
+  names = gguf.get_tensor_name_map(kinds[architecture], LAYERS)
+  return lambda name: f'{names.get_name(name.rpartition(".")[0])}.{name.rpartition(".")[2]}'
+
+
+def converted(architecture, name, tensor):
+  """A tensor as llama.cpp stores it."""
+  if architecture == 'llama' and ('q_proj' in name or 'k_proj' in name):
+    heads = HEADS if 'q_proj' in name else KV_HEADS
+    return tensor.reshape(heads, 2, HEAD_DIM // 2, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
+  if architecture == 'gptneox' and 'query_key_value' in name:
+    heads = tensor.reshape(HEADS, 3, HEAD_DIM, *tensor.shape[1:])
+    return np.concatenate([heads[:, part].reshape(WIDTH, *tensor.shape[1:]) for part in range(3)])
+  if architecture == 'gpt2' and '.h.' in name and tensor.ndim == 2:
+    return tensor.T
+  if architecture.startswith('gemma') and name.endswith('norm.weight'):
+    return tensor + 1
+  return tensor
+
+
+def write(path, architecture, metadata, tensors=()):
+  """Writes a file.
+
+  Args:
+    path: The file.
+    architecture: The architecture.
+    metadata: Values by key; None is left out.
+    tensors: Names, arrays and types.
+  """
+  writer = gguf.GGUFWriter(path, architecture)
+  adders = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+  for key, value in metadata.items():
+    if value is not None:
+      adders.get(type(value), writer.add_array)(key, value)
+  for name, tensor, kind in tensors:
+    writer.add_tensor(name, tensor, raw_dtype=kind)
+  writer.write_header_to_file()
+  writer.write_kv_data_to_file()
+  writer.write_tensors_to_file()
+  writer.close()
+  return path
+
+
+def write_model(path, architecture='llama', kind=Type.F32, metadata=None, tensors=None, extra=()):
+  """Writes a tiny model; `metadata` replaces the defaults, and None removes them.
+
+  Args:
+    path: The file.
+    architecture: A key of `SPECS`.
+    kind: The type of matrices.
+    metadata: Values by key.
+    tensors: The tensors by the hub's names, if they are others.
+    extra: Further tensors as they are stored: names, arrays and types.
+  """
+  own = {f'{architecture}.{key}': value for key, value in (SIZES | METADATA.get(architecture, {})).items()}
+  tokenizer = {f'tokenizer.ggml.{name}': value for name, value in TOKENIZER.items()}
+  stored = []
+  for name, tensor in (tensors_of(architecture) if tensors is None else tensors).items():
+    tensor = np.ascontiguousarray(converted(architecture, name, tensor))
+    as_kind = kind if tensor.ndim == 2 else Type.F32
+    stored.append((stored_names(architecture)(name), gguf.quants.quantize(tensor, as_kind), as_kind))
+  return write(path, architecture, own | tokenizer | (metadata or {}), [*stored, *extra])
