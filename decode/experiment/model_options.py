@@ -23,7 +23,7 @@ from spectr_jax import (
 from spectr_jax.auto.setting import DRAFT_LENGTHS, NUM_DRAFTS
 from spectr_jax.draft.lookup import LOOKUP_MAX, LOOKUP_MIN, Lookup
 from spectr_jax.engine.sharding import DecodeSharding
-from spectr_jax.kernels.int8 import INT8
+from spectr_jax.kernels.int8 import BLOCKS, INT8
 from spectr_jax.sharding import DATA, make_mesh
 from spectr_jax.suggestion import did_you_mean
 
@@ -83,10 +83,11 @@ class ModelOptions(Record):
   )
   weights: str = option(
     'Models',
-    "int8 to hold both models' matrices as 8-bit integers with a scale per output channel; '' for those of the files."
-    ' Lossless methods then give the distribution of the quantized target.',
+    "int8 to hold both models' matrices as 8-bit integers with a scale per output channel; blocks for those of .gguf"
+    " files in the files' own blocks of 4 to 8 bits, with inputs rounded to 8 bits; '' for those of the files. Lossless"
+    ' methods then give the distribution of the quantized target.',
     '',
-    rule=one_of(f"{INT8}, or '' for those of the files", '', INT8),
+    rule=one_of(f"{INT8}, {BLOCKS}, or '' for those of the files", '', INT8, BLOCKS),
   )
   mesh: str = option(
     'Machine',

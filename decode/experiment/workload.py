@@ -28,7 +28,8 @@ from spectr_jax.engine.sharding import DecodeSharding
 from spectr_jax.io.heads.load import HeadFiles, open_head
 from spectr_jax.io.tokenizer import TokenizerBase, check_same_tokens
 from spectr_jax.kernels import native
-from spectr_jax.kernels.int8 import is_int8
+from spectr_jax.kernels.int8 import BLOCKS
+from spectr_jax.models.layers import is_quantized
 
 # Of the corpus that lookup searches.
 _MOST_DOCUMENTS, _MOST_CHARACTERS = 2**22, 2**30
@@ -79,9 +80,10 @@ def _dtype_of(model: Model) -> str:
 
 def _load_model(options: DecodeOptions, path: str, mesh: Mesh | None) -> tuple[Model, TokenizerBase, dict[str, Any]]:
   """A model, its tokenizer and its description."""
-  types = {'dtype': options.dtype or None, 'weights': options.weights or None}
-  model, tokenizer = spectr_jax.load_model(path, **types, mesh=mesh)
-  params = jax.tree.leaves(model.params, is_leaf=is_int8)
+  has_blocks = path == options.target or path.endswith('.gguf')  # a draft of another format is as its files are
+  weights = options.weights if has_blocks or options.weights != BLOCKS else ''
+  model, tokenizer = spectr_jax.load_model(path, dtype=options.dtype or None, weights=weights or None, mesh=mesh)
+  params = jax.tree.leaves(model.params, is_leaf=is_quantized)
   model = model.for_decoding()
   info = {
     'path': portable(path),
@@ -89,7 +91,7 @@ def _load_model(options: DecodeOptions, path: str, mesh: Mesh | None) -> tuple[M
     'dtype': _dtype_of(model),
     'tokenizer': tokenizer.fingerprint,
   }
-  return model, tokenizer, info | ({'weights': options.weights} if options.weights else {})
+  return model, tokenizer, info | ({'weights': weights} if weights else {})
 
 
 def _load_head(options: DecodeOptions, head: HeadFiles, target: Model) -> tuple[Drafter, dict[str, Any]]:
@@ -201,7 +203,7 @@ def model_title(model: dict[str, Any], *, has_dtype: bool = False) -> str:
   if 'head' in model:
     parts.append(f'{model["head"]} head')
   if 'weights' in model:
-    parts.append(f'{model["weights"]} weights')
+    parts.append('weights in blocks, int8 activations' if model['weights'] == BLOCKS else f'{model["weights"]} weights')
   return f'{model["path"]} ({", ".join(parts)})'
 
 

@@ -31,7 +31,7 @@ from spectr_jax.io.foreign import (
 from spectr_jax.io.new_files import new_folder
 from spectr_jax.io.stored_params import StoredParams
 from spectr_jax.io.tokenizer import Tokenizer
-from spectr_jax.kernels.int8 import check_savable, check_weights, quantized
+from spectr_jax.kernels.int8 import BLOCKS, check_savable, check_weights, quantized
 from spectr_jax.model import Model
 from spectr_jax.models import transformer
 
@@ -262,6 +262,8 @@ def load_transformer(
       unknown.
   """
   check_weights(weights)
+  if weights == BLOCKS:
+    raise ValueError(f'{path} is not a .gguf file, whose blocks weights={BLOCKS!r} are')
   path = as_path(path)
   spec = _read_spec(path)
   config = spec.config if dtype is None else dataclasses.replace(spec.config, dtype=dtype)

@@ -130,6 +130,11 @@ class BlockKernel:
     _, num_blocks, num_lines, _, _ = self.weights.shape
     return num_blocks * num_lines * 32 // self.num_bits, self.num_out
 
+  @property
+  def size(self) -> int:
+    """The number of weights."""
+    return self.shape[0] * self.num_out
+
   def product(self, rows: jax.Array) -> jax.Array:
     """The product of rows `[N, in]`, rounded to 8 bits, and the kernel; float32 `[N, out]`."""
     return block_product(rows, self.weights, self.scales, self.least, self.num_out)

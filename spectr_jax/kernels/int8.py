@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from spectr_jax.model import static_field
 
 INT8 = 'int8'
+BLOCKS = 'blocks'  # of `block_kernel`
 # The axis of the output channels, by the name of a parameter that is held in int8. A row of an embedding is a channel
 # of the output head that it may also be.
 CHANNEL_AXES = {'kernel': 1, 'unembedding': 1, 'embedding': 0}
@@ -58,20 +59,20 @@ def check_weights(weights: str | None) -> None:
   """Checks how weights are to be held.
 
   Raises:
-    ValueError: It is neither None nor `int8`.
+    ValueError: It is neither None nor `int8` nor `blocks`.
   """
-  if weights not in (None, INT8):
-    raise ValueError(f'weights must be {INT8}, or None for floating point numbers; got {weights!r}')
+  if weights not in (None, INT8, BLOCKS):
+    raise ValueError(f'weights must be {INT8}, {BLOCKS}, or None for floating point numbers; got {weights!r}')
 
 
 def check_savable(params: Any) -> None:
   """Checks that parameters can be written.
 
   Raises:
-    ValueError: Some are in int8.
+    ValueError: Some are in int8 or in blocks.
   """
-  if any(map(is_int8, jax.tree.leaves(params, is_leaf=is_int8))):
-    raise ValueError(f'a model with {INT8} weights is not saved; load it with weights=None to save it')
+  if any(array.dtype in (jnp.int8, jnp.uint8) for array in jax.tree.leaves(params)):
+    raise ValueError(f'a model with weights in {INT8} or in blocks is not saved; load it with weights=None to save it')
 
 
 def quantize(matrix: np.ndarray, channel_axis: int) -> tuple[np.ndarray, np.ndarray]:

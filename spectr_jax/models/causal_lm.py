@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spectr_jax.kernels.attention import Rotation, attend, rotary_angles
+from spectr_jax.kernels.block_kernel import is_in_blocks
 from spectr_jax.kernels.layouts import heads_in_order
 from spectr_jax.kernels.matrices import JOINED, matmul, params_for_decoding
 from spectr_jax.kernels.products import accumulation_dtype
@@ -252,7 +253,7 @@ def causal_lm(params: Mapping[str, Any], config: CausalLMConfig) -> Model:
 
   Args:
     params: A nested dict as of `init_params`, of any float dtype; converted to `config.dtype`. Kernels are in int8, as
-      `int8.quantized` makes them, where `config.weights` says so.
+      `int8.quantized` makes them, where `config.weights` says so; or they are each a `BlockKernel`.
     config: The sizes.
 
   Raises:
@@ -262,7 +263,9 @@ def causal_lm(params: Mapping[str, Any], config: CausalLMConfig) -> Model:
   shapes = param_shapes(config)
   layers.check_params(params, shapes)
   return Model(
-    jax.tree.map(lambda x, shape: jnp.asarray(x, shape.dtype), dict(params), shapes),
+    jax.tree.map(
+      lambda x, shape: x if is_in_blocks(x) else jnp.asarray(x, shape.dtype), dict(params), shapes, is_leaf=is_in_blocks
+    ),
     vocab_size=config.vocab_size,
     context_length=config.context_length,
     sharding_rules=CAUSAL_LM_RULES,

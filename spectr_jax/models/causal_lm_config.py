@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
-from spectr_jax.kernels.int8 import CHANNEL_AXES, Int8Kernel, check_weights, quantized
+from spectr_jax.kernels.int8 import CHANNEL_AXES, INT8, Int8Kernel, check_weights, quantized
 from spectr_jax.kernels.products import accumulation_dtype
 from spectr_jax.model import KVCache
 from spectr_jax.sharding import MODEL
@@ -86,7 +86,8 @@ class CausalLMConfig:
     dtype: Type of parameters and activations. Softmaxes, norms and logits are float32 or wider.
     cache_dtype: Type of the caches, or None for `dtype`. CPUs write bfloat16 caches by copying them, and float32 ones
       in place.
-    weights: `int8` for kernels, embedding and output head in int8 with a scale per output channel; None for `dtype`.
+    weights: `int8` for kernels, embedding and output head in int8 with a scale per output channel; `blocks` where they
+      may be of `BlockKernel`; None for `dtype`.
       Norms, biases and learned positions are of `dtype` in any case.
     rope: Rotary positions, or None for learned ones that are added to the embedding.
     window_rope: Rotary positions of the layers with a window, or None for `rope`.
@@ -124,7 +125,7 @@ class CausalLMConfig:
   mlp_dim: int
   context_length: int
   dtype: str = 'float32'
-  weights: Literal['int8'] | None = None
+  weights: Literal['int8', 'blocks'] | None = None
   cache_dtype: str | None = None
   rope: Rope | None = None
   window_rope: Rope | None = None
@@ -237,7 +238,7 @@ def param_shapes(config: CausalLMConfig) -> dict[str, Any]:
     return jax.ShapeDtypeStruct(shape, config.dtype)
 
   def matrix(name, *shape) -> dict[str, Any]:
-    if config.weights is None:
+    if config.weights != INT8:
       return {name: array(*shape)}
     axis = CHANNEL_AXES[name]
     scale = jax.ShapeDtypeStruct((shape[axis],), accumulation_dtype(config.dtype))
@@ -287,4 +288,4 @@ def init_params(key: jax.Array, config: CausalLMConfig) -> dict[str, Any]:
 
   keys = jax.random.split(key, len(shapes))
   params = jax.tree.unflatten(structure, [draw(key, *shape) for key, shape in zip(keys, shapes)])
-  return params if config.weights is None else quantized(params)
+  return quantized(params) if config.weights == INT8 else params

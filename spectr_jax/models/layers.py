@@ -139,9 +139,14 @@ def check_params(params: Mapping[str, Any], shapes: Mapping[str, Any]) -> None:
     ValueError: A parameter is missing, surplus, or of another shape.
   """
 
+  def shape_of(path, leaf):
+    # In blocks an embedding stands as the output head that it may be.
+    return leaf.shape[::-1] if is_in_blocks(leaf) and path.split('/')[-1] == 'embedding' else jnp.shape(leaf)
+
   def by_path(tree):
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(keys, simple=True, separator='/'): jnp.shape(leaf) for keys, leaf in leaves}
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_in_blocks)
+    named = [(jax.tree_util.keystr(keys, simple=True, separator='/'), leaf) for keys, leaf in leaves]
+    return {path: shape_of(path, leaf) for path, leaf in named}
 
   found, wanted = by_path(params), by_path(shapes)
   for path in sorted(wanted.keys() | found.keys()):

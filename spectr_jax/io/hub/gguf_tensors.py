@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import ml_dtypes
@@ -112,6 +113,23 @@ class GgufTensors:
     if source.is_transposed:
       return _read(source, index[::-1]).T
     return _read(source, index)
+
+  def blocks(self, name: str, rows: Sequence[slice]) -> tuple[np.ndarray, str] | None:
+    """The blocks of a matrix as they are in the file.
+
+    Args:
+      name: The matrix.
+      rows: Ranges of its outputs.
+
+    Returns:
+      uint8 `[rows, blocks, bytes]` and the name of their type, or None if the matrix has none.
+    """
+    source = self._source(name)
+    if source.quantization is None or len(source.shape) != 2:
+      return None
+    order = source.row_order
+    parts = [source.stored[some if order is None else order.stored(some)] for some in rows]
+    return np.concatenate(parts) if len(parts) > 1 else parts[0], source.quantization.name
 
   def _source(self, name: str) -> _Source:
     if name not in self._sources:

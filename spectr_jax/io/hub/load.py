@@ -14,12 +14,14 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from spectr_jax.io.foreign import named, read_object
 from spectr_jax.io.hub.families import Family, read_spec
+from spectr_jax.io.hub.gguf_tensors import GgufTensors
 from spectr_jax.io.hub.redundant import check_model_buffers, settle_head
 from spectr_jax.io.hub.sources import Source, output_ranges, source_of, telling_names
 from spectr_jax.io.hub.tensors import SafetensorsFolder, Tensors, check_tensors
+from spectr_jax.kernels.block_kernel import KINDS, BlockKernel, is_in_blocks, packed
 from spectr_jax.kernels.cache_writes import fastest_cache_dtype
 from spectr_jax.kernels.dispatch import tracing_for
-from spectr_jax.kernels.int8 import Int8Kernel, is_int8, quantize
+from spectr_jax.kernels.int8 import BLOCKS, CHANNEL_AXES, Int8Kernel, is_int8, quantize
 from spectr_jax.kernels.products import accumulation_dtype
 from spectr_jax.model import Model
 from spectr_jax.models.causal_lm import causal_lm
@@ -81,6 +83,21 @@ def _quantized_reads(read: _ReadPart, kernel: Int8Kernel) -> tuple[_ReadPart, _R
   return values, scale
 
 
+def _in_blocks(keys, shape, tensors: Tensors, source: Source, family: Family, config) -> BlockKernel | None:
+  """A matrix with the blocks of its file; None for other parameters, and where its blocks are of another type."""
+  name = keys[-1].key
+  if name not in CHANNEL_AXES or not isinstance(tensors, GgufTensors):
+    return None
+  outputs = slice(0, shape[0] if name == 'embedding' else shape[1])
+  found = tensors.blocks(source.name, list(output_ranges(outputs, source, family, config)))
+  if found is None or found[1] not in KINDS:
+    return None
+  try:
+    return packed(*found)
+  except ValueError as error:
+    raise ValueError(f'tensor {source.name}: {error}') from error
+
+
 def _check_names(sources: Mapping[str, Source], tensors: Tensors, family: Family) -> None:
   heads = [f'{name}.weight' for name in family.head_names]  # `settle_head` has compared them
   check_tensors(
@@ -128,6 +145,8 @@ def make_model(
   Raises:
     ValueError: The configuration or the type of weights is unknown, or a tensor or the mesh does not fit.
   """
+  if weights == BLOCKS and (mesh is not None or not isinstance(tensors, GgufTensors)):
+    raise ValueError(f'weights={BLOCKS!r} are those of a .gguf file, on one device')
   family, config = read_spec(settle_head(spec, tensors, where), where)
   config = _with_types(config, dtype, weights)
   config = for_platform(config if mesh is None else config.for_mesh(mesh), mesh)
@@ -153,6 +172,10 @@ def make_model(
 
   def make(keys, leaf, place):
     source = sources[path_of(keys)]
+    if config.weights == BLOCKS:
+      kernel = _in_blocks(keys, leaf.shape, tensors, source, family, config)
+      if kernel is not None:
+        return kernel
     part = functools.partial(_read, shape=leaf.shape, tensors=tensors, source=source, family=family)
     if not is_int8(leaf):
       return jax.make_array_from_callback(leaf.shape, place, functools.partial(part, config=config))
@@ -166,7 +189,10 @@ def make_model(
       raise ValueError(f'tensor {source.name}: {error}') from error
     return Int8Kernel(values, scale, leaf.channel_axis)
 
-  return causal_lm(jax.tree_util.tree_map_with_path(make, shapes, places, is_leaf=is_int8), config)
+  params = jax.tree_util.tree_map_with_path(make, shapes, places, is_leaf=is_int8)
+  if weights == BLOCKS and not any(map(is_in_blocks, jax.tree.leaves(params, is_leaf=is_in_blocks))):
+    raise ValueError(f'no matrix has blocks of {", ".join(KINDS)}: load it without weights={BLOCKS!r}')
+  return causal_lm(params, config)
 
 
 def _with_types(config: CausalLMConfig, dtype: str | None, weights: str | None) -> CausalLMConfig:

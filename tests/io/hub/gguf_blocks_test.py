@@ -1,0 +1,89 @@
+"""Models whose matrices stay in the blocks of their `.gguf` file."""
+
+import gguf_files
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as Type
+
+from spectr_jax import TokenTree, generate, load_model
+from spectr_jax.io.hub.gguf_file import GgufFile
+from spectr_jax.io.hub.load import make_model
+from spectr_jax.kernels.block_kernel import is_in_blocks
+from spectr_jax.kernels.int8 import check_savable
+from spectr_jax.sampling import SamplingParams
+from spectr_jax.sharding import make_mesh
+
+
+def _load(path, **options):
+  file = GgufFile(path)
+  return make_model(file.config, file.tensors, dtype='float32', **options)
+
+
+def _matrices(model):
+  leaves = jax.tree_util.tree_leaves_with_path(model.params, is_leaf=is_in_blocks)
+  return {jax.tree_util.keystr(keys, simple=True, separator='/'): leaf for keys, leaf in leaves}
+
+
+def _logits(model, tokens):
+  cache, positions = model.init_cache_fn(1, 16), jnp.arange(tokens.shape[1])[None]
+  return model.apply(tokens, positions, np.tri(tokens.shape[1], dtype=bool), cache).logits
+
+
+@pytest.mark.parametrize('architecture', gguf_files.SPECS)
+@pytest.mark.parametrize('kind', [Type.Q4_1, Type.Q8_0], ids=lambda kind: kind.name)
+def test_every_matrix_is_that_of_the_file(architecture, kind, tmp_path):
+  """Bit for bit, with its outputs in the hub's order; logits differ by the rounding of inputs."""
+  path = gguf_files.write_model(tmp_path / 'model.gguf', architecture, kind)
+  plain, model = _load(path), _load(path, weights='blocks')
+  expected, num_matrices = _matrices(plain), 0
+  for name, found in _matrices(model).items():
+    if is_in_blocks(found):
+      columns, num_matrices = found.columns(jnp.arange(found.num_out)), num_matrices + 1
+      found = columns if name == 'embedding' else columns.T
+    np.testing.assert_array_equal(found, expected[name], err_msg=name)
+  assert num_matrices == sum(leaf.ndim == 2 and 'position' not in name for name, leaf in expected.items())
+  tokens = jnp.arange(12)[None]
+  logits, exact = _logits(model.for_decoding(), tokens), _logits(plain, tokens)
+  assert 0 < np.median(np.abs(logits - exact)) < 0.05 * exact.std()
+
+
+def test_drafts_change_no_token(tmp_path):
+  """A row's products do not depend on the rows beside it, so neither do its tokens."""
+  path = gguf_files.write_model(tmp_path / 'model.gguf', 'llama', Type.Q4_1)
+  target, draft = _load(path, weights='blocks').for_decoding(), _load(path).for_decoding()
+  request = {'max_new_tokens': 24, 'sampling': SamplingParams.make(2, temperature=0)}
+  prompts = np.array([[1, 2, 3], [4, 5, 6]])
+  alone = generate(jax.random.key(0), target, None, prompts, **request)
+  drafted = generate(jax.random.key(0), target, draft, prompts, method='block', tree=TokenTree.chains(1, 3), **request)
+  np.testing.assert_array_equal(drafted.tokens, alone.tokens)
+  assert int(drafted.num_target_calls.sum()) < int(alone.num_target_calls.sum())
+
+
+def test_what_has_no_blocks_is_refused(tmp_path):
+  path = gguf_files.write_model(tmp_path / 'model.gguf', 'llama', Type.F32)
+  with pytest.raises(ValueError, match="no matrix has blocks of Q4_0, .*: load it without weights='blocks'"):
+    _load(path, weights='blocks')
+  with pytest.raises(ValueError, match='those of a .gguf file, on one device'):
+    _load(path, weights='blocks', mesh=make_mesh({'model': 1}))
+  with pytest.raises(ValueError, match='is not a .gguf file'):
+    load_model('pretrained/draft', weights='blocks')
+  with pytest.raises(ValueError, match='weights must be int8, blocks, or None'):
+    load_model('pretrained/draft', weights='int4')
+
+
+def test_models_in_blocks_are_not_saved(tmp_path):
+  path = gguf_files.write_model(tmp_path / 'model.gguf', 'llama', Type.Q8_0)
+  with pytest.raises(ValueError, match='in int8 or in blocks is not saved'):
+    check_savable(_load(path, weights='blocks').params)
+
+
+@pytest.mark.filterwarnings('ignore:overflow')
+def test_bad_scales_are_named(tmp_path):
+  tensors = gguf_files.tensors_of('llama')
+  name = next(name for name in tensors if 'down_proj' in name)
+  tensors[name] = np.full_like(tensors[name], 1e9)  # beyond float16
+  path = gguf_files.write_model(tmp_path / 'model.gguf', 'llama', Type.Q8_0, tensors=tensors)
+  with pytest.raises(ValueError, match=f'tensor {name}: a scale of its Q8_0 blocks is not finite'):
+    _load(path, weights='blocks')
