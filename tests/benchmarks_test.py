@@ -5,7 +5,7 @@ import functools
 import pathlib
 
 import pytest
-from decode.auto.prediction import predict_all
+from decode.experiment.auto_choice import predict_all
 
 import spectr_jax
 from benchmarks import auto, drafters, growth, refill, speed_models
