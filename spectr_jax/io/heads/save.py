@@ -74,7 +74,7 @@ def _block_spec(block: CausalLMConfig) -> dict[str, Any]:
 
 
 def _check_spec(name: str, spec: dict[str, Any], head: Layout, sizes: TargetSizes) -> None:
-  """Refuses a `config.json` that reads otherwise than the head is, but for the type of caches, which platforms choose."""
+  """Refuses a `config.json` that reads otherwise than the head is, but for the type of caches, which is a platform's."""
   stored = names_and_shapes(head).items()
   shapes = {name: leaf.shape[::-1] if is_transposed(path) else leaf.shape for path, (name, leaf) in stored}
   read = READERS[name](checked_spec(spec, f'the format of {name}'), _Shapes(shapes), sizes, None)

@@ -11,7 +11,6 @@ module, which make plain dicts and descriptions of tensors.
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import math
 import pickle
@@ -165,6 +164,7 @@ class TorchFile:
 
   def __init__(self, path: epath.PathLike):
     self._path = epath.Path(path)
+    self._last: tuple[_Storage | None, np.ndarray] = None, np.empty(0)
     file = cast(io.BufferedReader, foreign.open_file(path))
     with self._reading():
       self._archive = zipfile.ZipFile(_BoundedReader(file.detach()))
@@ -236,6 +236,9 @@ class TorchFile:
     strides = [stride * storage.dtype.itemsize for stride in strides]
     return np.lib.stride_tricks.as_strided(numbers, shape, strides, writeable=False)[index]
 
-  @functools.lru_cache(maxsize=1)  # noqa: B019 - heads are read once, and the file goes with them
   def _numbers(self, storage: _Storage) -> np.ndarray:
-    return np.frombuffer(self._archive.read(self._entry(storage)), storage.dtype)
+    key, numbers = self._last
+    if key != storage:
+      numbers = np.frombuffer(self._archive.read(self._entry(storage)), storage.dtype)
+      self._last = storage, numbers
+    return numbers
