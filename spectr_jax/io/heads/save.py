@@ -38,11 +38,9 @@ class _Shapes:
     self._shapes = shapes
 
   def names(self) -> set[str]:
-    """The names of all tensors."""
     return set(self._shapes)
 
   def shape(self, name: str) -> tuple[int, ...]:
-    """The shape of a tensor."""
     return self._shapes[name]
 
 
@@ -74,7 +72,7 @@ def _block_spec(block: CausalLMConfig) -> dict[str, Any]:
 
 
 def _check_spec(name: str, spec: dict[str, Any], head: Layout, sizes: TargetSizes) -> None:
-  """Refuses a `config.json` that reads otherwise than the head is, but for the type of caches, which is a platform's."""
+  """Refuses a `config.json` that reads otherwise than the head is, but for the platform's type of caches."""
   stored = names_and_shapes(head).items()
   shapes = {name: leaf.shape[::-1] if is_transposed(path) else leaf.shape for path, (name, leaf) in stored}
   read = READERS[name](checked_spec(spec, f'the format of {name}'), _Shapes(shapes), sizes, None)

@@ -15,6 +15,7 @@ from spectr_jax.io import foreign
 from spectr_jax.io.hub.families import FAMILIES
 from spectr_jax.io.hub.gguf_config import ROPE_FREQS
 from spectr_jax.io.hub.gguf_header import GgufHeader, StoredTensor
+from spectr_jax.io.hub.tensors import Tensors
 
 _FREQUENCIES = re.compile(r'blk\.(\d+)\.attn_rot_embd(?:\.weight)?', re.ASCII)
 _MOST_AT_ONCE = 2**22  # numbers dequantized together
@@ -41,7 +42,7 @@ class _Source:
   offset: float
 
 
-class GgufTensors:
+class GgufTensors(Tensors):
   """The tensors of a GGUF file, by the hub's names and in its layout. Reading a part reads no more of the file."""
 
   def __init__(self, header: GgufHeader, config: dict[str, Any], architecture: str):
@@ -65,11 +66,9 @@ class GgufTensors:
         raise ValueError(f'{header.path}: tensor {foreign.name_shown(name)}: {error}') from error
 
   def names(self) -> set[str]:
-    """The names of all tensors."""
     return set(self._sources)
 
   def shape(self, name: str) -> tuple[int, ...]:
-    """The shape of a tensor."""
     source = self._source(name)
     return source.shape[::-1] if source.is_transposed else source.shape
 
@@ -79,11 +78,6 @@ class GgufTensors:
     return np.dtype(np.float32) if source.quantization is not None or source.offset else source.stored.dtype
 
   def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-    """Reads a part of a tensor.
-
-    Returns:
-      The part, of `dtype(name)`.
-    """
     source = self._source(name)
     if len(index) != len(source.shape) or any(part.step not in (None, 1) for part in index):
       raise ValueError(f'{name} has {len(source.shape)} axes: expected a slice of step 1 for each, got {index}')

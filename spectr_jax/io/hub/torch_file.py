@@ -23,7 +23,7 @@ import numpy as np
 from etils import epath
 
 from spectr_jax.io import foreign
-from spectr_jax.io.hub.tensors import check_shape
+from spectr_jax.io.hub.tensors import Tensors, check_shape
 
 _LARGEST_PICKLE = 2**21  # bytes, of some 20,000 tensors
 _LARGEST_READ = 2**24  # bytes, of the archive's directory; entries are read in smaller parts
@@ -155,7 +155,7 @@ class _BoundedReader(io.BufferedReader):
     return super().read(size)
 
 
-class TorchFile:
+class TorchFile(Tensors):
   """The tensors of a file that `torch.save` wrote from a state dict, as `Tensors`.
 
   Raises:
@@ -215,15 +215,12 @@ class TorchFile:
     return f'{self._prefix}data/{storage.key}'
 
   def names(self) -> set[str]:
-    """The names of all tensors."""
     return set(self._tensors)
 
   def shape(self, name: str) -> tuple[int, ...]:
-    """The shape of a tensor."""
     return self._tensors[name].shape
 
   def dtype(self, name: str) -> np.dtype:
-    """The type of a tensor."""
     return self._tensors[name].storage.dtype
 
   def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
