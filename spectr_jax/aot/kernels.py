@@ -99,11 +99,11 @@ def _read_loops(bundles: str) -> list[_Loop]:
     return loops[-1]
 
   for line in bundles.splitlines():
-    if not (found := _BUNDLE.match(line)):
+    if not (bundle := _BUNDLE.match(line)):
       continue
     if inside.end and re.search(rf'Start\S* (?:empty )?region {inside.end}\b', line):
       inside = loops[1]
-    if found[1] == 'LB':
+    if bundle[1] == 'LB':
       inside = enter(outer=inside)
     inside.num_bundles += 1
     # A test may stand anywhere before its branch.

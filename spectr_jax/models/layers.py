@@ -135,10 +135,10 @@ def check_params(params: Mapping[str, Any], shapes: Mapping[str, Any]) -> None:
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(keys, simple=True, separator='/'): jnp.shape(leaf) for keys, leaf in leaves}
 
-  found, wanted = by_path(params), by_path(shapes)
-  for path in sorted(wanted.keys() | found.keys()):
-    if wanted.get(path) != found.get(path):
+  given, wanted = by_path(params), by_path(shapes)
+  for path in sorted(wanted.keys() | given.keys()):
+    if wanted.get(path) != given.get(path):
       raise ValueError(
         f'parameters do not fit the configuration: {path} must be {wanted.get(path, "absent")},'
-        f' got {found.get(path, "nothing")}'
+        f' got {given.get(path, "nothing")}'
       )
