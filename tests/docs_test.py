@@ -22,6 +22,7 @@ from documented import ROOT, Command
 
 import spectr_jax
 from benchmarks import tabulate
+from examples import copying_drafter, fading_model
 from spectr_jax import METHODS, TokenTree, couplings, draft, generate, table, testing, theory, transformer, verifiers
 from spectr_jax.testing import chi_square, prove
 
@@ -321,10 +322,20 @@ def test_drafters_of_the_page(own_drafters):
 
 
 @pytest.mark.slow
-def test_model_of_the_page():
-  _, ((is_same, num_target_calls),) = _extended('extending_models.md')
-  assert is_same is True
-  assert num_target_calls < 10  # guesses were accepted
+def test_model_of_the_examples(capsys):
+  fading_model.main()
+  equal, calls = capsys.readouterr().out.splitlines()
+  assert equal == 'equal texts: True'
+  assert int(calls.split()[-1]) < 10  # guesses were accepted
+
+
+@pytest.mark.slow
+def test_given_guesses_of_the_examples(capsys):
+  copying_drafter.main()
+  speed, *errors = capsys.readouterr().out.splitlines()
+  assert float(speed.split()[-1]) > 2
+  assert len(errors) == 2
+  assert all(float(line.split()[-1]) < 1e-10 for line in errors)
 
 
 @pytest.mark.slow
