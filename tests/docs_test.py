@@ -265,7 +265,7 @@ def test_library_page(monkeypatch):
   num_texts = len(scope['texts'])
   continued, printed = printed[:num_texts], printed[num_texts:]
   assert all(isinstance(text, str) and text for text in continued)
-  assert scope['own'].tokens.shape == (1, 8)
+  assert scope['own'].tokens.shape == (2, 8)  # of two rows
   assert scope['new'].tokens.shape == (num_texts, 32)
   assert printed[:num_texts] == [
     scope['tokenizer'].decode(np.asarray(tokens[:length]))
@@ -309,7 +309,7 @@ def own_drafters():
 
 @pytest.mark.slow
 def test_verifiers_of_the_page(own_verifiers):
-  scope, (errors,) = own_verifiers
+  scope, (*_, errors) = own_verifiers
   assert max(scope['errors'][name] for name in ('any_one', 'matching')) <= 1e-10
   assert scope['errors']['likeliest'] > 1e-3
   assert errors == ({name: f'{error:.0e}' for name, error in scope['errors'].items()},)
