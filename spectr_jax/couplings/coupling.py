@@ -111,7 +111,7 @@ class ThresholdCoupling(Coupling):
 
   @abc.abstractmethod
   def gamma(self, draft_probs: jax.Array, target_probs: jax.Array, num_candidates: jax.Array) -> jax.Array:
-    """The threshold, a scalar. `Walk` calls this for two or more candidates; with one the threshold is 1.
+    """The threshold, a scalar; where there is one candidate it is not asked for and is 1.
 
     Args:
       draft_probs: `[V]`.

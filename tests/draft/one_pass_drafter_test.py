@@ -444,7 +444,7 @@ def test_grown_trees_in_the_loop(growth):
 @pytest.mark.slow
 @pytest.mark.usefixtures('highest')
 def test_p_eagle_in_the_loop():
-  """Its guesses at different depths are independent of each other."""
+  """Its guesses are sampled as the product that they are."""
   _assert_engine_is_exact(tiny_head(num_layers=2, mask_id=1), 'race_traversal', TokenTree.chains(2, 3))
 
 
