@@ -37,7 +37,7 @@ class _Loop:
   """A loop of a kernel, the steps of its grid, or what is in none of them.
 
   Attributes:
-    outer: What it is in.
+    outer: The enclosing loop.
     turns: How often its body runs in a turn of `outer`; 0 if that is not known.
     region: The region that its body begins with, by its number.
     end: The region behind it, if it is the steps of a grid.
