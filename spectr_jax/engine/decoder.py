@@ -150,6 +150,11 @@ class Decoder:
     if limits.max() > self.max_new_tokens:
       raise ValueError(f'max_new_tokens must be at most {self.max_new_tokens} here, got {limits.max()}')
     lengths = np.asarray(prompt_lengths) if is_known else np.full(len(limits), size)
+    if lengths.min() < 1 or lengths.max() > size:
+      raise ValueError(
+        f'prompt_lengths must be from 1 to {size}: a prompt has at least one token; got {lengths.min()} to'
+        f' {lengths.max()}'
+      )
     needed = max(size, int((lengths + limits).max()))
     if self.cache_size < needed:
       raise ValueError(
@@ -157,11 +162,6 @@ class Decoder:
       )
     if not is_known:
       return
-    if lengths.min() < 1 or lengths.max() > size:
-      raise ValueError(
-        f'prompt_lengths must be from 1 to {size}: a prompt has at least one token; got {lengths.min()} to'
-        f' {lengths.max()}'
-      )
     used = np.asarray(prompts)[np.arange(size) < lengths[:, None]]
     vocab_size, longest = self.target.vocab_size, self.context_length
     if used.min() < 0 or used.max() >= vocab_size:
