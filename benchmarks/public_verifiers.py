@@ -1,4 +1,4 @@
-"""Verifiers of other projects under the conformance kit; docs/public_verifiers.md has results.
+"""Verifiers of other projects under the conformance kit; docs/tables/public_verifiers.md has results.
 
   python -m benchmarks.public_verifiers --verifier=flashspec
 

@@ -147,7 +147,7 @@ def _define_config_file(name: str, default: Any, help: str, **more: Any) -> Any:
 
 
 def _working() -> dict[str, Any]:
-  """What is more than a placeholder, by its dotted name."""
+  """Stand-ins that are more than placeholders, by their dotted names."""
   flags = _flags_module()
   has_absl = importlib.util.find_spec('absl') is not None
   define = _define_config_file if has_absl else flags.DEFINE_config_file

@@ -73,7 +73,7 @@ def read_text(path: epath.Path) -> str:
 
 
 def _matches(pattern: str) -> list[epath.Path]:
-  """What a path or a glob names, or nothing."""
+  """The files that a path or a glob names."""
   try:
     path = epath.Path(pattern)
     return [path] if path.exists() else _files_of_glob(path)

@@ -288,12 +288,12 @@ def read_draft(path: str, target: Config, dtype: str) -> DraftConfig:
   vocab_size = min(experiment.get('vocab_size', target.vocab_size), target.vocab_size)
   experiment.update(vocab_size=vocab_size, dtype=dtype, has_unembedding=False)
   if experiment.kind == 'eagle3':
-    found = eagle3_head.head_config(experiment, target)
+    config = eagle3_head.head_config(experiment, target)
   elif experiment.kind in ('dspark', 'dflash'):
-    found = one_pass_head.one_pass_config(experiment, target, max(experiment.mask_id, 0))
+    config = one_pass_head.one_pass_config(experiment, target, max(experiment.mask_id, 0))
   else:
     raise ValueError(f'draft_config: {path} is not compiled here; of heads eagle3, dspark and dflash are')
-  return dataclasses.replace(found, is_reduced=vocab_size < target.vocab_size)
+  return dataclasses.replace(config, is_reduced=vocab_size < target.vocab_size)
 
 
 if __name__ == '__main__':

@@ -336,9 +336,9 @@ class Model:
 
     def add_chunk(i, carry):
       cache, features = carry
-      cache, found = add(i * size, cache)
-      if found is not None:
-        features = jax.lax.dynamic_update_slice_in_dim(features, found, i * size, axis=1)
+      cache, own = add(i * size, cache)
+      if own is not None:
+        features = jax.lax.dynamic_update_slice_in_dim(features, own, i * size, axis=1)
       return cache, features
 
     num_chunks = -(-jnp.max(lengths) // size)

@@ -5,10 +5,10 @@ import functools
 import pathlib
 
 import pytest
-from decode.auto.prediction import predict_all
 
 import spectr_jax
 from benchmarks import auto, drafters, growth, refill, speed_models
+from decode.experiment.auto_choice import predict_all
 from decode.experiment.options import DecodeOptions
 from decode.experiment.workload import Workload
 from spectr_jax.models.transformer import TransformerConfig

@@ -1,4 +1,4 @@
-"""How commands end: in one line whatever goes wrong, quietly if nobody reads on, and with a traceback on demand."""
+"""Ends of commands: in one line whatever goes wrong, quietly if nobody reads on, and with a traceback on demand."""
 
 import os
 import pathlib

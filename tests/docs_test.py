@@ -22,6 +22,7 @@ from documented import ROOT, Command
 
 import spectr_jax
 from benchmarks import tabulate
+from examples import copying_drafter, fading_model
 from spectr_jax import METHODS, TokenTree, couplings, draft, generate, table, testing, theory, transformer, verifiers
 from spectr_jax.testing import chi_square, prove
 
@@ -183,10 +184,10 @@ def test_flaws_of_pages_are_found():
 
 
 def test_tables_of_block_efficiency():
-  """Two pages have all tables that `benchmarks.tabulate` prints, and no other numbers in such tables."""
+  """The pages have all tables that `benchmarks.tabulate` prints, and no other numbers in such tables."""
   found = tabulate.read([str(_DOCS / 'block_efficiency.json')])
   printed = '\n'.join(tabulate.tables(found, 'spectr')).strip().split('\n\nTemperature ')
-  pages = _read('block_efficiency.md') + _read('tables/block_efficiency.md')
+  pages = _read('tables/block_sizes.md') + _read('tables/block_efficiency.md')
   assert len(printed) > 10
   assert not [part for part in printed if part.removeprefix('Temperature ') not in pages]
   rows = set('\n'.join(printed).splitlines())
@@ -244,9 +245,9 @@ def _execute(text, scope):
 
 def test_first_verifier(capsys):
   scope = {}
-  exec('\n'.join(documented.code_blocks(_read('first_verifier.md'), 'python')), scope)
+  exec(documented.code_blocks(_read('extending.md'), 'python')[0], scope)
   assert scope['error'] <= 1e-10
-  assert scope['first_only'].source == 'docs/first_verifier.md'
+  assert scope['first_only'].source == 'docs/extending.md'
   assert 'joint distribution of four tokens' in capsys.readouterr().out
 
 
@@ -259,7 +260,7 @@ def test_library_page(monkeypatch):
   num_texts = len(scope['texts'])
   continued, printed = printed[:num_texts], printed[num_texts:]
   assert all(isinstance(text, str) and text for text in continued)
-  assert scope['own'].tokens.shape == (1, 8)
+  assert scope['own'].tokens.shape == (2, 8)  # of two rows
   assert scope['new'].tokens.shape == (num_texts, 32)
   assert printed[:num_texts] == [
     scope['tokenizer'].decode(np.asarray(tokens[:length]))
@@ -303,7 +304,7 @@ def own_drafters():
 
 @pytest.mark.slow
 def test_verifiers_of_the_page(own_verifiers):
-  scope, (errors,) = own_verifiers
+  scope, (*_, errors) = own_verifiers
   assert max(scope['errors'][name] for name in ('any_one', 'matching')) <= 1e-10
   assert scope['errors']['likeliest'] > 1e-3
   assert errors == ({name: f'{error:.0e}' for name, error in scope['errors'].items()},)
@@ -316,10 +317,20 @@ def test_drafters_of_the_page(own_drafters):
 
 
 @pytest.mark.slow
-def test_model_of_the_page():
-  _, ((is_same, num_target_calls),) = _extended('extending_models.md')
-  assert is_same is True
-  assert num_target_calls < 10  # guesses were accepted
+def test_model_of_the_examples(capsys):
+  fading_model.main()
+  equal, calls = capsys.readouterr().out.splitlines()
+  assert equal == 'equal texts: True'
+  assert int(calls.split()[-1]) < 10  # guesses were accepted
+
+
+@pytest.mark.slow
+def test_given_guesses_of_the_examples(capsys):
+  copying_drafter.main()
+  speed, *errors = capsys.readouterr().out.splitlines()
+  assert float(speed.split()[-1]) > 2
+  assert len(errors) == 2
+  assert all(float(line.split()[-1]) < 1e-10 for line in errors)
 
 
 @pytest.mark.slow
@@ -362,7 +373,7 @@ def test_drafter_of_the_page_keeps_the_distribution(own_drafters, method):
 
 def test_example_of_race_traversal():
   """It prints the page's output, and the page's fractions by hand are those of the library."""
-  text, scope = _read('methods/race_traversal_example.md'), {}
+  text, scope = _read('methods/race_traversal.md'), {}
   printed = _execute(text, scope)
   (output,) = (block for block in documented.code_blocks(text, 'text') if block.startswith('ab '))
   assert [' '.join(map(str, values)) for values in printed] == output.splitlines()

@@ -4,7 +4,7 @@ import collections
 
 import pytest
 
-MOST = 400  # of a process; another shape of a default test than those of canon.py needs a reason
+MOST = 240  # of a process; a default test that needs another shape than those of canon.py is to be marked slow
 
 
 class LoopBudget:

@@ -82,6 +82,19 @@ def _cases(methods, settings):
       yield pytest.param(coarse(method), tree, vocab_size, num_tokens, id=shape, marks=marks)
 
 
+def test_no_two_rounds_share_noise():
+  """Noise behind a rejection has already influenced the decision; at its position the next round needs other noise."""
+  decoder = types.SimpleNamespace(tree=TokenTree.chains(1, 3), method=METHODS['block'])
+  rounds = [
+    noise_keys(
+      decoder, types.SimpleNamespace(keys=jax.random.split(jax.random.key(0), 2), root_position=np.full(2, at))
+    )
+    for at in range(6)
+  ]
+  bits = np.array([jax.random.key_data(jnp.stack(keys)) for keys in rounds]).reshape(-1, 2)
+  assert len(np.unique(bits, axis=0)) == len(bits) == 6 * 2 * 2 * 4
+
+
 def _error(method, tree, vocab_size, num_tokens, seeds):
   return max(
     enumeration_error(method, tree, random_tables(seed, vocab_size, num_tokens + tree.max_depth), num_tokens)
@@ -217,19 +230,6 @@ def test_ersd_is_gumbel_max_sampling_token_for_token(tree):
   reference = generate(keys, target, None, prompts, lengths, method=gumbel, **common)
   np.testing.assert_array_equal(found.tokens, reference.tokens)
   assert float(np.sum(found.num_target_calls)) < 0.9 * float(np.sum(reference.num_target_calls))
-
-
-def test_no_two_rounds_share_noise():
-  """Noise behind a rejection has already influenced the decision; at its position the next round needs other noise."""
-  decoder = types.SimpleNamespace(tree=TokenTree.chains(1, 3), method=METHODS['block'])
-  rounds = [
-    noise_keys(
-      decoder, types.SimpleNamespace(keys=jax.random.split(jax.random.key(0), 2), root_position=np.full(2, at))
-    )
-    for at in range(6)
-  ]
-  bits = np.array([jax.random.key_data(jnp.stack(keys)) for keys in rounds]).reshape(-1, 2)
-  assert len(np.unique(bits, axis=0)) == len(bits) == 6 * 2 * 2 * 4
 
 
 def test_gumbel_max_sampling_is_what_its_name_says():

@@ -126,27 +126,6 @@ def test_random_commits_and_rollbacks(target, uncached_logits):
   assert len({len(text) for text in texts}) > 1
 
 
-def test_several_calls_are_one_call(target):
-  """Pending tokens appended level by level, as a drafter does, are scored and committed as in one call."""
-  rng = np.random.default_rng(3)
-  prompts, lengths = rng.integers(0, 17, (3, 8)), np.array([8, 3, 1])
-  tokens, positions = rng.integers(0, 17, (3, 7)), lengths[:, None] + TREE.depths
-  whole_logits, whole = _forward(target, tokens, lengths, _prefill(target, prompts, lengths))
-  pieces = []
-  cache = _prefill(target, prompts, lengths)
-  for first, last in ((0, 1), (1, 3), (3, 7)):
-    output = jax.jit(Model.apply)(
-      target, tokens[:, first:last], positions[:, first:last], jnp.asarray(TREE.ancestors)[first:last], cache
-    )
-    cache = output.cache
-    pieces.append(output.logits)
-    assert int(cache.num_pending) == last
-  np.testing.assert_allclose(jnp.concatenate(pieces, axis=1), whole_logits, atol=TOLERANCE, rtol=0)
-  path, count = np.array([[0, 1, 4, 6], [0, 2, 5, 0], [0, 0, 0, 0]]), np.array([4, 2, 0])
-  for a, b in zip(_slots(_commit(cache, path, count)), _slots(_commit(whole, path, count))):
-    np.testing.assert_allclose(a, b, atol=TOLERANCE, rtol=0)
-
-
 def _numbered_cache(lengths, size, num_pending):
   """A cache whose entries say where they come from: slot s holds s, pending entry m holds 100 + m."""
   lengths = jnp.asarray(lengths, jnp.int32)

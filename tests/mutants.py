@@ -36,7 +36,7 @@ _MUTANTS = (
    'jnp.asarray(tree.depths)[node]\n', f'verifiers/draws_test.py {_LAWS}'),
   ('traversal_mass', f'{_VERIFIERS}/traversal.py', 'c + z * jnp.exp(-log_value) / norm', 'c + z / norm',
    f'{_CLOSED} {_LAWS}'),
-  ('traversal_rejected', f'{_VERIFIERS}/traversal.py', 'values.rejected_c * draft_probs[at]', 'c * draft_probs[at]',
+  ('traversal_norm', f'{_VERIFIERS}/traversal.py', 'z * jnp.exp(-log_value) / norm', 'z * jnp.exp(-log_value)',
    f'{_CLOSED} {_LAWS}'),
   ('race_traversal_credit', 'spectr_jax/kernels/tree_steps.py', 'jnp.where(is_before, kept_back, shares), 0)',
    'shares, 0)', f'{_CLOSED} {_LAWS}'),

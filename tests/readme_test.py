@@ -21,10 +21,10 @@ def test_library_example(monkeypatch, capsys):
   monkeypatch.chdir(_ROOT)
   scope = {}
   exec(_EXAMPLES[0], scope)
-  found = scope['found']
-  assert 1 < found.tokens_per_call <= 5
-  assert found.text == scope['tokenizer'].decode(found.tokens)
-  assert found.text in capsys.readouterr().out
+  continuation = scope['continuation']
+  assert 1 < continuation.tokens_per_call <= 5
+  assert continuation.text == scope['tokenizer'].decode(continuation.tokens)
+  assert continuation.text in capsys.readouterr().out
 
 
 def test_table_of_methods():

@@ -36,33 +36,16 @@ def _tables():
     return [table.table_model(jnp.asarray(np.log(each))) for each in _laws_of_tables()[::-1]]
 
 
-def _draft(rng, keys, method, tree, laws):
+def _draft(keys, method, tree, laws):
   """Guesses of all rows by the method's rule, `[ROWS, N]`, when the token after x has the law `laws[x]`."""
   tokens = np.zeros((ROWS, tree.num_nodes + 1), np.int32)
   tokens[:, 0] = np.arange(ROWS) % V
+  if not method.is_seed_exact:  # else the verifier meets the noise of drafting again
+    keys = jax.random.split(jax.random.key(7), keys.shape)
   for parent in tree.parent_nodes:
-    probs, first, count = laws[tokens[:, parent]], tree.first_child[parent], tree.num_children[parent]
-    if method.proposal_rule.name == 'independent':
-      cumulative = np.cumsum(probs, axis=1)
-      uniforms = rng.random((ROWS, count)) * cumulative[:, -1:]
-      drawn = np.sum(uniforms[:, :, None] >= cumulative[:, None], axis=-1)
-    elif method.proposal_rule.name == 'without_replacement':  # the first arrivals of a race have that law
-      with np.errstate(divide='ignore'):
-        times = rng.exponential(size=probs.shape) / probs
-      order = np.argsort(times, axis=1)[:, :count]
-      drawn = np.where(np.isfinite(np.take_along_axis(times, order, axis=1)), order, -1)
-    elif method.proposal_rule.name == 'likeliest_and_one':
-      order = np.argsort(-probs, axis=1, kind='stable')[:, : count - 1]
-      left = probs.copy()
-      np.put_along_axis(left, order, 0, axis=1)
-      last = np.argmax(left / rng.exponential(size=probs.shape), axis=1)[:, None]
-      drawn = np.concatenate([order, last], axis=1)
-      drawn = np.where(np.take_along_axis(probs, drawn, axis=1) > 0, drawn, -1)
-      drawn[:, -1:] = np.where(left.sum(axis=1, keepdims=True) > 0, drawn[:, -1:], -1)
-    else:  # noise that the verifier meets again
-      draw = functools.partial(method.proposal_rule, first_child=0, num_children=int(count))
-      drawn = jax.vmap(draw)(keys[:, tree.depths[parent]], probs)
-    tokens[:, first : first + count] = drawn
+    first, count = int(tree.first_child[parent]), int(tree.num_children[parent])
+    draw = functools.partial(method.proposal_rule, first_child=first, num_children=count)
+    tokens[:, first : first + count] = jax.vmap(draw)(keys[:, tree.depths[parent]], laws[tokens[:, parent]])
   return tokens
 
 
@@ -73,7 +56,7 @@ def _played(name):
   tree = _CHAIN if method.max_drafts == 1 else _TREES.get(name, _WIDE)
   draft_laws, target_laws = _laws_of_tables()
   keys = jax.random.split(jax.random.key(3, impl='threefry2x32'), (ROWS, tree.max_depth + 1))
-  tokens = _draft(np.random.default_rng(7), keys, method, tree, draft_laws)
+  tokens = _draft(keys, method, tree, draft_laws)
   proposal = Proposal(tokens[:, 1:], draft_laws[tokens[:, tree.parent_nodes]])
   target_probs = target_laws[tokens]
 

@@ -179,13 +179,16 @@ def reason_of(error: Exception) -> str:
 class Checkpoints:
   """Orbax checkpoints of a train state under `WORKDIR/checkpoints`, of which the newest `keep` are kept.
 
-  They are written in the background. A failed write is raised by the next call.
+  They are written in the background. A failed write is raised by the next call. Until `close` has succeeded, Python
+  prints no messages about unhandled errors of background threads: reads go on after one of them has failed.
 
   Attributes:
     unchecked: The checkpoint that was read although it has no checksums; None if there is no such one.
   """
 
   def __init__(self, workdir: epath.Path, keep: int):
+    self._unraisablehook, sys.unraisablehook = sys.unraisablehook, lambda *_: None
+    logging.getLogger('asyncio').disabled = True
     logging.getLogger('absl').addFilter(_is_not_from_orbax)  # the filter stays, since models are saved after `close`
     self._folder, self._aside, self._keep = (workdir / 'checkpoints').resolve(), workdir / 'damaged_checkpoints', keep
     self.unchecked: epath.Path | None = None
@@ -316,3 +319,5 @@ class Checkpoints:
       with self._writing():
         self._manager.wait_until_finished()
         self._manager.close()
+    sys.unraisablehook = self._unraisablehook
+    logging.getLogger('asyncio').disabled = False

@@ -1,4 +1,4 @@
-"""What the commands print to: a console, and the progress of a run."""
+"""The console that commands print to, and the progress of a run."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _KINDS = 'loading', 'compiling', 'decoding', 'timing', 'measuring', 'profiling'
 
 
 class _Spent:
-  """How long the kinds of activities took: loading is what comes before the first one."""
+  """The seconds that kinds of activities took: loading is what comes before the first one."""
 
   def __init__(self):
     self._seconds, self._kind, self._since = collections.Counter(), 'loading', time.monotonic()
@@ -63,7 +63,7 @@ class _Spent:
 
   @property
   def has_models(self) -> bool:
-    """Whether models were compiled."""
+    """True if models were compiled."""
     return 'compiling' in self._seconds
 
   def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""How the commands that answer users draft where their flags do not say it: by the device and the kind of draft."""
+"""Defaults of drafting for the commands that answer users: by the device and the kind of draft."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def kind_of(target: str, draft: str) -> str:
 
 
 def default_drafting(target: str, draft: str, platform: str | None = None) -> Drafting:
-  """How a draft is used by default.
+  """The default use of a draft.
 
   Args:
     target, draft: As in `DecodeOptions`.

@@ -90,12 +90,12 @@ def _part_names(path: str | os.PathLike, count: int) -> list[str]:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-  """Whether two JSON values are equal; true and 1 are not."""
+  """Tells whether two JSON values are equal; true and 1 are not."""
   return one == other and isinstance(one, bool) == isinstance(other, bool)
 
 
 def _differences(written: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-  """What differs of the fields that are wanted, those of `run` one by one."""
+  """The differences of the fields that are wanted, those of `run` one by one."""
   differences = []
   for name, value in wanted.items():
     if name == 'run' and isinstance(written.get(name), dict):

@@ -1,4 +1,4 @@
-"""What decodes: the records of models and of methods with their trees, which check their own fields."""
+"""Options of what decodes: the records of models, and of methods with their trees, which check their own fields."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ GROWTHS = {'likeliest': Likeliest, 'confident': Confident, 'estimated': Estimate
 
 
 def split_draft(draft: str) -> tuple[bool, str]:
-  """Whether a draft as `--draft` names it guesses from the text, and its model or head; empty for `lookup` alone."""
+  """True if a draft as `--draft` names it guesses from the text, and its model or head; empty for `lookup` alone."""
   has_lookup = draft == LOOKUP or draft.startswith(f'{LOOKUP}+')
   return has_lookup, draft.removeprefix(LOOKUP).removeprefix('+') if has_lookup else draft
 

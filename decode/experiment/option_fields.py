@@ -1,4 +1,4 @@
-"""What an option is: a field of a dataclass that the command line has as a flag, and the values that it may have."""
+"""Options: fields of a dataclass that the command line has as flags, and the values that they may have."""
 
 from __future__ import annotations
 

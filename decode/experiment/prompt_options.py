@@ -1,4 +1,4 @@
-"""What is decoded: the records of sampling, and of prompts and output, which check their own fields."""
+"""Options of what is decoded: the records of sampling, and of prompts and output, which check their own fields."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MIN_P: Rule = 'from 0 to 1 (0 keeps all)', lambda x: 0 <= x <= 1
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingOptions(Record):
-  """How tokens are sampled, and how often. The seeds are `seed` to `seed + num_seeds - 1`."""
+  """Sampling of tokens, and the number of samples. The seeds are `seed` to `seed + num_seeds - 1`."""
 
   temperature: float = option('Sampling', 'Sampling temperature; 0 decodes greedily.', 1.0, rule=AT_LEAST_0)
   top_k: int = option('Sampling', 'Sample from the k likeliest tokens; 0 for all.', 0, rule=_TOP_K)

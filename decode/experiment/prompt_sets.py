@@ -27,7 +27,7 @@ _NUMBER = re.compile(r'-?\d[\d,]*(\.\d+)?', re.ASCII)
 
 @dataclasses.dataclass(frozen=True)
 class PublishedPrompt:
-  """What an entry of a published set says of its prompt.
+  """The prompt of an entry of a published set.
 
   Attributes:
     turns: The user's texts, at least one.

@@ -175,7 +175,7 @@ def to_jsonl(run: DecodeRun) -> str:
 
 
 class Part(enum.Enum):
-  """How an option takes part in a continuation."""
+  """The part that an option takes in a continuation."""
 
   RUN = 'of the field `run` of a line'
   SETTING = 'of the setting, which a line describes'
@@ -232,7 +232,7 @@ def describe_run(work: Workload, setting: Setting) -> dict[str, Any]:
 
 
 def describe_prompt(prompt: Prompt) -> dict[str, Any]:
-  """What a line says about its prompt, as JSON values. Texts do not say which messages a conversation has."""
+  """The values of a line about its prompt. Texts do not say which messages a conversation has."""
   described = {'id': prompt.id, 'prompt': prompt.text}
   return described | ({'messages': _hash([dict(message) for message in prompt.messages])} if prompt.messages else {})
 

@@ -21,7 +21,7 @@ from spectr_jax.io.tokenizer import TokenizerBase
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measurement(Generation):
-  """What one setting generated for all P prompts with one seed, in R = P * num_samples rows, and its times.
+  """The texts of one setting for all P prompts with one seed, in R = P * num_samples rows, and their times.
 
   The arrays are NumPy arrays. The samples of a prompt are one after another.
 

@@ -130,7 +130,7 @@ class Models:
 
 
 def _advice(options: DecodeOptions) -> str:
-  """What to do about models that do not go together, if one of them was not given; else empty."""
+  """Advice about models that do not go together, if one of them was not given; else empty."""
   if options.draft == DecodeOptions.draft:
     return '; the draft is the shipped one, since none is given: give --draft, or --method=autoregressive'
   if options.target == DecodeOptions.target:

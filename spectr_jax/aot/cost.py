@@ -77,14 +77,14 @@ class _Operation:
 
   @functools.cached_property
   def path(self) -> str:
-    found = re.search(r'op_name="([^"]*)"', self.line)
-    return found[1] if found else ''
+    name = re.search(r'op_name="([^"]*)"', self.line)
+    return name[1] if name else ''
 
   @functools.cached_property
   def channel(self) -> str:
     """The number that all operations of a transfer between devices share."""
-    found = re.search(r'\bchannel_id=(\d+)', self.line)
-    return found[1] if found else ''
+    number = re.search(r'\bchannel_id=(\d+)', self.line)
+    return number[1] if number else ''
 
   @property
   def is_kernel(self) -> bool:
@@ -93,8 +93,8 @@ class _Operation:
 
   def attribute(self, name: str) -> str | None:
     """The computation that an attribute names."""
-    found = re.search(rf'\b{name}=%?([\w.\-]+)', self.line)
-    return found[1] if found else None
+    attribute = re.search(rf'\b{name}=%?([\w.\-]+)', self.line)
+    return attribute[1] if attribute else None
 
   def is_in(self, scope: str) -> bool:
     # In `jit(f)/vmap(path)/while/body/search/while` the scope of the loop stands after the last `/body/`.
@@ -156,8 +156,8 @@ class Program:
         name = header[2]
         entry = name if header[1] else entry
         self._operations[name] = []
-      elif name is not None and (found := _OPERATION.match(line)):
-        self._operations[name].append(_Operation(found[1], found[2], found[3], line))
+      elif name is not None and (matched := _OPERATION.match(line)):
+        self._operations[name].append(_Operation(matched[1], matched[2], matched[3], line))
     if entry is None:
       raise ValueError('the text is not a compiled program: it has no computation marked ENTRY')
     self._entry = entry
@@ -265,8 +265,8 @@ class Program:
       if operation.name not in self._kernels:
         raise ValueError(f'nothing is known of the cycles of the kernel {operation.name}')
       return _LAUNCH_CYCLES + self._kernels[operation.name]
-    if found := re.search(r'"estimated_cycles":"(\d+)"', operation.line):
-      return int(found[1])
+    if estimate := re.search(r'"estimated_cycles":"(\d+)"', operation.line):
+      return int(estimate[1])
     # Of gathers and scatters with code of their own the compiler says nothing; they are launches at least.
     return _LAUNCH_CYCLES if operation.kind == 'fusion' and 'kind=kCustom' in operation.line else 0
 
@@ -281,9 +281,9 @@ class Program:
       trips = self._iterations(operation)
       return {name: Cost().plus(cost, trips) for name, cost in self._replay(body, parts, part).items()}
     if branches := re.search(r'branch_computations=\{([^}]*)\}', operation.line):
-      found = [self._replay(name.strip().lstrip('%'), parts, part) for name in branches[1].split(',')]
+      of_branches = [self._replay(name.strip().lstrip('%'), parts, part) for name in branches[1].split(',')]
       is_dear = any(re.search(rf'\b{scope}\b', operation.path) for scope in self._dearest)
-      return (max if is_dear else min)(found, key=lambda costs: sum(cost.seconds for cost in costs.values()))
+      return (max if is_dear else min)(of_branches, key=lambda costs: sum(cost.seconds for cost in costs.values()))
     return {}
 
   def _iterations(self, loop: _Operation) -> int:
@@ -342,8 +342,8 @@ class Program:
 
 def _constant(operation: _Operation) -> int | None:
   """The value of a constant number."""
-  found = re.search(r'[su]32\[\]\S* constant\((\d+)\)', operation.line)
-  return int(found[1]) if found else None
+  constant = re.search(r'[su]32\[\]\S* constant\((\d+)\)', operation.line)
+  return int(constant[1]) if constant else None
 
 
 def _merge(costs: dict[str, Cost], more: Mapping[str, Cost]) -> None:

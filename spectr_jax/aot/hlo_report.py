@@ -37,14 +37,14 @@ class Memory:
     Raises:
       ValueError: The backend has none.
     """
-    found = compiled.memory_analysis()
-    if found is None:
+    analysis = compiled.memory_analysis()
+    if analysis is None:
       raise ValueError('the backend does not report how much memory a program needs')
     return cls(
-      arguments=found.argument_size_in_bytes,
-      temporaries=found.temp_size_in_bytes,
-      outputs=found.output_size_in_bytes - found.alias_size_in_bytes,
-      code=found.generated_code_size_in_bytes,
+      arguments=analysis.argument_size_in_bytes,
+      temporaries=analysis.temp_size_in_bytes,
+      outputs=analysis.output_size_in_bytes - analysis.alias_size_in_bytes,
+      code=analysis.generated_code_size_in_bytes,
     )
 
   @property

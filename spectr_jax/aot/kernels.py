@@ -37,7 +37,7 @@ class _Loop:
   """A loop of a kernel, the steps of its grid, or what is in none of them.
 
   Attributes:
-    outer: What it is in.
+    outer: The enclosing loop.
     turns: How often its body runs in a turn of `outer`; 0 if that is not known.
     region: The region that its body begins with, by its number.
     end: The region behind it, if it is the steps of a grid.
@@ -99,11 +99,11 @@ def _read_loops(bundles: str) -> list[_Loop]:
     return loops[-1]
 
   for line in bundles.splitlines():
-    if not (found := _BUNDLE.match(line)):
+    if not (bundle := _BUNDLE.match(line)):
       continue
     if inside.end and re.search(rf'Start\S* (?:empty )?region {inside.end}\b', line):
       inside = loops[1]
-    if found[1] == 'LB':
+    if bundle[1] == 'LB':
       inside = enter(outer=inside)
     inside.num_bundles += 1
     # A test may stand anywhere before its branch.

@@ -16,7 +16,7 @@ the same tree, plus the difference of the two on the longest drafts, scaled by t
 
 where rounds are those until the last row of a batch is done, on average over all batches that the rows could form.
 Rounds in which lookup has no guess are shorter; they are part of the mean round that is decoded, and lower its rest; so
-are rounds whose trees stop growing early. docs/auto.md compares this with the closed form of the literature.
+are rounds whose trees stop growing early. docs/performance.md compares this with the closed form of the literature.
 
 The settings that are predicted to be the fastest are decoded once more, side by side, before one is chosen.
 """

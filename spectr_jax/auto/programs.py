@@ -24,7 +24,7 @@ TARGET, DRAFT, ROUNDS = 'timing the target on', 'timing the draft on', 'decoding
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-  """What is compiled and measured as one.
+  """A program that is compiled and measured as one.
 
   Attributes:
     kind: `TARGET` for a call on the setting's tree, `DRAFT` for its guesses, `ROUNDS` for decoding.
@@ -35,7 +35,7 @@ class Program:
   setting: Setting
 
   def is_in(self, calibration: Calibration) -> bool:
-    """Whether it has been measured."""
+    """Tells whether it has been measured."""
     if self.kind == TARGET:
       return self.setting.tree.num_nodes in calibration.target_seconds
     if self.kind == DRAFT:
@@ -48,7 +48,7 @@ class Program:
 
 
 def programs_of(settings: Sequence[Setting]) -> list[Program]:
-  """What predictions for a grid follow from: what does not draft first, then what is smaller first."""
+  """The programs that predictions for a grid follow from: what does not draft first, then what is smaller first."""
   baseline = baseline_among(settings)
   sizes: dict[int, Setting] = {}
   trees: dict[str, Setting] = {}
@@ -77,7 +77,7 @@ def candidates_of(settings: Sequence[Setting]) -> list[Setting]:
 
 
 def speed_up_at(setting: Setting, rate: float, seconds: Sequence[float] | np.ndarray, step_seconds: float) -> float:
-  """What a setting promises: tokens of a round over its time, in steps of autoregressive decoding.
+  """The promise of a setting: tokens of a round over its time, in steps of autoregressive decoding.
 
   A chain is kept to depth d with probability rate^d, and each of several on its own. Verification costs nothing here,
   so no setting is faster than this.

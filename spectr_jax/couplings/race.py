@@ -135,8 +135,8 @@ class Race(Selection):
     alone = jnp.where(is_some, draft_probs, 0)
     probs = where_needed(is_many, self.picked_probs, alone, draft_probs, target_probs, scale)
     p, q = draft_probs[candidates], target_probs[candidates]
-    law = jnp.where(is_many, self.picked_probs(p, q, scale), p)
-    return Pick(pick_probs, probs, jnp.where(is_valid, law, 0))
+    own = jnp.where(is_many, self.picked_probs(p, q, scale), p)
+    return Pick(pick_probs, probs, jnp.where(is_valid, own, 0))
 
   def _pick_mixed(self, draft_probs, target_probs, candidates, is_valid, is_given) -> Pick:
     """The pick among candidates of which some may be given."""
@@ -209,25 +209,25 @@ class Race(Selection):
     own = self._classes(draft_probs[candidates], target_probs[candidates])
     if is_given is None:
       masses = self._masses(draft_probs, target_probs, classes)
-      log_weights, is_high, law = self.fit(masses, jnp.sum(is_valid).astype(dtype))
+      log_weights, is_high, picked = self.fit(masses, jnp.sum(is_valid).astype(dtype))
       tickets = jnp.exp(log_weights[own])
       units = masses[:, 0]
     else:
       given = given_set(candidates, target_probs[candidates], is_given)
       # Drawn candidates that fall in the set hold no ticket, so the set is taken out of the other classes.
       tokens = jnp.where(is_given, candidates, len(draft_probs))
-      rest, target_rest = (law.at[tokens].set(0, mode='drop') for law in (draft_probs, target_probs))
+      rest, target_rest = (probs.at[tokens].set(0, mode='drop') for probs in (draft_probs, target_probs))
       set_masses = jnp.stack([jnp.sum(jnp.where(given.is_first, draft_probs[candidates], 0)), given.mass])
       masses = jnp.concatenate([set_masses[None], self._masses(rest, target_rest, classes)])
       num_drawn = jnp.sum(is_valid & ~is_given).astype(dtype)
-      log_weights, is_high, law = self.fit(masses, num_drawn, given.is_there)
+      log_weights, is_high, picked = self.fit(masses, num_drawn, given.is_there)
       own = jnp.where(given.is_member, 0, own + 1)
       tickets = jnp.exp(log_weights[own]) * jnp.where(given.is_member, given.shares, 1)
       is_valid &= given.is_first | ~given.is_member
       units = masses[:, 0].at[0].set(given.mass)
     is_eligible = is_valid & (is_high[own] | ~jnp.any(is_valid & is_high[own]))
     tickets = jnp.where(is_eligible, tickets, 0)
-    return tickets / jnp.sum(tickets), ratio(law, units)
+    return tickets / jnp.sum(tickets), ratio(picked, units)
 
   def _masses(self, draft_probs, target_probs, classes):
     """The masses of draft and target by class, `[C, 2]`."""

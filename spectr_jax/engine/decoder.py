@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
 from jax.core import Tracer
 
-from spectr_jax.draft import Drafter, as_drafter
+from spectr_jax.draft import Drafter, Growth, as_drafter
 from spectr_jax.draft.model_drafter import ModelDrafter
 from spectr_jax.engine import checks
 from spectr_jax.engine.result import FAILED_DRAFT, FAILED_TARGET, Generation, NotFiniteError
@@ -59,6 +60,8 @@ class Decoder:
     has_statistics: Whether `Statistics` are counted.
     has_logprobs: Whether the log probabilities of new tokens are kept.
     sharding: The sharding over devices, or None for one device.
+    drafter_classes: The classes of the drafter and of what it consists of. JAX takes pytrees for equal whose classes
+      have equal fields, and would let them share programs.
   """
 
   target: Model
@@ -72,6 +75,7 @@ class Decoder:
   has_statistics: bool = static_field(False)
   has_logprobs: bool = static_field(False)
   sharding: DecodeSharding | None = static_field(None)
+  drafter_classes: tuple[type, ...] = static_field(())
 
   @classmethod
   def make(
@@ -132,6 +136,7 @@ class Decoder:
       has_statistics=statistics and tree.num_nodes > 0,
       has_logprobs=logprobs,
       sharding=sharding,
+      drafter_classes=() if drafter is None else _classes_of(drafter),
     )
 
   @property
@@ -150,6 +155,11 @@ class Decoder:
     if limits.max() > self.max_new_tokens:
       raise ValueError(f'max_new_tokens must be at most {self.max_new_tokens} here, got {limits.max()}')
     lengths = np.asarray(prompt_lengths) if is_known else np.full(len(limits), size)
+    if lengths.min() < 1 or lengths.max() > size:
+      raise ValueError(
+        f'prompt_lengths must be from 1 to {size}: a prompt has at least one token; got {lengths.min()} to'
+        f' {lengths.max()}'
+      )
     needed = max(size, int((lengths + limits).max()))
     if self.cache_size < needed:
       raise ValueError(
@@ -157,11 +167,6 @@ class Decoder:
       )
     if not is_known:
       return
-    if lengths.min() < 1 or lengths.max() > size:
-      raise ValueError(
-        f'prompt_lengths must be from 1 to {size}: a prompt has at least one token; got {lengths.min()} to'
-        f' {lengths.max()}'
-      )
     used = np.asarray(prompts)[np.arange(size) < lengths[:, None]]
     vocab_size, longest = self.target.vocab_size, self.context_length
     if used.min() < 0 or used.max() >= vocab_size:
@@ -186,6 +191,12 @@ class Decoder:
       if any(error.failure & bit and model is not None and model.context_length is None for bit, model in models):
         raise error.with_hint(NO_LIMIT) from None
       raise
+
+
+def _classes_of(part: Any) -> tuple[type, ...]:
+  """The class of a drafter or a rule of growth, and those of the ones in its fields."""
+  own = (getattr(part, field.name) for field in dataclasses.fields(part))
+  return (type(part), *(each for inner in own if isinstance(inner, Drafter | Growth) for each in _classes_of(inner)))
 
 
 def _default_tree(method: Method, drafter: Drafter | None) -> TokenTree:

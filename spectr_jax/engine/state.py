@@ -189,7 +189,7 @@ def prefilled(decoder: Decoder, rows: Rows) -> DecodeState:
   draft_state = None
   if decoder.drafter is not None:
     context = DraftContext(rows.lengths, decoder.target, rows.prompts, features)
-    draft_state = _prefill_draft(decoder.drafter, context, **sizes)
+    draft_state = _prefill_draft(decoder.drafter, context, **sizes, classes=decoder.drafter_classes)
   return first_state(decoder, rows, target_cache, features, draft_state)
 
 
@@ -207,8 +207,16 @@ def _prefill_target(target: Model, prompts, prompt_lengths, *, cache_size: int, 
   return cache, features
 
 
-@functools.partial(jax.jit, static_argnames=('cache_size', 'sharding'))
-def _prefill_draft(drafter: Drafter, context: DraftContext, *, cache_size: int, sharding: DecodeSharding | None):
+@functools.partial(jax.jit, static_argnames=('cache_size', 'sharding', 'classes'))
+def _prefill_draft(
+  drafter: Drafter,
+  context: DraftContext,
+  *,
+  cache_size: int,
+  sharding: DecodeSharding | None,
+  classes: tuple[type, ...] = (),
+):
+  del classes  # they tell apart drafters of equal fields, see `Decoder.drafter_classes`
   with tracing_with(sharding):
     state = drafter.init(context, cache_size)
   return state if sharding is None else _constrain(state, sharding.of_draft_state(state, drafter))

@@ -254,7 +254,7 @@ def new_folder(
   try:
     yield unfinished
     if path.exists():
-      _keep_foreign(path, unfinished, owned)
+      _keep_others(path, unfinished, _others(path, owned))
       _exchange(unfinished, path)
     else:
       unfinished.rename(path)
@@ -282,19 +282,24 @@ def check_new_folder(
   except OSError as error:
     raise ValueError(f'cannot write {path}: {error.strerror or error}') from error
   if is_there:
-    foreign = sorted(set(_files(path)) - set(owned(path)))
-    taken = [name for name in foreign if name.split('/')[0] in names]
-    if taken:
-      raise ValueError(f'{path / taken[0]} is not replaced: it is no file of what is overwritten')
+    _check_kept(path, _others(path, owned), lambda name: name.split('/')[0] in names)
 
 
-def _keep_foreign(old: epath.Path, new: epath.Path, owned: Callable[[epath.Path], Collection[str]]) -> None:
-  """Lets the files of `old` that are not its own stand in `new` as well."""
-  foreign = sorted(set(_files(old)) - set(owned(old)))
-  taken = [name for name in foreign if os.path.lexists(new / name) or (new / name).exists()]
-  if taken:
-    raise ValueError(f'{old / taken[0]} is not replaced: it is no file of what is overwritten')
-  for name in foreign:
+def _others(folder: epath.Path, owned: Callable[[epath.Path], Collection[str]]) -> list[str]:
+  """The relative paths of the files in a folder that are not its own."""
+  return sorted(set(_files(folder)) - set(owned(folder)))
+
+
+def _check_kept(folder: epath.Path, others: list[str], is_taken: Callable[[str], bool]) -> None:
+  taken = next(filter(is_taken, others), None)
+  if taken is not None:
+    raise ValueError(f'{folder / taken} is not replaced: it is no file of what is overwritten')
+
+
+def _keep_others(old: epath.Path, new: epath.Path, others: list[str]) -> None:
+  """Lets files of `old` stand in `new` as well."""
+  _check_kept(old, others, lambda name: os.path.lexists(new / name) or (new / name).exists())
+  for name in others:
     (new / name).parent.mkdir(parents=True, exist_ok=True)
     if is_remote(old):
       (old / name).copy(new / name)

@@ -104,12 +104,12 @@ class _Rules:
         self._replace(step['pattern']['String'], step['content'])
       case _ if self._is_joined or self.spelling is not None:
         raise _refuse(step, 'stands behind steps that join bytes')
-      case 'Replace':
-        self.of_token.append(_alone(_made(step)))
-      case 'Strip':
-        self.of_token.append(_alone(_made(step)))
+      case 'Replace' | 'Strip':
+        alone = _made(step)
+        self.of_token.append(lambda token: alone.decode([token]))
       case 'WordPiece':
-        self.of_token.append(_behind_another(_made(step)))
+        behind = _made(step)
+        self.of_token.append(lambda token: behind.decode(['a', token])[1:])
       case 'BPEDecoder':  # the last token of a text would lose its space
         self.of_token.append(lambda token: token.replace(step['suffix'], ' '))
       case None:
@@ -129,14 +129,6 @@ def _made(step: Mapping[str, Any]) -> decoders.Decoder:
   decoder = tokenizers.decoders.Fuse()
   decoder.__setstate__(json.dumps(step).encode())
   return decoder
-
-
-def _alone(decoder: decoders.Decoder) -> Callable[[str], str]:
-  return lambda token: decoder.decode([token])
-
-
-def _behind_another(decoder: decoders.Decoder) -> Callable[[str], str]:
-  return lambda token: decoder.decode(['a', token])[1:]
 
 
 class TokenBytes(dict[int, bytes]):

@@ -19,6 +19,7 @@ from etils import epath
 
 from spectr_jax.io.backend import Backend, guarded
 from spectr_jax.io.foreign import (
+  ANYTHING,
   FLAG,
   TEXT,
   Kind,
@@ -54,15 +55,9 @@ def _text_of(most: int) -> Kind:
   return Kind(f'a text of at most {most} characters', lambda x: TEXT.is_valid(x) and len(x) <= most)
 
 
-def _long_list(most: int) -> Kind:
-  return Kind(f'a list of at most {most:,}', lambda x: type(x) is list and len(x) <= most)
-
-
 TOKEN = _text_of(MOST_CHARACTERS)
 TOKEN_ID = whole(0, MOST_ID)
-_SHORT_TEXT = Kind(
-  f'a text of at most {_MOST_INSERTED} characters', lambda x: TEXT.is_valid(x) and len(x) <= _MOST_INSERTED
-)
+_SHORT_TEXT = _text_of(_MOST_INSERTED)
 
 
 def _is_vocab(x: Any) -> bool:
@@ -79,7 +74,7 @@ def _is_vocab(x: Any) -> bool:
 _MODEL = {
   'type': one_of('BPE', 'WordPiece', 'WordLevel', 'Unigram'),
   'vocab': Kind(f'at most {MOST_TOKENS} tokens with an id of its own each, up to {MOST_ID}, or with scores', _is_vocab),
-  'merges': _long_list(MOST_MERGES),
+  'merges': list_of(ANYTHING, MOST_MERGES),
   'unk_token': TOKEN,
   'unk_id': whole(0, MOST_TOKENS),
   'dropout': one_of(0, 0.0),  # others give a text other ids each time
@@ -101,7 +96,7 @@ _ADDED = {
 }
 _FILE = {
   'version': one_of('1.0'),
-  'added_tokens': _long_list(_MOST_ADDED),
+  'added_tokens': list_of(ANYTHING, _MOST_ADDED),
   'normalizer': object_of({}),
   'pre_tokenizer': object_of({}),
   'post_processor': object_of({}),
@@ -262,7 +257,9 @@ def _steps(content: Any, section: str, where: str) -> Iterator[dict[str, Any]]:
     kind = check_object(step, {'type': TEXT}, f'{where}: {section}').get('type')
     if kind == 'Sequence':
       name = _SEQUENCES[section]
-      waiting += reversed(check_object(step, {name: _long_list(_MOST_STEPS)}, f'{where}: {section}').get(name) or [])
+      waiting += reversed(
+        check_object(step, {name: list_of(ANYTHING, _MOST_STEPS)}, f'{where}: {section}').get(name) or []
+      )
     elif kind is None or kind not in _STEPS[section]:
       known = ', '.join(['Sequence', *_STEPS[section]])
       raise ValueError(f'{where}: {section} has the unknown type {shown(kind)}; known are {known}')

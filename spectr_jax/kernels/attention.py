@@ -161,10 +161,10 @@ def attend_causally(query: jax.Array, keys: jax.Array, values: jax.Array, mask: 
 def _scores(query, keys, visible, soft_cap):
   """Scores `[B, H, N, M]` of scaled queries; the smallest number where a key is not visible."""
   wide = accumulation_dtype(query.dtype)
-  found = jnp.einsum('bnhd,bhdm->bhnm', query, keys, preferred_element_type=wide)
+  scores = jnp.einsum('bnhd,bhdm->bhnm', query, keys, preferred_element_type=wide)
   if soft_cap is not None:
-    found = soft_cap * jnp.tanh(found / soft_cap)
-  return jnp.where(visible[:, None], found, jnp.finfo(wide).min)
+    scores = soft_cap * jnp.tanh(scores / soft_cap)
+  return jnp.where(visible[:, None], scores, jnp.finfo(wide).min)
 
 
 def _attend_in_blocks(query, new_keys, new_values, mask, prefix, *, soft_cap):
@@ -180,8 +180,8 @@ def _attend_in_blocks(query, new_keys, new_values, mask, prefix, *, soft_cap):
     top, total, mixed = carry
     new_top = jnp.maximum(top, scores.max(-1, keepdims=True))
     weights, kept = jnp.exp(scores - new_top), jnp.exp(top - new_top)
-    found = jnp.einsum('bhnm,bhmd->bhnd', weights.astype(dtype), values.astype(dtype), preferred_element_type=top.dtype)
-    return new_top, kept * total + weights.sum(-1, keepdims=True), kept * mixed + found
+    more = jnp.einsum('bhnm,bhmd->bhnd', weights.astype(dtype), values.astype(dtype), preferred_element_type=top.dtype)
+    return new_top, kept * total + weights.sum(-1, keepdims=True), kept * mixed + more
 
   def add_block(i, carry):
     start = jnp.minimum(i * size, num_slots - size)  # the last block overlaps the one before it

@@ -84,8 +84,8 @@ def attend_by_kernel(
       new_top = jnp.maximum(top, jnp.max(scores, axis=1))
       # Before the first token that a query sees, all scores are the lowest.
       weights, kept = jnp.where(is_seen, jnp.exp(scores - new_top[:, None]), 0), jnp.exp(top - new_top)
-      found = jnp.dot(weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
-      return new_top, kept * total + jnp.sum(weights, axis=1), kept[:, None] * mixed + found
+      more = jnp.dot(weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
+      return new_top, kept * total + jnp.sum(weights, axis=1), kept[:, None] * mixed + more
 
     def load_block(keys_ref, values_ref, start, limit):
       tokens = start + jnp.arange(block)
@@ -124,8 +124,8 @@ def attend_by_kernel(
       triton.store(out[0].at[0, batch_row, places[:, None], numbers], mixed, mask=is_row[:, None])
     else:
       triton.store(out[0].at[part, batch_row, places[:, None], numbers], mixed, mask=is_row[:, None])
-      for ref, found in zip(out[1:], (top, total), strict=True):
-        triton.store(ref.at[part, batch_row, places], found, mask=is_row)
+      for ref, values in zip(out[1:], (top, total), strict=True):
+        triton.store(ref.at[part, batch_row, places], values, mask=is_row)
 
   shape = num_parts, batch_size, num_queries * num_heads
   shapes = [jax.ShapeDtypeStruct((*shape, head_dim), query.dtype if num_parts == 1 else jnp.float32)]

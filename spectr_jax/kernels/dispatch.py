@@ -163,11 +163,11 @@ def operation(plain: Callable[_P, _R]) -> Operation[_P, _R]:
   Raises:
     ValueError: Another module has an operation of this name.
   """
-  found = Operation(plain)
-  other = OPERATIONS.setdefault(found.name, found)
+  made = Operation(plain)
+  other = OPERATIONS.setdefault(made.name, made)
   if other.plain.__module__ != plain.__module__:
-    raise ValueError(f'{other.plain.__module__} has an operation {found.name}, so {plain.__module__} can have none')
-  return found
+    raise ValueError(f'{other.plain.__module__} has an operation {made.name}, so {plain.__module__} can have none')
+  return made
 
 
 def lazy(name: str) -> Callable[..., Any]:
@@ -233,8 +233,8 @@ def launch(plain: Callable[..., Any], kernel: Callable[..., Any], *arrays: jax.A
   def call(*arrays):
     def bind(*arrays):
       jaxpr, shapes = jax.make_jaxpr(plain, return_shape=True)(*arrays)
-      found = _kernel_p.bind(*arrays, plain=jaxpr, kernel=kernel, platform=platform)
-      return jax.tree.unflatten(jax.tree.structure(shapes), found)
+      results = _kernel_p.bind(*arrays, plain=jaxpr, kernel=kernel, platform=platform)
+      return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return _on_each_device(bind)(*arrays)
 

@@ -203,14 +203,14 @@ def _keep_by_kernel(find, probs, values):
     kernel = functools.partial(keep_in_rows, find)
     return launch(functools.partial(_keep_plainly, find), kernel, rows, values).reshape(probs.shape)
 
-  found = jax.shard_map(
+  columns = jax.shard_map(
     functools.partial(_find_divided, find, axes[0]),
     in_specs=(PartitionSpec(None, axes[0]), PartitionSpec()),
     out_specs=PartitionSpec(),
     axis_names=set(axes),
     check_vma=False,
   )(rows, values)
-  return _keep(probs, *jnp.split(found.reshape(*probs.shape[:-1], 2), 2, axis=-1))
+  return _keep(probs, *jnp.split(columns.reshape(*probs.shape[:-1], 2), 2, axis=-1))
 
 
 def _find_divided(find, axis, probs, values):
@@ -225,5 +225,5 @@ def _find_divided(find, axis, probs, values):
   def find_plainly(parts, values):
     return jnp.concatenate(find(_PlainDistributions(parts.reshape(own, -1)), values), axis=-1)
 
-  found = launch(find_plainly, functools.partial(find_in_rows, find), jnp.swapaxes(parts, 0, 1), values)
-  return jax.lax.all_gather(found, axis, tiled=True)[:num_rows]
+  columns = launch(find_plainly, functools.partial(find_in_rows, find), jnp.swapaxes(parts, 0, 1), values)
+  return jax.lax.all_gather(columns, axis, tiled=True)[:num_rows]

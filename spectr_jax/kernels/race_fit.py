@@ -67,10 +67,10 @@ def fit_race(
     if has_given is not None:  # their ticket competes on its own side
       others *= jnp.where(sides[:, :1] & has_given, decay[0], 1)
     both = multiply(others, decay.T)
-    found = num_candidates * mass * weights * jnp.where(is_high, both[0], both[1])
+    picked = num_candidates * mass * weights * jnp.where(is_high, both[0], both[1])
     if has_given is not None:
-      found = found.at[0].set(weights[0] * jnp.sum(jnp.where(sides[:, :1], others * phi, 0)))
-    return found
+      picked = picked.at[0].set(weights[0] * jnp.sum(jnp.where(sides[:, :1], others * phi, 0)))
+    return picked
 
   sums = Sums(jnp.cumsum, jax.lax.cummax, functools.partial(jax.lax.cummax, reverse=True), jnp.power, jnp.expm1)
   options = {'num_rounds': num_rounds, 'step': step, 'log_range': log_range}

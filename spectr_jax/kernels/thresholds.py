@@ -116,8 +116,8 @@ def largest_threshold(
   low, high = _bracket(probs, above)
   everything = jnp.full(low.shape, probs.shape[-1], jnp.int32)
   with jax.named_scope(THRESHOLDS):
-    found = search(measure, low, high, (everything, jnp.zeros_like(everything)), num_sections=_NUM_SECTIONS)
-  return jax.lax.bitcast_convert_type(found, probs.dtype)
+    bits = search(measure, low, high, (everything, jnp.zeros_like(everything)), num_sections=_NUM_SECTIONS)
+  return jax.lax.bitcast_convert_type(bits, probs.dtype)
 
 
 @largest_threshold.form('gpu')
@@ -131,8 +131,8 @@ def _without_asking(probs, goal, *, is_weighted, above=None):
   low, high = _bracket(probs, above)
   num_passes = THRESHOLD_PASSES * probs.dtype.itemsize // 4
   with jax.named_scope(THRESHOLDS):
-    found = search(measure, low, high, num_sections=_NUM_SECTIONS, num_passes=num_passes)
-  return jax.lax.bitcast_convert_type(found, probs.dtype)
+    bits = search(measure, low, high, num_sections=_NUM_SECTIONS, num_passes=num_passes)
+  return jax.lax.bitcast_convert_type(bits, probs.dtype)
 
 
 @largest_threshold.form('cpu', takes=lambda probs, *_, **__: probs.shape[-1] > _SHORT_ROW)
@@ -153,10 +153,10 @@ def _row_by_row(probs, goal, *, is_weighted, above=None):
   bounds = (bound.reshape(-1) for bound in above)
   arguments = jnp.arange(goal.size), goal.reshape(-1), jnp.max(parts, axis=(1, 2, 3)), *bounds
   if goal.size == 1:
-    found = search(*(each[0] for each in arguments))
+    thresholds = search(*(each[0] for each in arguments))
   else:
-    found = jax.lax.map(lambda arguments: search(*arguments), arguments)
-  return found.reshape(*goal.shape, 1)
+    thresholds = jax.lax.map(lambda arguments: search(*arguments), arguments)
+  return thresholds.reshape(*goal.shape, 1)
 
 
 def _search_row(parts, row, goal, top, lowest, weight_above, *, num_tokens, is_weighted):
@@ -198,8 +198,8 @@ def _search_row(parts, row, goal, top, lowest, weight_above, *, num_tokens, is_w
     return jnp.log(weight + 0.5) - jnp.log(wanted)  # 0 between two numbers of tokens
 
   def guess(low, high, above, below):
-    found = low + (above / (above - below) * (high - low).astype(parts.dtype)).astype(low.dtype)
-    return jnp.clip(found, low + 1, jnp.maximum(high - 1, low + 1))
+    point = low + (above / (above - below) * (high - low).astype(parts.dtype)).astype(low.dtype)
+    return jnp.clip(point, low + 1, jnp.maximum(high - 1, low + 1))
 
   def unsettled(carry):
     (low, high, *_), (most, fewest, *_) = carry

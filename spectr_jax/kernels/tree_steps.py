@@ -80,19 +80,19 @@ def first_kept(is_child: jax.Array, is_before: jax.Array, is_kept: jax.Array, no
   ranks = jnp.sum(is_before, axis=-1, dtype=jnp.int32)
   scale, none = ranked(nodes), nodes.shape[1] * ranked(nodes)
 
-  def shallower(found, depth):
-    """`found` `[W]`: the first node kept from each context on, -1 for none."""
+  def shallower(first, depth):
+    """`first` `[W]`: the first node kept from each context on, -1 for none."""
     is_child, ranks, is_kept, nodes = depth
     # Ranks first, then nodes: the smallest pair has the first child below which something is kept.
-    pairs = jnp.where(is_child & (found >= 0), ranks * scale + found, none)
+    pairs = jnp.where(is_child & (first >= 0), ranks * scale + first, none)
     smallest = jnp.min(pairs, axis=-1)
     own = jnp.where(is_kept, nodes, -1)
     return jnp.where(smallest < none, smallest % scale, own), None
 
   leaves = jnp.where(is_kept[-1], nodes[-1], -1)
   with jax.named_scope('visits'):
-    found, _ = scan_depths(shallower, leaves, (is_child, ranks, is_kept[:-1], nodes[:-1]), reverse=True)
-  return found[0]
+    first, _ = scan_depths(shallower, leaves, (is_child, ranks, is_kept[:-1], nodes[:-1]), reverse=True)
+  return first[0]
 
 
 def ranked(nodes):

@@ -76,13 +76,13 @@ def _fewest_texts(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     its place there.
   """
   own = [tuple(np.flatnonzero(row).tolist()) for row in mask]
-  paths, found = [], {}
+  paths, place_of = [], {}
   for path in sorted(own, key=len, reverse=True):
-    if path not in found:
-      found |= {path[: i + 1]: (len(paths), i) for i in range(len(path))}
+    if path not in place_of:
+      place_of |= {path[: i + 1]: (len(paths), i) for i in range(len(path))}
       paths.append(path)
   depth = max(map(len, paths))
-  return np.array([[*path, *[-1] * (depth - len(path))] for path in paths]), np.array([found[path] for path in own])
+  return np.array([[*path, *[-1] * (depth - len(path))] for path in paths]), np.array([place_of[path] for path in own])
 
 
 def _run(network: Callable[[jax.Array], jax.Array], texts: jax.Array, context_length: int | None) -> jax.Array:
@@ -109,9 +109,9 @@ def _apply(params, tokens, positions, mask, cache, *, apply_fn, has_params, cont
     chosen = jnp.broadcast_to(cache.pending[:, None], mask.shape)
     text_of, place_of = jnp.arange(num_tokens), places[..., -1]
   else:
-    paths, found = _fewest_texts(np.asarray(mask))
+    paths, places_of = _fewest_texts(np.asarray(mask))
     offsets = np.where(paths >= 0, np.arange(paths.shape[1]), mask.shape[-1] + cache.tokens.shape[1])
-    chosen, (text_of, place_of) = cache.pending[:, paths], found.T
+    chosen, (text_of, place_of) = cache.pending[:, paths], places_of.T
   # The text and the longest path; nothing is kept of guesses beyond the longest text that the network takes.
   width = cache.tokens.shape[1] + offsets.shape[-1]
   width = width if context_length is None else min(width, context_length)
@@ -155,13 +155,13 @@ def _check_causal(network: Callable[[jax.Array], jax.Array], vocab_size: int, co
   text = rng.integers(vocab_size, size=(1, size), dtype=np.int32)
   other = (text + np.where(np.arange(size) < half, 0, rng.integers(1, vocab_size, size=size))) % vocab_size
   texts = text, other, text[:, :half]
-  found = [_run(network, jnp.asarray(tokens, jnp.int32), context_length) for tokens in texts]
-  if any(isinstance(logits, Tracer) for logits in found):
+  outputs = [_run(network, jnp.asarray(tokens, jnp.int32), context_length) for tokens in texts]
+  if any(isinstance(logits, Tracer) for logits in outputs):
     return
-  found = [np.asarray(fetch(logits), np.float64) for logits in found]
-  if np.isnan(found[0]).any() and not np.isnan(found[2]).any():
+  outputs = [np.asarray(fetch(logits), np.float64) for logits in outputs]
+  if np.isnan(outputs[0]).any() and not np.isnan(outputs[2]).any():
     raise ValueError(f'apply_fn gives logits that are NaN for texts of {size} tokens; {NO_LIMIT}')
-  one, *others = (logits[:, :half] for logits in found)
+  one, *others = (logits[:, :half] for logits in outputs)
   values = one[np.isfinite(one)]
   spread = np.ptp(values) if values.size else 0
   for logits, rounding in zip(others, (1e-3, 1 / 16)):

@@ -112,7 +112,7 @@ def project(params, config: CausalLMConfig, x: jax.Array, rotation: Rotation | N
 
   widths = [heads * config.head_dim for heads in (config.num_heads, config.num_cached_heads, config.num_cached_heads)]
   products = linears(params, ('q', 'k', 'v'), x, widths)
-  query, key, value = (found.reshape(*x.shape[:2], -1, config.head_dim) for found in products)
+  query, key, value = (product.reshape(*x.shape[:2], -1, config.head_dim) for product in products)
   if config.has_qk_norm:
     query, key = _rms_norm(params['q_norm'], query, config), _rms_norm(params['k_norm'], key, config)
   if rotation is not None:

@@ -148,10 +148,10 @@ def check_params(params: Mapping[str, Any], shapes: Mapping[str, Any]) -> None:
     named = [(jax.tree_util.keystr(keys, simple=True, separator='/'), leaf) for keys, leaf in leaves]
     return {path: shape_of(path, leaf) for path, leaf in named}
 
-  found, wanted = by_path(params), by_path(shapes)
-  for path in sorted(wanted.keys() | found.keys()):
-    if wanted.get(path) != found.get(path):
+  given, wanted = by_path(params), by_path(shapes)
+  for path in sorted(wanted.keys() | given.keys()):
+    if wanted.get(path) != given.get(path):
       raise ValueError(
         f'parameters do not fit the configuration: {path} must be {wanted.get(path, "absent")},'
-        f' got {found.get(path, "nothing")}'
+        f' got {given.get(path, "nothing")}'
       )

@@ -221,8 +221,8 @@ def transformer_model(params: Any, config: TransformerConfig) -> Model:
   Raises:
     ValueError: The parameters do not have the configured shapes.
   """
-  found = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), params, is_leaf=is_int8)
-  layers.check_params(found, param_shapes(config))
+  shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), params, is_leaf=is_int8)
+  layers.check_params(shapes, param_shapes(config))
 
   return Model(
     layers.converted(params, lambda x: config.dtype if x.ndim == 2 else jnp.float32),

@@ -135,9 +135,9 @@ def check_verifier(
     tree: The tree of the guesses, at most 5 deep; by default a chain of three.
     children: How they are drawn: `independent`, `without_replacement`, or `given` for the draft's likeliest tokens.
     draft_fn: Draws the guesses in place of the kit: from `key` or `seed` and `probs` `[M, V]`, tokens `[M]`.
-    law_fn: The verifier's own distribution, if it can say it: from `tokens` `[N]`, draft laws `[R, V]` and target laws
-      `[N + 1, V]` in float64, at `[v, x]` the probability that v is the deepest node kept and x comes next. All drafts
-      and decisions are then enumerated as well.
+    law_fn: The verifier's own distribution, if it can say it: from `tokens` `[N]` and the distributions of draft
+      `[R, V]` and target `[N + 1, V]` in float64, at `[v, x]` the probability that v is the deepest node kept and x
+      comes next. All drafts and decisions are then enumerated as well.
     plain_fn: The distributions `[M, V]` of plain sampling from logits `[M, V]`, `temperature`, `top_k` and `top_p`
       `[M]`; None for this library's, where the temperature comes first, then top-k, then top-p of what is left.
     is_ragged: Whether rows have different numbers of guesses.

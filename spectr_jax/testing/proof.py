@@ -124,9 +124,9 @@ def _trees_for(method: Method, trees) -> list[TokenTree]:
   return allowed
 
 
-def _check_array(what: str, found: Any, shape: tuple[int, ...]) -> None:
-  if not isinstance(found, jax.Array) or found.shape != shape:
-    own = list(found.shape) if isinstance(found, jax.Array) else type(found).__name__
+def _check_array(what: str, result: Any, shape: tuple[int, ...]) -> None:
+  if not isinstance(result, jax.Array) or result.shape != shape:
+    own = list(result.shape) if isinstance(result, jax.Array) else type(result).__name__
     raise ValueError(f'{what} must return an array {list(shape)}, got {own}')
 
 
@@ -337,6 +337,6 @@ def prove(
 
     counts = _draw('engine', num_samples // 20, num_engine_batches, is_limited, progress, draw_prompts)
     laws = [ordinary_law(target, prompt, num_tokens, **_SAMPLING) for prompt in _PROMPTS]
-  results = [chi_square(found, law) for found, law in zip(counts, laws)]
+  results = [chi_square(*pair) for pair in zip(counts, laws)]
   checks.append(worst_of('engine', f'{compared}{target.vocab_size}', results))
   return Proof(method, tuple(checks))

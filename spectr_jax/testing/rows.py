@@ -116,10 +116,10 @@ class Caller:
   """Calls a function with those arguments that its parameters name."""
 
   def __init__(self, fn: Callable[..., Any], allowed: tuple[str, ...], arrays: str):
-    found = inspect.signature(fn).parameters.values()
+    parameters = inspect.signature(fn).parameters.values()
     self.name, self._fn, self._arrays = getattr(fn, '__name__', type(fn).__name__), fn, arrays
-    takes_all = any(each.kind == each.VAR_KEYWORD for each in found)
-    named = [each for each in found if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)]
+    takes_all = any(each.kind == each.VAR_KEYWORD for each in parameters)
+    named = [each for each in parameters if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)]
     wrong = [each.name for each in named if each.name not in allowed and each.default is each.empty]
     if wrong:
       raise ValueError(f'{self.name} takes {wrong[0]!r}, which is not known; allowed are {", ".join(allowed)}')
@@ -171,9 +171,9 @@ class Sampler:
         is_new = (lengths < self.num_tokens) & (emitted[:, : number + 1] >= 0).all(axis=1)
         numbers = np.where(is_new, numbers * vocab_size + emitted[:, number], numbers)
         lengths += is_new
-    found = np.zeros((num_kinds, vocab_size**self.num_tokens), np.int64)
-    np.add.at(found, (kinds, numbers), 1)
-    return found
+    counts = np.zeros((num_kinds, vocab_size**self.num_tokens), np.int64)
+    np.add.at(counts, (kinds, numbers), 1)
+    return counts
 
   def _round(self, rng, kinds, numbers, lengths, most, place, state):
     """The tokens `[B, W]` of a round, and the state after it; -1 behind each row's."""
@@ -206,7 +206,7 @@ class Sampler:
 
     seed = int(np.random.default_rng(place).integers(2**31))
     each = {name: np.array([getattr(kind, name) for kind in laws.kinds]) for name in ('temperature', 'top_k', 'top_p')}
-    found = self.call(
+    result = self.call(
       {
         'key': lambda: jax.random.key(seed),
         'seed': lambda: seed,
@@ -228,8 +228,8 @@ class Sampler:
       }
     )  # fmt: skip
     if 'state' in self.call.names:
-      found, state = found
-    return self._checked(np.asarray(found), most), state
+      result, state = result
+    return self._checked(np.asarray(result), most), state
 
   def _child(self, rng, probs, place):
     if self.children == 'given':
@@ -241,19 +241,19 @@ class Sampler:
     drawn = self.draft({'key': lambda: jax.random.key(seed), 'seed': lambda: seed, 'probs': lambda: probs})
     return np.asarray(drawn).astype(np.int32)
 
-  def _checked(self, found: np.ndarray, most: np.ndarray) -> np.ndarray:
+  def _checked(self, tokens: np.ndarray, most: np.ndarray) -> np.ndarray:
     """The tokens of a round, once they are tokens."""
     name, num_rows, vocab_size = self.call.name, len(most), self.laws.vocab_size
-    if found.ndim != 2 or len(found) != num_rows or found.dtype.kind not in 'iu' or not found.shape[1]:
+    if tokens.ndim != 2 or len(tokens) != num_rows or tokens.dtype.kind not in 'iu' or not tokens.shape[1]:
       raise ValueError(
         f'{name} must return tokens as whole numbers [{num_rows}, up to {self.tree.max_depth + 1}], -1 behind each'
-        f" row's; got {found.dtype}{list(found.shape)}"
+        f" row's; got {tokens.dtype}{list(tokens.shape)}"
       )
-    count = (np.cumsum(found < 0, axis=1) == 0).sum(axis=1)
-    if (found >= vocab_size).any() or (count < 1).any() or (count > most + 1).any():
-      row = int(np.argmax((found >= vocab_size).any(axis=1) | (count < 1) | (count > most + 1)))
+    count = (np.cumsum(tokens < 0, axis=1) == 0).sum(axis=1)
+    if (tokens >= vocab_size).any() or (count < 1).any() or (count > most + 1).any():
+      row = int(np.argmax((tokens >= vocab_size).any(axis=1) | (count < 1) | (count > most + 1)))
       raise ValueError(
-        f'{name} returned {found[row].tolist()} for a row with guesses down to depth {most[row]}: expected at least one'
-        f' token, at most one more than these, each below {vocab_size}'
+        f'{name} returned {tokens[row].tolist()} for a row with guesses down to depth {most[row]}: expected at least'
+        f' one token, at most one more than these, each below {vocab_size}'
       )
-    return found.astype(np.int64)
+    return tokens.astype(np.int64)

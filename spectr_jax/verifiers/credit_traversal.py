@@ -261,8 +261,8 @@ class CreditTraversal(RecordedVerifier, Generic[AnyPlan]):
 
     def weights(node):
       own = self._credit_of(tree, log_credits, node)
-      found = self._weights(tree, proposal, target_probs, plan, own, node)
-      return found / jnp.sum(found)
+      residual = self._weights(tree, proposal, target_probs, plan, own, node)
+      return residual / jnp.sum(residual)
 
     return stop[:, None] * jax.vmap(weights)(jnp.arange(tree.num_nodes + 1))
 

@@ -102,8 +102,8 @@ class UniVer(CreditTraversal[_Shared]):
         credits = jnp.exp(log_credit[places])
         laws = (proposal.probs, own_rows), (target_probs, own)
         items = credits, left[own_rows], given[own_rows]
-        found = map_needed(_excess_beside, credits > 0, jnp.zeros_like(credits), laws, items)
-        excess = jnp.zeros_like(log_credit).at[places].set(found)
+        own_excess = map_needed(_excess_beside, credits > 0, jnp.zeros_like(credits), laws, items)
+        excess = jnp.zeros_like(log_credit).at[places].set(own_excess)
         log_credit, level = self._next_depth(log_credit, (*(x[depth] for x in depths), excess))
         levels.append(jax.tree.map(lambda x: x[None], level))
       if num_wide < len(q):
@@ -118,8 +118,8 @@ class UniVer(CreditTraversal[_Shared]):
     """`_Shared.left`."""
     is_any = jnp.any(given < target_probs.shape[1], axis=1)
     ones = jnp.ones(len(given), target_probs.dtype)
-    found = map_needed(_sum_beside, is_any, ones, (law_rows(tree, proposal, target_probs)[0],), given)
-    return jnp.where(found > 0, found, 1)
+    left = map_needed(_sum_beside, is_any, ones, (law_rows(tree, proposal, target_probs)[0],), given)
+    return jnp.where(left > 0, left, 1)
 
   def _next_depth(self, log_credit, depth):
     """From log P of the contexts of a depth, `[W]`, to those of the next; `depth` holds what belongs to the two."""

@@ -1,4 +1,4 @@
-"""What is predicted from what was measured, what is chosen, and what is kept in a file."""
+"""Predictions from measurements, the choice, and the file that keeps them."""
 
 import dataclasses
 import itertools

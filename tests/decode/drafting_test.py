@@ -1,4 +1,4 @@
-"""How `decode.chat` and `decode.serve` draft where their flags do not say it."""
+"""Defaults of drafting in `decode.chat` and `decode.serve`."""
 
 import re
 

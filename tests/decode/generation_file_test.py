@@ -57,15 +57,15 @@ def test_a_line_that_was_not_finished_is_cut(tmp_path, num_lines):
     assert path.read_bytes() == whole
 
 
-FOREIGN = (
+OTHERS = (
   b'notes', b'notes\n', b'notes\nmore', b'{"a": 1}', b'{"a": 1}\n', b'[]\n', b'\n', b'\n\n', b'null\n', b'\0' * 9,
   b'\xff', b'\xef\xbb\xbf{"run": {', b'{"prompt": "a"}\n', b'{"prompt": "a"}', b'{"method": "spectr"', b'{"run": 1}',
   b'[' * 10**6, b'[' * 10**6 + b'\n', b'{"run": {"target": "0123456789abcdee"', b'NaN\n', b'9' * 10**5 + b'\n',
 )  # fmt: skip
 
 
-@pytest.mark.parametrize('content', FOREIGN, ids=lambda content: repr(content[:12]))
-def test_foreign_files_are_left_as_they_are(tmp_path, content):
+@pytest.mark.parametrize('content', OTHERS, ids=lambda content: repr(content[:12]))
+def test_files_of_others_are_left_as_they_are(tmp_path, content):
   path = tmp_path / 'out.jsonl'
   for before in (b'', line_of(0).encode()):
     path.write_bytes(before + content)

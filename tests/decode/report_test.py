@@ -1,4 +1,4 @@
-"""What people read of a run."""
+"""The report of a run for people."""
 
 import csv
 import dataclasses

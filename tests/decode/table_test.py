@@ -87,7 +87,7 @@ def test_comparison_stands_beside_the_set_of_the_same_name(pair, prompt_file, tm
   other = tmp_path / 'other.txt'
   other.write_text('seven wise owls\n')
   sets = {'humaneval': str(prompt_file), 'other': str(other)}
-  request, results = _measure('gbv_table1', pair, sets, num_drafts=(3,), draft_length=(8, 2))
+  request, results = _measure('gbv_table1', pair, sets, num_prompts=3, num_drafts=(3,), draft_length=(8, 2))
   content = _check('gbv_table1', request, results)
   rows = {(row['prompts'], row['L'], row['method']): row for row in results.rows}
   assert len(rows) == len(results.rows) == 3 * 2 * 2
@@ -108,7 +108,7 @@ def test_comparison_stands_beside_the_set_of_the_same_name(pair, prompt_file, tm
     (row['block efficiency'].number + alone['block efficiency'].number) / 2
   )
   assert mean['paper: speed-up'] == Value(1.05)
-  assert [run['num_prompts'] for run in content['runs']] == [2, 1]
+  assert [run['num_prompts'] for run in content['runs']] == [3, 1]
   assert any('num_prompts 1 instead of 1000' in line for line in content['about'])
 
 

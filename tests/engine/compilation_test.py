@@ -183,7 +183,7 @@ def test_rounds_of_every_drafter_compile_once(target, draft, name, tree, growths
   ids=['head', 'beside a head', 'Medusa', 'one pass', 'lookup'],
 )
 def test_memory_of_a_drafters_state(target, drafter, per_token):
-  """Bytes per row and token of its room, as docs/drafters.md has them."""
+  """Bytes per row and token of its room, as docs/tables/drafters.md has them."""
   sizes, plain = [], []
   for cache_size in (40, 1040):
     for found, each in ((sizes, drafter()), (plain, None)):

@@ -13,20 +13,26 @@ from spectr_jax.kernels.attention_kernel import attend_by_kernel
 from spectr_jax.kernels.dispatch import tracing_for
 
 
-def _inputs(*, batch_size, num_queries, num_heads, num_kv_heads, head_dim, num_new, num_slots, has_window=False):
+def _inputs(
+  *, batch_size, num_queries, num_heads, num_kv_heads, head_dim, num_new, num_slots, has_window=False,
+  dtype='bfloat16', cache_dtype='bfloat16', lengths=None,
+):  # fmt: skip
   """Queries, pending keys, values and mask, and the prefix; among the rows are one without a prefix and a full one."""
   rng = np.random.default_rng(0)
 
-  def array(*shape):
-    return jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
+  def array(*shape, dtype=dtype):
+    return jnp.asarray(rng.normal(size=shape), dtype)
 
-  lengths = np.resize([0, num_slots, num_slots // 3], batch_size)
+  lengths = np.resize([0, num_slots, num_slots // 3] if lengths is None else lengths, batch_size)
   visible = np.arange(num_slots) < lengths[:, None, None]
   if has_window:
     visible = visible & (rng.random((batch_size, num_queries, num_slots)) < 0.5)
   mask = rng.random((batch_size, num_queries, num_new)) < 0.5
   mask[:, :, rng.integers(num_new)] = True
-  prefix = array(batch_size, num_kv_heads, head_dim, num_slots), array(batch_size, num_kv_heads, num_slots, head_dim)
+  prefix = [
+    array(batch_size, num_kv_heads, *shape, dtype=cache_dtype)
+    for shape in ((head_dim, num_slots), (num_slots, head_dim))
+  ]
   return (
     head_dim**-0.5 * array(batch_size, num_queries, num_heads, head_dim),
     array(batch_size, num_kv_heads, head_dim, num_new),
@@ -163,44 +169,25 @@ def test_the_compiler_divides_no_kernel(monkeypatch):
   assert 'platform=gpu' not in str(program)
 
 
-def _ragged(dtype, *, num_committed=(0, 5, 21), window=None):
-  size, num_slots = 7, 21
-  rng = np.random.default_rng(0)
-
-  def array(*shape):
-    return jnp.asarray(rng.normal(size=shape), dtype)
-
-  slots = np.arange(num_slots) < np.array(num_committed)[:, None, None]
-  if window is not None:
-    slots = slots & (np.array(num_committed)[:, None, None] + np.arange(size)[:, None] - np.arange(num_slots) < window)
-  prefix = (
-    array(3, 2, 4, num_slots).astype(jnp.float32),
-    array(3, 2, num_slots, 4).astype(jnp.float32),
-    jnp.asarray(slots),
-  )
-  return (
-    array(3, size, 2, 4),
-    array(3, 2, 4, size),
-    array(3, 2, size, 4),
-    jnp.tril(jnp.ones((1, size, size), bool)),
-    prefix,
-  )
+# Ragged rows, one of them without a prefix and one whose prefix fills the cache, which no block size divides.
+_RAGGED = dict(
+  batch_size=3, num_queries=7, num_heads=2, num_kv_heads=2, head_dim=4, num_new=7, num_slots=21, cache_dtype='float32'
+)
 
 
 @pytest.mark.parametrize('size', [1, 8, 21, 64])
 @pytest.mark.parametrize('soft_cap', [None, 2.0])
-@pytest.mark.parametrize('window', [None, 6])
-def test_blocks_of_the_prefix_are_the_whole(monkeypatch, size, soft_cap, window):
-  """Ragged rows, one of them without a prefix and one whose prefix fills the cache, which no block size divides."""
+@pytest.mark.parametrize('has_window', [False, True])
+def test_blocks_of_the_prefix_are_the_whole(monkeypatch, size, soft_cap, has_window):
   monkeypatch.setattr(attention, '_BLOCK_SLOTS', size)
-  inputs = _ragged('float32', window=window)
+  inputs = _inputs(**_RAGGED, dtype='float32', has_window=has_window)
   expected = attention._attend(*inputs, soft_cap=soft_cap)
   found = jax.jit(lambda *x: attention._attend_in_blocks(*x, soft_cap=soft_cap))(*inputs)
   np.testing.assert_allclose(found, expected, atol=2e-6)
 
 
 def test_blocks_multiply_in_the_type_of_the_queries():
-  inputs = _ragged('bfloat16')
+  inputs = _inputs(**_RAGGED)
   expected = attention._attend(*inputs, soft_cap=None)
   found = attention._attend_in_blocks(*inputs, soft_cap=None)
   assert found.dtype == jnp.bfloat16
@@ -210,7 +197,8 @@ def test_blocks_multiply_in_the_type_of_the_queries():
 def test_slots_that_no_query_sees_are_not_visited(monkeypatch):
   """NaN behind the committed tokens of the longest row, but for the last block with any of them."""
   monkeypatch.setattr(attention, '_BLOCK_SLOTS', 7)
-  query, keys, values, mask, (old_keys, old_values, slots) = _ragged('float32', num_committed=(0, 5, 9))
+  inputs = _inputs(**_RAGGED, dtype='float32', lengths=(0, 5, 9))
+  query, keys, values, mask, (old_keys, old_values, slots) = inputs
   bad = jnp.arange(21) >= 14
   old_keys = jnp.where(bad, jnp.nan, old_keys)
   old_values = jnp.where(bad[:, None], jnp.nan, old_values)

@@ -66,22 +66,19 @@ def test_an_int8_product_is_that_of_the_kernel_in_the_other_order(num_rows, dtyp
   np.testing.assert_allclose(found, matmul(rows, params['kernel']), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(('has_units', 'dtype'), [(True, 'bf16'), (False, 'f32')])
-def test_integers_become_bfloat16_only_where_there_are_units_for_it(has_units, dtype, monkeypatch):
+@pytest.mark.parametrize('has_units', [True, False])
+def test_units_for_bfloat16_decide_how_products_are_made(has_units, monkeypatch):
+  """Integers become bfloat16, and a bfloat16 kernel is the first factor, only where there are units for it."""
   monkeypatch.setattr(products, 'multiplies_bfloat16', lambda: has_units)
-  kernel = quantized({'kernel': jnp.ones((48, 40))})['kernel']
+  rows = jnp.ones((3, 48), jnp.bfloat16)
+  integers = quantized({'kernel': jnp.ones((48, 40))})['kernel']
+  transposed = TransposedKernel(jnp.ones((40, 48), jnp.bfloat16))
   with tracing_for('cpu'):
-    program = str(jax.make_jaxpr(lambda rows: matmul(rows, kernel))(jnp.ones((3, 48), jnp.bfloat16)))
-  assert re.findall(r'(\w+)\[48,20\] = convert_element_type', program) == [dtype]
-
-
-@pytest.mark.parametrize(('has_units', 'is_first'), [(True, True), (False, False)])
-def test_a_bfloat16_kernel_is_the_first_factor_only_where_there_are_units_for_it(has_units, is_first, monkeypatch):
-  monkeypatch.setattr(products, 'multiplies_bfloat16', lambda: has_units)
-  operands = jnp.ones((3, 48), jnp.bfloat16), TransposedKernel(jnp.ones((40, 48), jnp.bfloat16))
-  with tracing_for('cpu'):
-    program = str(jax.make_jaxpr(lambda *operands: matmul(*operands))(*operands))
-  assert re.findall(r'(f32\[\d+,\d+\]) = dot_general', program) == ['f32[40,3]' if is_first else 'f32[3,40]']
+    of_integers, of_bfloat16 = (
+      str(jax.make_jaxpr(lambda *operands: matmul(*operands))(rows, kernel)) for kernel in (integers, transposed)
+    )
+  assert re.findall(r'(\w+)\[48,20\] = convert_element_type', of_integers) == ['bf16' if has_units else 'f32']
+  assert re.findall(r'(f32\[\d+,\d+\]) = dot_general', of_bfloat16) == ['f32[40,3]' if has_units else 'f32[3,40]']
 
 
 def test_products_of_one_input_are_joined_where_they_have_the_same_parameters():

@@ -7,24 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from spectr_jax.io.foreign import FLAG
-from spectr_jax.io.heads.layout import (
-  LAYER_IDS,
-  Layout,
-  TargetSizes,
-  block_config,
-  block_modules,
-  embedding_sizes,
-  layer_modules,
-  num_layers_of,
-  num_rows,
-  shape_of,
-)
+from spectr_jax.io.heads import layout
 from spectr_jax.io.hub.config_fields import checked
 from spectr_jax.io.hub.tensors import Tensors
 from spectr_jax.models.head import HeadConfig
 
 EAGLE3_FIELDS = {
-  'eagle_aux_hidden_state_layer_ids': LAYER_IDS,
+  'eagle_aux_hidden_state_layer_ids': layout.LAYER_IDS,
   'use_aux_hidden_state': FLAG,
   'fc_norm': FLAG,
   'norm_before_fc': FLAG,
@@ -33,13 +22,13 @@ EAGLE3_FIELDS = {
 }
 
 
-def _feature_layers(spec: Mapping[str, Any], tensors: Tensors, sizes: TargetSizes) -> tuple[int, ...]:
+def _feature_layers(spec: Mapping[str, Any], tensors: Tensors, sizes: layout.TargetSizes) -> tuple[int, ...]:
   """The target's layers that a head of EAGLE-3's kind reads, numbered as in `Model.features_fn`.
 
   Configurations number them in two ways: in an `eagle_config` they name blocks whose outputs are read, at the top those
   whose inputs are.
   """
-  num_inputs = shape_of(tensors, 'fc.weight')[1]
+  num_inputs = layout.shape_of(tensors, 'fc.weight')[1]
   if num_inputs % sizes.width:
     raise ValueError(f'the head reads {num_inputs} numbers of the target, whose hidden states have {sizes.width}')
   nested = spec['eagle_config'].get('eagle_aux_hidden_state_layer_ids')
@@ -57,8 +46,8 @@ def _feature_layers(spec: Mapping[str, Any], tensors: Tensors, sizes: TargetSize
 
 def eagle3_modules(config: HeadConfig, block: str) -> dict[str, str]:
   """The hub's name of every module of a head of EAGLE-3's kind, by ours."""
-  layers = layer_modules(range(1, config.block.num_layers))
-  return layers | block_modules(
+  layers = layout.layer_modules(range(1, config.block.num_layers))
+  return layers | layout.block_modules(
     block,
     mask_features='mask_hidden',
     features='fc',
@@ -72,8 +61,8 @@ def eagle3_modules(config: HeadConfig, block: str) -> dict[str, str]:
 
 
 def read_eagle3(
-  spec: Mapping[str, Any], tensors: Tensors, sizes: TargetSizes, dtype: str | None, *, mask_id: int | None = None
-) -> Layout:
+  spec: Mapping[str, Any], tensors: Tensors, sizes: layout.TargetSizes, dtype: str | None, *, mask_id: int | None = None
+) -> layout.Layout:
   """A head of EAGLE-3's kind; with what the speculators format adds, which some files without that format have too.
 
   Raises:
@@ -88,13 +77,13 @@ def read_eagle3(
     raise ValueError(
       "use_aux_hidden_state False is not supported: such a head reads the target's last hidden state, without a product"
     )
-  num_embedded, embedding_dim = embedding_sizes(tensors, 'embed_tokens.weight', sizes)
-  vocab_size = num_rows(tensors, 'lm_head.weight') or num_rows(tensors, 'd2t', 1) or sizes.vocab_size
+  num_embedded, embedding_dim = layout.embedding_sizes(tensors, 'embed_tokens.weight', sizes)
+  vocab_size = layout.num_rows(tensors, 'lm_head.weight') or layout.num_rows(tensors, 'd2t', 1) or sizes.vocab_size
   if 'fc.weight' not in names:
     raise ValueError('the checkpoint lacks fc.weight')
-  num_layers = 1 if mask_id is None else num_layers_of(spec, tensors)
+  num_layers = 1 if mask_id is None else layout.num_layers_of(spec, tensors)
   config = HeadConfig(
-    block_config(spec, tensors, block, vocab_size, dtype, num_layers=num_layers),
+    layout.block_config(spec, tensors, block, vocab_size, dtype, num_layers=num_layers),
     sizes.width,
     embedding_dim,
     _feature_layers(spec, tensors, sizes),
@@ -106,19 +95,19 @@ def read_eagle3(
     is_reduced='d2t' in names,
     mask_id=mask_id,
   )
-  return Layout(config, eagle3_modules(config, block))
+  return layout.Layout(config, eagle3_modules(config, block))
 
 
-def read_peagle(spec, tensors: Tensors, sizes: TargetSizes, dtype) -> Layout:
+def read_peagle(spec, tensors: Tensors, sizes: layout.TargetSizes, dtype) -> layout.Layout:
   return read_eagle3(spec, tensors, sizes, dtype, mask_id=spec['mask_token_id'])
 
 
-def read_eagle(spec, tensors: Tensors, sizes: TargetSizes, dtype) -> Layout:
-  num_embedded, embedding_dim = embedding_sizes(tensors, 'embed_tokens.weight', sizes)
+def read_eagle(spec, tensors: Tensors, sizes: layout.TargetSizes, dtype) -> layout.Layout:
+  num_embedded, embedding_dim = layout.embedding_sizes(tensors, 'embed_tokens.weight', sizes)
   has_unembedding = 'lm_head.weight' in tensors.names()
-  vocab_size = num_rows(tensors, 'lm_head.weight') or sizes.vocab_size
+  vocab_size = layout.num_rows(tensors, 'lm_head.weight') or sizes.vocab_size
   config = HeadConfig(
-    block_config(spec, tensors, 'layers.0.', vocab_size, dtype),
+    layout.block_config(spec, tensors, 'layers.0.', vocab_size, dtype),
     sizes.width,
     embedding_dim,
     (-1,),
@@ -131,30 +120,32 @@ def read_eagle(spec, tensors: Tensors, sizes: TargetSizes, dtype) -> Layout:
     has_unembedding=has_unembedding,
     is_reduced=False,
   )
-  return Layout(config, block_modules('layers.0.', join='fc', embedding='embed_tokens', unembedding='lm_head'))
+  return layout.Layout(
+    config, layout.block_modules('layers.0.', join='fc', embedding='embed_tokens', unembedding='lm_head')
+  )
 
 
 def _mtp(
   spec,
   tensors: Tensors,
-  sizes: TargetSizes,
+  sizes: layout.TargetSizes,
   dtype,
   prefix: str,
   block: str,
   others: dict[str, str],
   **differences: Any,
-) -> Layout:
+) -> layout.Layout:
   """A layer for multi-token prediction, which stands among the tensors of its target."""
   names = {name.removeprefix(block) for name in tensors.names() if name.startswith(block)}
   unknown = 'this MTP head has {}, which is not computed here; known are dense blocks of Llama and Qwen'
   for marker, kind in (('mlp.experts.', 'a mixture of experts'), ('self_attn.kv_', 'latent attention')):
     if any(name.startswith(marker) for name in names):
       raise ValueError(unknown.format(kind))
-  modules = block_modules(block, attention_norm=f'{block}input_layernorm', **others)
-  vocab_size = num_rows(tensors, f'{modules["unembedding"]}.weight') or sizes.vocab_size
-  num_embedded, embedding_dim = embedding_sizes(tensors, f'{modules["embedding"]}.weight', sizes)
-  config = block_config(spec, tensors, block, vocab_size, dtype, **differences)
-  if num_rows(tensors, f'{block}self_attn.q_proj.weight') == 2 * config.num_heads * config.head_dim:
+  modules = layout.block_modules(block, attention_norm=f'{block}input_layernorm', **others)
+  vocab_size = layout.num_rows(tensors, f'{modules["unembedding"]}.weight') or sizes.vocab_size
+  num_embedded, embedding_dim = layout.embedding_sizes(tensors, f'{modules["embedding"]}.weight', sizes)
+  config = layout.block_config(spec, tensors, block, vocab_size, dtype, **differences)
+  if layout.num_rows(tensors, f'{block}self_attn.q_proj.weight') == 2 * config.num_heads * config.head_dim:
     raise ValueError(unknown.format('gated attention'))
   config = HeadConfig(
     config,
@@ -169,10 +160,10 @@ def _mtp(
     has_unembedding=f'{modules["unembedding"]}.weight' in tensors.names(),
     is_reduced=False,
   )
-  return Layout(config, modules, prefix)
+  return layout.Layout(config, modules, prefix)
 
 
-def read_qwen_mtp(spec, tensors: Tensors, sizes: TargetSizes, dtype) -> Layout:
+def read_qwen_mtp(spec, tensors: Tensors, sizes: layout.TargetSizes, dtype) -> layout.Layout:
   others = {
     'join': 'fc', 'embedding_norm': 'pre_fc_norm_embedding', 'hidden_norm': 'pre_fc_norm_hidden', 'output_norm': 'norm',
     'embedding': 'embed_tokens', 'unembedding': 'lm_head',
@@ -191,7 +182,7 @@ def deepseek_prefix(names: set[str]) -> str | None:
   return found[0] if found else None
 
 
-def read_deepseek_mtp(spec, tensors: Tensors, sizes: TargetSizes, dtype) -> Layout:
+def read_deepseek_mtp(spec, tensors: Tensors, sizes: layout.TargetSizes, dtype) -> layout.Layout:
   prefix = deepseek_prefix(tensors.names())
   assert prefix is not None  # as the format is recognised by it
   others = {

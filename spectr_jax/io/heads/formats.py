@@ -9,23 +9,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from spectr_jax.io.foreign import FLAG, TEXT, list_of, object_of, whole
-from spectr_jax.io.heads.eagle_formats import (
-  EAGLE3_FIELDS,
-  deepseek_prefix,
-  read_deepseek_mtp,
-  read_eagle,
-  read_eagle3,
-  read_peagle,
-  read_qwen_mtp,
-)
+from spectr_jax.io.heads import eagle_formats, one_pass_formats
 from spectr_jax.io.heads.layout import Layout, TargetSizes
-from spectr_jax.io.heads.one_pass_formats import (
-  ONE_PASS_FIELDS,
-  read_dflash,
-  read_dflash2,
-  read_dspark,
-  read_one_pass_speculators,
-)
 from spectr_jax.io.hub.config_fields import BLOCK_FIELDS, checked, plain_name
 from spectr_jax.io.hub.tensors import Tensors
 
@@ -33,8 +18,8 @@ MEDUSA = 'Medusa'
 # Of the `config.json` of a head. The number of blocks may be that of the target.
 _FIELDS = (
   BLOCK_FIELDS
-  | EAGLE3_FIELDS
-  | ONE_PASS_FIELDS
+  | eagle_formats.EAGLE3_FIELDS
+  | one_pass_formats.ONE_PASS_FIELDS
   | {
     'num_hidden_layers': whole(0, 10_000),
     'architectures': list_of(TEXT, 100),
@@ -49,11 +34,11 @@ _FIELDS = (
 
 # Readers of the speculators format, by type.
 _SPECULATORS: dict[str, Callable[..., Layout]] = {
-  'eagle3': read_eagle3,
-  'dflash': read_one_pass_speculators,
-  'dflash2': read_one_pass_speculators,
-  'dspark': read_one_pass_speculators,
-  'peagle': read_peagle,
+  'eagle3': eagle_formats.read_eagle3,
+  'dflash': one_pass_formats.read_one_pass_speculators,
+  'dflash2': one_pass_formats.read_one_pass_speculators,
+  'dspark': one_pass_formats.read_one_pass_speculators,
+  'peagle': eagle_formats.read_peagle,
 }
 
 
@@ -67,14 +52,14 @@ def _speculators(spec, tensors: Tensors, sizes: TargetSizes, dtype) -> Layout:
 
 # `(spec, tensors, sizes, dtype) -> Layout` by format, of a configuration as `checked_spec` gives it.
 READERS: dict[str, Callable[..., Layout]] = {
-  'EAGLE': read_eagle,
-  'EAGLE-3': read_eagle3,
+  'EAGLE': eagle_formats.read_eagle,
+  'EAGLE-3': eagle_formats.read_eagle3,
   'speculators': _speculators,
-  'DFlash': read_dflash,
-  'DFlash 2': read_dflash2,
-  'DSpark': read_dspark,
-  'MTP': read_qwen_mtp,
-  'MTP, DeepSeek': read_deepseek_mtp,
+  'DFlash': one_pass_formats.read_dflash,
+  'DFlash 2': one_pass_formats.read_dflash2,
+  'DSpark': one_pass_formats.read_dspark,
+  'MTP': eagle_formats.read_qwen_mtp,
+  'MTP, DeepSeek': eagle_formats.read_deepseek_mtp,
 }
 # Formats by names of tensors that only their heads have, all of a set; the first that is there counts. DFlash takes the
 # target's embedding and output head, and DSpark has copies.
@@ -99,7 +84,7 @@ def find_format(spec: Mapping[str, Any], names: set[str]) -> tuple[str, str] | N
   for name, marks in _MARKS:
     if marks <= names:
       return name, 'mtp.' if name == 'MTP' else ''
-  prefix = deepseek_prefix(names)
+  prefix = eagle_formats.deepseek_prefix(names)
   return None if prefix is None else ('MTP, DeepSeek', prefix)
 
 

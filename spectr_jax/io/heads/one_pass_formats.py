@@ -6,18 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from spectr_jax.io.foreign import FLAG, TEXT, shown, whole
-from spectr_jax.io.heads.layout import (
-  LAYER_IDS,
-  Layout,
-  TargetSizes,
-  block_config,
-  embedding_sizes,
-  layer_modules,
-  num_layers_of,
-  num_rows,
-  shape_of,
-  table_sizes,
-)
+from spectr_jax.io.heads import layout
 from spectr_jax.io.hub.config_fields import TOKEN, VOCAB, WIDTH, checked, plain_name
 from spectr_jax.io.hub.tensors import Tensors
 from spectr_jax.models.one_pass_config import Convolution, Markov, OnePassConfig, Selector
@@ -25,8 +14,8 @@ from spectr_jax.models.one_pass_config import Convolution, Markov, OnePassConfig
 ONE_PASS_FIELDS = {
   'block_size': whole(1, 1024),
   'mask_token_id': TOKEN,
-  'target_layer_ids': LAYER_IDS,
-  'aux_hidden_state_layer_ids': LAYER_IDS,
+  'target_layer_ids': layout.LAYER_IDS,
+  'aux_hidden_state_layer_ids': layout.LAYER_IDS,
   'sample_from_anchor': FLAG,
   'sliding_window_non_causal': FLAG,
   'is_causal': FLAG,
@@ -39,7 +28,7 @@ ONE_PASS_FIELDS = {
 
 def one_pass_modules(num_layers: int) -> dict[str, str]:
   """The hub's name of every module of a network that guesses in one pass, by ours."""
-  return layer_modules(range(num_layers)) | {
+  return layout.layer_modules(range(num_layers)) | {
     'features': 'fc', 'features_norm': 'hidden_norm', 'final_norm': 'norm',
     'embedding': 'embed_tokens', 'unembedding': 'lm_head',
     'markov/embedding': 'markov_head.markov_w1', 'markov/unembedding': 'markov_head.markov_w2',
@@ -50,9 +39,9 @@ def one_pass_modules(num_layers: int) -> dict[str, str]:
   }  # fmt: skip
 
 
-def _markov(spec: Mapping[str, Any], tensors: Tensors, sizes: TargetSizes) -> Markov | None:
+def _markov(spec: Mapping[str, Any], tensors: Tensors, sizes: layout.TargetSizes) -> Markov | None:
   """The sequential part of DSpark, None for a network that has none."""
-  table, names = table_sizes(tensors, 'markov_head.markov_w1.weight', sizes), tensors.names()
+  table, names = layout.table_sizes(tensors, 'markov_head.markov_w1.weight', sizes), tensors.names()
   if table is None:
     return None
   num_tokens, rank = table
@@ -66,9 +55,9 @@ def _markov(spec: Mapping[str, Any], tensors: Tensors, sizes: TargetSizes) -> Ma
   return Markov(rank, num_tokens, kind)
 
 
-def _selector(spec: Mapping[str, Any], tensors: Tensors, sizes: TargetSizes) -> Selector | None:
+def _selector(spec: Mapping[str, Any], tensors: Tensors, sizes: layout.TargetSizes) -> Selector | None:
   """The sequential part of DFlash 2, None for a network that has none."""
-  table = table_sizes(tensors, 'candidate_selector.predecessor_codebook', sizes)
+  table = layout.table_sizes(tensors, 'candidate_selector.predecessor_codebook', sizes)
   if table is None:
     return None
   num_tokens, rank = table
@@ -76,17 +65,19 @@ def _selector(spec: Mapping[str, Any], tensors: Tensors, sizes: TargetSizes) -> 
 
 
 def _read_one_pass(
-  spec: Mapping[str, Any], tensors: Tensors, sizes: TargetSizes, dtype: str | None, **differences: Any
-) -> Layout:
+  spec: Mapping[str, Any], tensors: Tensors, sizes: layout.TargetSizes, dtype: str | None, **differences: Any
+) -> layout.Layout:
   """A network that guesses in one pass."""
   if spec.get('is_causal'):
     raise ValueError('is_causal True is not supported: slots of a layer without a window attend to all others')
-  names, num_layers = tensors.names(), num_layers_of(spec, tensors)
+  names, num_layers = tensors.names(), layout.num_layers_of(spec, tensors)
   if spec.get('model_type', 'qwen3') == 'qwen3':
     spec = {'num_key_value_heads': 32, 'head_dim': 128, **spec}  # what Qwen3 has where a file says nothing
-  num_embedded, width = embedding_sizes(tensors, 'embed_tokens.weight', sizes)
-  vocab_size = num_rows(tensors, 'lm_head.weight') or num_rows(tensors, 'd2t', 1) or sizes.vocab_size
-  backbone = block_config(spec, tensors, 'layers.0.', vocab_size, dtype, num_layers=num_layers, known=('is_causal',))
+  num_embedded, width = layout.embedding_sizes(tensors, 'embed_tokens.weight', sizes)
+  vocab_size = layout.num_rows(tensors, 'lm_head.weight') or layout.num_rows(tensors, 'd2t', 1) or sizes.vocab_size
+  backbone = layout.block_config(
+    spec, tensors, 'layers.0.', vocab_size, dtype, num_layers=num_layers, known=('is_causal',)
+  )
   if width != backbone.embed_dim:
     raise ValueError(f'this head is {backbone.embed_dim} wide, and reads embeddings of width {width}')
   for layer in differences['feature_layers']:
@@ -97,7 +88,7 @@ def _read_one_pass(
       )
   markov, confidence = _markov(spec, tensors, sizes), None
   if 'confidence_head.proj.weight' in names:
-    read = shape_of(tensors, 'confidence_head.proj.weight')[1]
+    read = layout.shape_of(tensors, 'confidence_head.proj.weight')[1]
     confidence = 'hidden' if read == width else 'markov'
     if confidence == 'markov' and markov is None:
       raise ValueError(f'confidence_head.proj.weight reads {read} numbers, and there are {width}')
@@ -118,7 +109,7 @@ def _read_one_pass(
     is_reduced='d2t' in names,
     **differences,
   )
-  return Layout(config, one_pass_modules(num_layers))
+  return layout.Layout(config, one_pass_modules(num_layers))
 
 
 def _check_architecture(spec: Mapping[str, Any], known: str) -> None:
@@ -137,7 +128,9 @@ def _layers_after(spec: Mapping[str, Any]) -> tuple[int, ...]:
 _DFLASH_REQUESTS = {'input_embedding_scale': 1, 'output_multiplier': 1, 'final_logit_softcapping': None}
 
 
-def read_dflash(spec, tensors: Tensors, sizes: TargetSizes, dtype, architecture: str = 'DFlashDraftModel') -> Layout:
+def read_dflash(
+  spec, tensors: Tensors, sizes: layout.TargetSizes, dtype, architecture: str = 'DFlashDraftModel'
+) -> layout.Layout:
   _check_architecture(spec, architecture)
   nested = checked(spec.get('dflash_config', {}), ONE_PASS_FIELDS, 'dflash_config')
   for name, harmless in _DFLASH_REQUESTS.items():
@@ -149,18 +142,18 @@ def read_dflash(spec, tensors: Tensors, sizes: TargetSizes, dtype, architecture:
   )
 
 
-def read_dflash2(spec, tensors: Tensors, sizes: TargetSizes, dtype) -> Layout:
+def read_dflash2(spec, tensors: Tensors, sizes: layout.TargetSizes, dtype) -> layout.Layout:
   return read_dflash(spec, tensors, sizes, dtype, 'DFlash2DraftModel')
 
 
-def read_dspark(spec, tensors: Tensors, sizes: TargetSizes, dtype) -> Layout:
+def read_dspark(spec, tensors: Tensors, sizes: layout.TargetSizes, dtype) -> layout.Layout:
   _check_architecture(spec, 'Qwen3DSparkModel')
   if 'sliding_attention' in spec.get('layer_types', []):
     raise ValueError('layer_types: sliding_attention is not supported in this format')
   return _read_one_pass(spec, tensors, sizes, dtype, feature_layers=_layers_after(spec), guesses_at_root=True)
 
 
-def read_one_pass_speculators(spec, tensors: Tensors, sizes: TargetSizes, dtype) -> Layout:
+def read_one_pass_speculators(spec, tensors: Tensors, sizes: layout.TargetSizes, dtype) -> layout.Layout:
   return _read_one_pass(
     spec,
     tensors,

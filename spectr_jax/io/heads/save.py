@@ -37,11 +37,9 @@ class _Shapes:
     self._shapes = shapes
 
   def names(self) -> set[str]:
-    """The names of all tensors."""
     return set(self._shapes)
 
   def shape(self, name: str) -> tuple[int, ...]:
-    """The shape of a tensor."""
     return self._shapes[name]
 
 
@@ -72,11 +70,16 @@ def _block_spec(block: CausalLMConfig) -> dict[str, Any]:
   }
 
 
-def _read_again(name: str, spec: dict[str, Any], layout: Layout, sizes: TargetSizes) -> HeadConfig | OnePassConfig:
-  """The configuration of a head as it will be read from its `config.json` and tensors of these shapes."""
-  stored = names_and_shapes(layout).items()
+def _check_spec(name: str, spec: dict[str, Any], head: Layout, sizes: TargetSizes) -> None:
+  """Refuses a `config.json` that reads otherwise than the head is, but for the platform's type of caches."""
+  stored = names_and_shapes(head).items()
   shapes = {name: leaf.shape[::-1] if is_transposed(path) else leaf.shape for path, (name, leaf) in stored}
-  return READERS[name](checked_spec(spec, f'the format of {name}'), _Shapes(shapes), sizes, None).config
+  read = READERS[name](checked_spec(spec, f'the format of {name}'), _Shapes(shapes), sizes, None)
+  for one, other in ((head.config, read.config), (head.blocks, read.blocks)):
+    for field in dataclasses.fields(one):
+      value = getattr(one, field.name)
+      if field.name not in ('block', 'backbone', 'cache_dtype') and value != getattr(other, field.name):
+        raise ValueError(f'the format of {name} cannot say that {field.name} is {value!r}')
 
 
 def eagle3_spec(config: HeadConfig, vocab_size: int) -> dict[str, Any]:
@@ -104,9 +107,7 @@ def eagle3_spec(config: HeadConfig, vocab_size: int) -> dict[str, Any]:
     'dtype': block.dtype,
   }
   sizes = TargetSizes(vocab_size, config.target_dim, config.embedding_dim, 0)
-  read = _read_again('EAGLE-3', spec, _eagle3_layout(config), sizes)
-  assert isinstance(read, HeadConfig)  # as that reader makes it
-  _check_same('EAGLE-3', (config, read), (config.block, read.block))
+  _check_spec('EAGLE-3', spec, _eagle3_layout(config), sizes)
   return spec
 
 
@@ -153,9 +154,7 @@ def one_pass_spec(config: OnePassConfig, vocab_size: int) -> dict[str, Any]:
       'confidence_head_with_markov': config.confidence != 'hidden',
     }
   sizes = TargetSizes(vocab_size, config.target_dim, backbone.embed_dim, 1 + max(config.feature_layers))
-  read = _read_again('speculators', spec, _one_pass_layout(config), sizes)
-  assert isinstance(read, OnePassConfig)  # as that reader makes it
-  _check_same('speculators', (config, read), (backbone, read.backbone))
+  _check_spec('speculators', spec, _one_pass_layout(config), sizes)
   return spec
 
 
@@ -165,15 +164,6 @@ def _eagle3_layout(config: HeadConfig) -> Layout:
 
 def _one_pass_layout(config: OnePassConfig) -> Layout:
   return Layout(config, one_pass_modules(config.backbone.num_layers))
-
-
-def _check_same(name: str, *pairs: tuple[Any, Any]) -> None:
-  """Refuses configurations that read otherwise than they were. Caches may be of any type: the platform chooses it."""
-  for one, other in pairs:
-    for field in dataclasses.fields(one):
-      value = getattr(one, field.name)
-      if field.name not in ('block', 'backbone', 'cache_dtype') and value != getattr(other, field.name):
-        raise ValueError(f'the format of {name} cannot say that {field.name} is {value!r}')
 
 
 # A head's `config.json` and its tensors by name, parameters in the type that is stored.

@@ -8,17 +8,7 @@ from typing import Any
 import numpy as np
 
 from spectr_jax.io.foreign import FLAG, TEXT, Kind, check_object, either, list_of, real, shown, whole
-from spectr_jax.io.hub.config_fields import (
-  BASE,
-  EPSILON,
-  FACTOR,
-  HEAD_DIM,
-  HEADS,
-  LAYERS,
-  LENGTH,
-  SOFT_CAP,
-  WIDTH,
-)
+from spectr_jax.io.hub import config_fields
 from spectr_jax.io.hub.families import FAMILIES
 from spectr_jax.io.hub.gguf_header import GgufHeader
 from spectr_jax.io.hub.gguf_tokenizer import ID_KEYS, check_metadata
@@ -48,34 +38,34 @@ _MOST = 2**64 - 1
 _POSITIVE = Kind('a positive number', either(whole(1, _MOST), list_of(whole(1, _MOST), 10_000)).is_valid)
 # Kinds of the values that are read, by their names after the architecture's. Sizes may be listed for every layer.
 _SIZES = {
-  'block_count': LAYERS,
-  'context_length': LENGTH,
-  'embedding_length': WIDTH,
-  'feed_forward_length': WIDTH,
-  'attention.head_count': HEADS,
-  'attention.head_count_kv': HEADS,
-  'attention.key_length': HEAD_DIM,
-  'attention.value_length': HEAD_DIM,
-  'rope.dimension_count': HEAD_DIM,
+  'block_count': config_fields.LAYERS,
+  'context_length': config_fields.LENGTH,
+  'embedding_length': config_fields.WIDTH,
+  'feed_forward_length': config_fields.WIDTH,
+  'attention.head_count': config_fields.HEADS,
+  'attention.head_count_kv': config_fields.HEADS,
+  'attention.key_length': config_fields.HEAD_DIM,
+  'attention.value_length': config_fields.HEAD_DIM,
+  'rope.dimension_count': config_fields.HEAD_DIM,
 }
 _OTHERS = {
-  'attention.layer_norm_epsilon': EPSILON,
-  'attention.layer_norm_rms_epsilon': EPSILON,
-  'attention.sliding_window': LENGTH,
-  'attention.sliding_window_pattern': either(LAYERS, list_of(FLAG, 10_000)),
-  'attn_logit_softcapping': SOFT_CAP,
-  'final_logit_softcapping': SOFT_CAP,
+  'attention.layer_norm_epsilon': config_fields.EPSILON,
+  'attention.layer_norm_rms_epsilon': config_fields.EPSILON,
+  'attention.sliding_window': config_fields.LENGTH,
+  'attention.sliding_window_pattern': either(config_fields.LAYERS, list_of(FLAG, 10_000)),
+  'attn_logit_softcapping': config_fields.SOFT_CAP,
+  'final_logit_softcapping': config_fields.SOFT_CAP,
   'expert_count': whole(),
   'use_parallel_residual': FLAG,
-  'rope.freq_base': BASE,
-  'rope.freq_base_swa': BASE,
+  'rope.freq_base': config_fields.BASE,
+  'rope.freq_base_swa': config_fields.BASE,
   'rope.scaling.type': TEXT,
   'rope.scaling.factor': real(0, 1e6),
   'rope.scale_linear': real(0, 1e6),
-  'rope.scaling.original_context_length': LENGTH,
+  'rope.scaling.original_context_length': config_fields.LENGTH,
   'rope.scaling.yarn_attn_factor': real(above=0, most=1e3),
-  'rope.scaling.yarn_beta_fast': FACTOR,
-  'rope.scaling.yarn_beta_slow': FACTOR,
+  'rope.scaling.yarn_beta_fast': config_fields.FACTOR,
+  'rope.scaling.yarn_beta_slow': config_fields.FACTOR,
 }
 # Values that change what is computed, and those among them that change nothing.
 _OFF = {
@@ -321,7 +311,7 @@ def _divisors(header: GgufHeader, rotary_dim: int) -> np.ndarray:
   if stored.type_id != 0 or stored.shape != (rotary_dim // 2,) or end > len(header.data):
     raise ValueError(f'{header.path}: {ROPE_FREQS} must be {rotary_dim // 2} float32 numbers')
   divisors = header.data[stored.offset : end].view('<f4')
-  wrong = [value for value in divisors.tolist() if not FACTOR.is_valid(value)]
+  wrong = [value for value in divisors.tolist() if not config_fields.FACTOR.is_valid(value)]
   if wrong:
-    raise ValueError(f'{header.path}: {ROPE_FREQS} must hold {FACTOR.words}, got {wrong[0]}')
+    raise ValueError(f'{header.path}: {ROPE_FREQS} must hold {config_fields.FACTOR.words}, got {wrong[0]}')
   return divisors

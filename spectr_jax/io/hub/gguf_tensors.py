@@ -16,31 +16,10 @@ from spectr_jax.io import foreign
 from spectr_jax.io.hub.families import FAMILIES
 from spectr_jax.io.hub.gguf_config import ROPE_FREQS
 from spectr_jax.io.hub.gguf_header import GgufHeader, StoredTensor
+from spectr_jax.io.hub.tensors import Tensors
 
 _FREQUENCIES = re.compile(r'blk\.(\d+)\.attn_rot_embd(?:\.weight)?', re.ASCII)
 _MOST_AT_ONCE = 2**22  # numbers dequantized together
-
-
-@dataclasses.dataclass(frozen=True)
-class _RowOrder:
-  """An order of rows that are stored as an array of some axes, two of which are exchanged.
-
-  Attributes:
-    shape: The sizes of the axes as they are stored.
-    swapped: The two axes.
-  """
-
-  shape: tuple[int, ...]
-  swapped: tuple[int, int]
-
-  def stored(self, rows: slice) -> np.ndarray:
-    """int64 `[rows]`, the stored row for each row of a range."""
-    axes = list(range(len(self.shape)))
-    first, second = self.swapped
-    axes[first], axes[second] = second, first
-    wanted = np.arange(*rows.indices(math.prod(self.shape)))
-    places = np.unravel_index(wanted, [self.shape[axis] for axis in axes])
-    return np.ravel_multi_index([places[axis] for axis in axes], self.shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +30,7 @@ class _Source:
     stored: `[rows, blocks, bytes of a block]` or `[rows]` or `[rows, columns]`, the data as it is in the file.
     shape: Its shape once dequantized.
     quantization: The type of its blocks, or None.
-    row_order: Which stored row each row is, or None for the stored order.
+    row_axes: Axes of the stored rows, two of which the hub has exchanged, and these two; None for the stored order.
     is_transposed: Whether the hub has columns first.
     offset: A number to add.
   """
@@ -59,12 +38,12 @@ class _Source:
   stored: np.ndarray
   shape: tuple[int, ...]
   quantization: Any
-  row_order: _RowOrder | None
+  row_axes: tuple[tuple[int, ...], tuple[int, int]] | None
   is_transposed: bool
   offset: float
 
 
-class GgufTensors:
+class GgufTensors(Tensors):
   """The tensors of a GGUF file, by the hub's names and in its layout. Reading a part reads no more of the file."""
 
   def __init__(self, header: GgufHeader, config: dict[str, Any], architecture: str):
@@ -88,11 +67,9 @@ class GgufTensors:
         raise ValueError(f'{header.path}: tensor {foreign.name_shown(name)}: {error}') from error
 
   def names(self) -> set[str]:
-    """The names of all tensors."""
     return set(self._sources)
 
   def shape(self, name: str) -> tuple[int, ...]:
-    """The shape of a tensor."""
     source = self._source(name)
     return source.shape[::-1] if source.is_transposed else source.shape
 
@@ -102,11 +79,6 @@ class GgufTensors:
     return np.dtype(np.float32) if source.quantization is not None or source.offset else source.stored.dtype
 
   def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-    """Reads a part of a tensor.
-
-    Returns:
-      The part, of `dtype(name)`.
-    """
     source = self._source(name)
     if len(index) != len(source.shape) or any(part.step not in (None, 1) for part in index):
       raise ValueError(f'{name} has {len(source.shape)} axes: expected a slice of step 1 for each, got {index}')
@@ -170,30 +142,26 @@ def _hub_name(name: str, family_name: str, architecture: str) -> str:
 def _source(name: str, tensor: StoredTensor, header: GgufHeader, config: dict[str, Any], architecture: str) -> _Source:
   stored, quantization = _stored(tensor, header)
   part = name.split('.')[-2]
-  row_order = None
+  row_axes = None
   if architecture == 'llama' and part in ('attn_q', 'attn_k'):
     num_heads = config['num_attention_heads' if part == 'attn_q' else 'num_key_value_heads']
     # llama.cpp rotates neighbors, the hub the two halves of a head: the first axis of a pair moves to the front.
-    row_order = _row_order(tensor.shape[0], (num_heads, config['head_dim'] // 2, 2), (1, 2))
+    row_axes = (num_heads, config['head_dim'] // 2, 2), (1, 2)
   elif architecture == 'gptneox' and part == 'attn_qkv':
     # By query, key and value first; the hub has them by head first.
     num_heads = config['num_attention_heads']
-    row_order = _row_order(tensor.shape[0], (3, num_heads, config['hidden_size'] // num_heads), (0, 1))
+    row_axes = (3, num_heads, config['hidden_size'] // num_heads), (0, 1)
+  if row_axes is not None and tensor.shape[0] != math.prod(row_axes[0]):
+    raise ValueError(f'{tensor.shape[0]} rows, expected {" x ".join(map(str, row_axes[0]))}')
   return _Source(
     stored,
     tensor.shape,
     quantization,
-    row_order,
+    row_axes,
     is_transposed=architecture == 'gpt2' and name.startswith('blk.') and len(tensor.shape) == 2,
     # llama.cpp stores the gain of Gemma's norms, the hub what is added to 1.
     offset=-1.0 if architecture.startswith('gemma') and part.endswith('norm') else 0.0,
   )
-
-
-def _row_order(num_rows: int, shape: tuple[int, ...], swapped: tuple[int, int]) -> _RowOrder:
-  if num_rows != math.prod(shape):
-    raise ValueError(f'{num_rows} rows, expected {" x ".join(map(str, shape))}')
-  return _RowOrder(shape, swapped)
 
 
 def _stored(tensor: StoredTensor, header: GgufHeader) -> tuple[np.ndarray, Any]:
@@ -249,7 +217,10 @@ def _is_dequantizable(kind: Any) -> bool:
 
 def _read(source: _Source, index: tuple[slice, ...]) -> np.ndarray:
   """Reads a part, in the file's orientation."""
-  rows = index[0] if source.row_order is None else source.row_order.stored(index[0])
+  rows: slice | np.ndarray = index[0]
+  if source.row_axes is not None:
+    sizes, exchanged = source.row_axes
+    rows = np.arange(math.prod(sizes)).reshape(sizes).swapaxes(*exchanged).ravel()[rows]
   if source.quantization is None:
     values = source.stored[rows][(slice(None), *index[1:])]
   else:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import math
 import re
 from collections.abc import Callable
 from typing import TypeAlias
@@ -13,7 +12,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from spectr_jax.io.backend import Backend, guarded
-from spectr_jax.io.foreign import FLAG, TEXT, Kind, check_object, shown, whole
+from spectr_jax.io.foreign import FLAG, TEXT, check_object, list_of, real, shown, whole
 from spectr_jax.io.hub.gguf_header import GgufHeader
 from spectr_jax.io.hub.gguf_words import WORDS, Words
 from spectr_jax.io.hub.unused_pieces import UnusedPieces
@@ -30,20 +29,13 @@ _SPACE = '\u2581'
 _Built: TypeAlias = tuple[tokenizers.Tokenizer, Callable[[list[int]], list[int]] | None]
 
 
-def _list(words: str, most: int, *kinds: type) -> Kind:
-  """Lists of values of some types of Python."""
-  return Kind(
-    f'a list of at most {most} {words}', lambda x: type(x) is list and len(x) <= most and set(map(type, x)) <= {*kinds}
-  )
-
-
 _FIELDS = {
   'model': TEXT,
   'pre': TEXT,
-  'tokens': _list('texts', MOST_TOKENS, str),
-  'token_type': _list('whole numbers', MOST_TOKENS, int),
-  'scores': _list('numbers', MOST_TOKENS, float, int),
-  'merges': _list('texts', MOST_MERGES, str),
+  'tokens': list_of(TEXT, MOST_TOKENS),
+  'token_type': list_of(whole(-(2**31)), MOST_TOKENS),
+  'scores': list_of(real(), MOST_TOKENS),
+  'merges': list_of(TEXT, MOST_MERGES),
   **dict.fromkeys(('add_bos_token', 'add_space_prefix', 'remove_extra_whitespaces'), FLAG),
 }
 ID_KEYS = tuple(f'tokenizer.ggml.{name}_token_id' for name in ('bos', 'eos', 'eot', 'eom', 'padding', 'unknown'))
@@ -83,13 +75,11 @@ def adds_bos(header: GgufHeader) -> bool:
 def _kind(header: GgufHeader) -> tuple[Callable[[GgufHeader, _Vocabulary], _Built], bool]:
   """The builder for a kind of tokenizer, and whether the kind adds the beginning of a document."""
   model = header.required('tokenizer.ggml.model')
-  if model == 'llama':
-    return _sentence_piece, True
-  if model == 'gemma4':
-    return _merged_pieces, True
-  if model != 'gpt2':
+  if model == 'gpt2':
+    return _byte_level, _words(header).adds_bos
+  if model not in ('llama', 'gemma4'):
     raise ValueError(f"{header.path}: unknown tokenizer {shown(model)}; known are 'gpt2', 'llama' and 'gemma4'")
-  return _byte_level, _words(header).adds_bos
+  return _sentence_piece if model == 'llama' else _merged_pieces, True
 
 
 def _words(header: GgufHeader) -> Words:
@@ -173,8 +163,6 @@ def _sentence_piece(header: GgufHeader, vocab: _Vocabulary) -> _Built:
   scores = header.required('tokenizer.ggml.scores')
   if len(scores) < len(vocab.tokens):
     raise ValueError(f'{header.path}: {len(vocab.tokens)} tokens, but {len(scores)} scores')
-  if any(map(math.isnan, scores)):
-    raise ValueError(f'{header.path}: a score is not a number')
   has_prefix = header.metadata.get('tokenizer.ggml.add_space_prefix', True)
   pieces = {token: i for i, token in enumerate(vocab.tokens) if vocab.types[i] in (_NORMAL, _UNUSED)}
   merges = _merges(header.path, pieces, vocab.tokens, scores)

@@ -27,10 +27,7 @@ class HubTokenizer(TokenizerBase):
   are text: only the template can end a turn or begin one.
 
   Attributes:
-    pad_id: Id that fills rows behind their text.
-    bos_id: Id that begins a text, None if there is none.
-    eos_ids: Ids that end a text.
-    add_bos: Whether a prompt begins with `bos_id`.
+    pad_id, bos_id, eos_ids, add_bos: As of `TokenizerBase`.
     chat_template: The chat template, None if the model has none.
   """
 

@@ -98,15 +98,6 @@ def _in_blocks(keys, shape, tensors: Tensors, source: Source, family: Family, co
     raise ValueError(f'tensor {source.name}: {error}') from error
 
 
-def _check_names(sources: Mapping[str, Source], tensors: Tensors, family: Family) -> None:
-  heads = [f'{name}.weight' for name in family.head_names]  # `settle_head` has compared them
-  check_tensors(
-    tensors,
-    {source.name: source.shape for source in sources.values()},
-    lambda name: name in heads or name.endswith(family.buffers),
-  )
-
-
 def for_platform(config: CausalLMConfig, mesh: Mesh | None) -> CausalLMConfig:
   """The configuration with the caches that the devices write fastest.
 
@@ -148,7 +139,7 @@ def make_model(
   if weights == BLOCKS and (mesh is not None or not isinstance(tensors, GgufTensors)):
     raise ValueError(f'weights={BLOCKS!r} are those of a .gguf file, on one device')
   family, config = read_spec(settle_head(spec, tensors, where), where)
-  config = _with_types(config, dtype, weights)
+  config = dataclasses.replace(config, dtype=dtype or config.dtype, weights=weights)
   config = for_platform(config if mesh is None else config.for_mesh(mesh), mesh)
   wide = dataclasses.replace(config, dtype=accumulation_dtype(config.dtype).name)
   names = tensors.names()
@@ -163,7 +154,9 @@ def make_model(
     path_of(keys): source_of(path_of(keys), leaf.shape, family, config, names)
     for keys, leaf in jax.tree_util.tree_leaves_with_path(shapes, is_leaf=is_int8)
   }
-  _check_names(sources, tensors, family)
+  heads = [f'{name}.weight' for name in family.head_names]  # `settle_head` has compared them
+  wanted = {source.name: source.shape for source in sources.values()}
+  check_tensors(tensors, wanted, lambda name: name in heads or name.endswith(family.buffers))
   check_model_buffers(spec, tensors, where)
   if mesh is None:
     places = jax.tree.map(lambda _: SingleDeviceSharding(jax.local_devices()[0]), shapes)
@@ -195,10 +188,6 @@ def make_model(
   return causal_lm(params, config)
 
 
-def _with_types(config: CausalLMConfig, dtype: str | None, weights: str | None) -> CausalLMConfig:
-  return dataclasses.replace(config, dtype=config.dtype if dtype is None else dtype, weights=weights)
-
-
 def read_json(folder: epath.PathLike) -> dict[str, Any]:
   """The content of a folder's `config.json`, whose fields `read_spec` checks."""
   path = epath.Path(folder) / 'config.json'
@@ -221,7 +210,7 @@ def read_hub_config(folder: epath.PathLike, *, dtype: str | None = None, weights
     ValueError: The file is missing, damaged or of an unknown architecture, or the type of weights is unknown.
   """
   _, config = read_spec(read_json(folder), f'{folder}/config.json')
-  return _with_types(config, dtype, weights)
+  return dataclasses.replace(config, dtype=dtype or config.dtype, weights=weights)
 
 
 def load_hub_model(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -57,9 +57,8 @@ def _check_frequencies(tensors: Tensors, name: str, ropes: Collection[Rope]) -> 
   raise ValueError(f'tensor {name_shown(name)} holds other rotary frequencies than those of the configuration')
 
 
-def _check_mask(tensors: Tensors, name: str, ropes: Collection[Rope]) -> None:
+def _check_mask(tensors: Tensors, name: str) -> None:
   """Checks a mask by which every position sees those up to itself."""
-  del ropes
   shape = tensors.shape(name)
   fault = f'tensor {name_shown(name)} holds another mask than that of attention to all positions before'
   if len(shape) < 2 or shape[-1] != shape[-2] or set(shape[:-2]) - {1}:
@@ -72,28 +71,22 @@ def _check_mask(tensors: Tensors, name: str, ropes: Collection[Rope]) -> None:
       raise ValueError(fault)
 
 
-def _check_masking(tensors: Tensors, name: str, ropes: Collection[Rope]) -> None:
+def _check_masking(tensors: Tensors, name: str) -> None:
   """Checks the number that scores of masked positions become."""
-  del ropes
   shape = tensors.shape(name)
   if set(shape) - {1} or not (tensors.read(name, (slice(0, 1),) * len(shape)) <= _MASKING).all():
     raise ValueError(f'tensor {name_shown(name)} must be one number of at most {_MASKING:,.0f}, which masks positions')
 
 
-# By ends of names.
-_CHECKS: dict[str, Callable[[Tensors, str, Collection[Rope]], None]] = {
-  FREQUENCIES: _check_frequencies,
-  '.attn.bias': _check_mask,
-  '.attention.bias': _check_mask,
-  '.masked_bias': _check_masking,
-}
-
-
 def check_buffers(tensors: Tensors, names: Iterable[str], ropes: Collection[Rope]) -> None:
   """Checks tensors that follow from the configuration and that some programs stored all the same."""
   for name in sorted(names):
-    check = next(check for end, check in _CHECKS.items() if name.endswith(end))
-    check(tensors, name, ropes)
+    if name.endswith(FREQUENCIES):
+      _check_frequencies(tensors, name, ropes)
+    elif name.endswith('.masked_bias'):
+      _check_masking(tensors, name)
+    else:
+      _check_mask(tensors, name)
 
 
 def check_model_buffers(spec: Mapping[str, Any], tensors: Tensors, where: str) -> None:

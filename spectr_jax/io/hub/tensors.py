@@ -102,7 +102,7 @@ def are_equal(tensors: Tensors, name: str, others: Tensors, other: str, *, dtype
   return True
 
 
-class SafetensorsFolder:
+class SafetensorsFolder(Tensors):
   """The tensors of a folder: of its one file, or of those that `model.safetensors.index.json` names, as `Tensors`.
 
   As in Transformers the one file counts where there are both, and so does all that the files of an index hold. Files
@@ -133,22 +133,18 @@ class SafetensorsFolder:
           raise ValueError(f'{before._files[name][0]} and {path} hold different numbers as tensor {shown}')
 
   def names(self) -> set[str]:
-    """The names of all tensors."""
     return set(self._files)
 
   def shape(self, name: str) -> tuple[int, ...]:
-    """The shape of a tensor."""
     return tuple(self._files[name][1].get_slice(name).get_shape())
 
   def dtype(self, name: str) -> np.dtype:
-    """The type of a tensor."""
     found = self._files[name][1].get_slice(name).get_dtype()
     if found not in _DTYPES:
       raise self._fault(name, f'is of type {found}; known are {", ".join(_DTYPES)}')
     return np.dtype(_DTYPES[found])
 
   def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-    """A part of a tensor, by a slice of step 1 for each dimension."""
     found = self._files[name][1].get_slice(name)
     shape = tuple(len(range(*part.indices(size))) for part, size in zip(index, found.get_shape(), strict=True))
     if 0 in shape:  # the library has no empty parts

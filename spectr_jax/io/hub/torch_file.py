@@ -11,7 +11,6 @@ module, which make plain dicts and descriptions of tensors.
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import math
 import pickle
@@ -24,7 +23,7 @@ import numpy as np
 from etils import epath
 
 from spectr_jax.io import foreign
-from spectr_jax.io.hub.tensors import check_shape
+from spectr_jax.io.hub.tensors import Tensors, check_shape
 
 _LARGEST_PICKLE = 2**21  # bytes, of some 20,000 tensors
 _LARGEST_READ = 2**24  # bytes, of the archive's directory; entries are read in smaller parts
@@ -156,7 +155,7 @@ class _BoundedReader(io.BufferedReader):
     return super().read(size)
 
 
-class TorchFile:
+class TorchFile(Tensors):
   """The tensors of a file that `torch.save` wrote from a state dict, as `Tensors`.
 
   Raises:
@@ -165,6 +164,7 @@ class TorchFile:
 
   def __init__(self, path: epath.PathLike):
     self._path = epath.Path(path)
+    self._last: tuple[_Storage | None, np.ndarray] = None, np.empty(0)
     file = cast(io.BufferedReader, foreign.open_file(path))
     with self._reading():
       self._archive = zipfile.ZipFile(_BoundedReader(file.detach()))
@@ -215,15 +215,12 @@ class TorchFile:
     return f'{self._prefix}data/{storage.key}'
 
   def names(self) -> set[str]:
-    """The names of all tensors."""
     return set(self._tensors)
 
   def shape(self, name: str) -> tuple[int, ...]:
-    """The shape of a tensor."""
     return self._tensors[name].shape
 
   def dtype(self, name: str) -> np.dtype:
-    """The type of a tensor."""
     return self._tensors[name].storage.dtype
 
   def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
@@ -236,6 +233,9 @@ class TorchFile:
     strides = [stride * storage.dtype.itemsize for stride in strides]
     return np.lib.stride_tricks.as_strided(numbers, shape, strides, writeable=False)[index]
 
-  @functools.lru_cache(maxsize=1)  # noqa: B019 - heads are read once, and the file goes with them
   def _numbers(self, storage: _Storage) -> np.ndarray:
-    return np.frombuffer(self._archive.read(self._entry(storage)), storage.dtype)
+    key, numbers = self._last
+    if key != storage:
+      numbers = np.frombuffer(self._archive.read(self._entry(storage)), storage.dtype)
+      self._last = storage, numbers
+    return numbers

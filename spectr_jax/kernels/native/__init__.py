@@ -78,10 +78,10 @@ def _check_products() -> None:
   multiply = jax.jit(lambda packed: [product(rows, panels, 40) for rows, panels in packed])
   try:
     with jax.default_device(jax.local_devices(backend='cpu')[0]), jax.ensure_compile_time_eval():
-      found = multiply([(rows, pack(kernel)) for rows, kernel in operands])
+      outputs = multiply([(rows, pack(kernel)) for rows, kernel in operands])
   except Exception as error:  # of any kind: XLA refuses a call in its own ways
     raise _UnavailableError(f'XLA refuses it: {error}') from None
-  for (rows, kernel), products in zip(operands, found):
+  for (rows, kernel), products in zip(operands, outputs):
     rows, kernel = rows.astype(np.float64), kernel.astype(np.float64)
     if not np.allclose(products, rows @ kernel, rtol=0, atol=1e-6 * np.abs(kernel).max() * len(kernel)):
       raise _UnavailableError('its products differ from those of NumPy')

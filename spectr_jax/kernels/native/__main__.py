@@ -5,6 +5,6 @@ import sys
 from spectr_jax.kernels import native
 
 if __name__ == '__main__':
-  found = native.form()
-  print(f'products: {found}' if found else f'products: those of XLA, since {native.why_not()}')
-  sys.exit(0 if found else 1)
+  form = native.form()
+  print(f'products: {form}' if form else f'products: those of XLA, since {native.why_not()}')
+  sys.exit(0 if form else 1)

@@ -71,7 +71,7 @@ def call_by_rows(
   def rows(width):
     return pl.BlockSpec((ROWS, width), lambda i: (i, 0))
 
-  found = call_kernel(
+  padded = call_kernel(
     kernel,
     *arrays,
     grid=(pl.cdiv(size, ROWS),),
@@ -80,4 +80,4 @@ def call_by_rows(
     out_shape=[jax.ShapeDtypeStruct((size, width), dtype) for width, dtype in results],
     **options,
   )
-  return [x[:num_rows] for x in found]
+  return [x[:num_rows] for x in padded]

@@ -80,8 +80,8 @@ def first_above(weights: jax.Array, level: jax.Array) -> tuple[jax.Array, jax.Ar
       sums = jnp.dot(own, up_to, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32) + sum_before
       place = start + jax.lax.broadcasted_iota(jnp.int32, own.shape, 1)
 
-      def at(found, place=place, sums=sums, own=own):
-        return jnp.sum(jnp.where(place == found, sums - own, 0), axis=1, keepdims=True)
+      def at(index, place=place, sums=sums, own=own):
+        return jnp.sum(jnp.where(place == index, sums - own, 0), axis=1, keepdims=True)
 
       above = jnp.min(jnp.where((sums > level) & (own > 0), place, none), axis=1, keepdims=True)
       positive = jnp.max(jnp.where(own > 0, place, -1), axis=1, keepdims=True)
@@ -118,8 +118,8 @@ def _draw(uniforms, probs, tokens, sums):
     """The blocks of a group; those of the last one that the group before has are 0."""
     start = jnp.minimum(group * group_size, num_blocks - group_size)
     indices = [start + i for i in range(group_size)]
-    found = (probs[:, pl.ds(pl.multiple_of(i * BLOCK, BLOCK), BLOCK)] for i in indices)
-    return [jnp.where(i >= group * group_size, block, 0) for i, block in zip(indices, found)]
+    whole = (probs[:, pl.ds(pl.multiple_of(i * BLOCK, BLOCK), BLOCK)] for i in indices)
+    return [jnp.where(i >= group * group_size, block, 0) for i, block in zip(indices, whole)]
 
   def choose(masses, level):
     """The last of some masses that is not 0 and before which there is no more than the level, and what is before it.

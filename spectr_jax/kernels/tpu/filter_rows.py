@@ -101,8 +101,8 @@ class _KernelDistributions:
 
     low = jnp.zeros(goal.shape, jnp.int32)
     bracket = low, jnp.full_like(low, _HIGHEST)
-    found = search(measure, *bracket, num_sections=_SECTIONS, num_passes=_num_passes())
-    return jax.lax.bitcast_convert_type(found, jnp.float32)
+    bits = search(measure, *bracket, num_sections=_SECTIONS, num_passes=_num_passes())
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def keep_in_rows(find, probs: jax.Array, values: jax.Array) -> jax.Array:
@@ -166,7 +166,7 @@ def _call(kernel, probs, values, width, name):
   def rows(num_parts, width):
     return pl.BlockSpec((num_parts, ROWS, width), lambda i: (0, i, 0))
 
-  found = call_kernel(
+  results = call_kernel(
     kernel,
     probs,
     values,
@@ -177,4 +177,4 @@ def _call(kernel, probs, values, width, name):
     needs_memory=True,
     name=name,
   )
-  return found[0, :num_rows]
+  return results[0, :num_rows]

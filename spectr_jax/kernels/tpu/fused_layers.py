@@ -207,10 +207,10 @@ def _kernel(
     top = jnp.maximum(new_scores.max(-1, keepdims=True), old_scores.max(-1, keepdims=True))
     new_weights, old_weights = jnp.exp(new_scores - top), jnp.exp(old_scores - top)
     total = new_weights.sum(-1, keepdims=True) + old_weights.sum(-1, keepdims=True)
-    found = (
+    weighed = (
       dot(new_weights.astype(dtype), own_values) + dot(old_weights.astype(dtype), values[0, row], axis=1)
     ) / total
-    by_head = (found[i * num_tokens : (i + 1) * num_tokens] * mine for i, mine in enumerate(of_head))
+    by_head = (weighed[i * num_tokens : (i + 1) * num_tokens] * mine for i, mine in enumerate(of_head))
     mixed[tokens] = functools.reduce(jnp.add, by_head)
 
   for row in range(num_rows):

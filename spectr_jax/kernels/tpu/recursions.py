@@ -68,10 +68,10 @@ def fit_races(
     )
 
   def largest(values, is_reached):
-    found = jnp.zeros_like(values)
+    top = jnp.zeros_like(values)
     for i in range(num_classes):
-      found = jnp.maximum(found, jnp.where(is_reached(place_of(values), i), values[i : i + 1], 0))
-    return found
+      top = jnp.maximum(top, jnp.where(is_reached(place_of(values), i), values[i : i + 1], 0))
+    return top
 
   sums = Sums(
     up_to,
@@ -100,10 +100,10 @@ def fit_races(
       return number * mass * weights * jax.lax.fori_loop(0, integral_ref.shape[1], add_several, jnp.zeros_like(mass))
 
     options = {'num_rounds': num_rounds, 'step': step, 'log_range': log_range}
-    log_weights, is_high, found = fit(sums, probs, masses_ref[0], masses_ref[1], number, **options)
+    log_weights, is_high, fitted = fit(sums, probs, masses_ref[0], masses_ref[1], number, **options)
     weights_ref[...] = log_weights
     is_high_ref[...] = is_high.astype(jnp.int32)
-    probs_ref[...] = found
+    probs_ref[...] = fitted
 
   # Few races are one block; many come in blocks of all lanes.
   width = num_races if num_races <= LANES else LANES
@@ -164,17 +164,17 @@ def first_kept(is_child, is_before, is_kept, nodes):
   scale, none = ranked(nodes), width * ranked(nodes)
 
   def kernel(child_ref, before_ref, own_ref, found_ref):
-    found = own_ref[:, num_depths - 1 : num_depths]
+    first = own_ref[:, num_depths - 1 : num_depths]
     for depth in reversed(range(num_depths - 1)):
       rank = _as_row(jnp.sum(before_ref[:, depth], axis=2, keepdims=True))
-      pairs = jnp.where((child_ref[:, depth] != 0) & (found >= 0), rank * scale + found, none)
+      pairs = jnp.where((child_ref[:, depth] != 0) & (first >= 0), rank * scale + first, none)
       smallest = _as_row(jnp.min(pairs, axis=2, keepdims=True))
       # The remainder of the rank, without a division.
       rest = smallest
       for i in range(width - 1, 0, -1):
         rest = jnp.where(smallest >= i * scale, jnp.minimum(rest, smallest - i * scale), rest)
-      found = jnp.where(smallest < none, rest, own_ref[:, depth : depth + 1])
-    found_ref[...] = found
+      first = jnp.where(smallest < none, rest, own_ref[:, depth : depth + 1])
+    found_ref[...] = first
 
   own = jnp.where(is_kept, nodes, -1)
   masks = (x.astype(jnp.int32) for x in (is_child, is_before))

@@ -114,10 +114,10 @@ def sums_of_rows(*arrays: jax.Array, token_fn: TokenFn, rows: Sequence[np.ndarra
 
         def of_run(of_token, run):
           _, firsts, n = run
-          (found,) = of_token([ref[first : first + n, place] for ref, first in zip(tables_refs, firsts)])
+          (numbers,) = of_token([ref[first : first + n, place] for ref, first in zip(tables_refs, firsts)])
           if num_registers % at_once:  # beyond the end there is anything
-            found = jnp.where(pl.program_id(1) * at_once + register < num_registers, found, 0)
-          return found
+            numbers = jnp.where(pl.program_id(1) * at_once + register < num_registers, numbers, 0)
+          return numbers
 
         return tuple(total + of_run(*each) for total, *each in zip(totals, own, some))
 

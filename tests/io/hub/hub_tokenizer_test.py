@@ -170,15 +170,6 @@ def test_the_rules_decide_on_bos(tmp_path, kind, bos, said):
   assert tokenizers.Tokenizer.from_file(str(written / 'tokenizer.json')).encode('owl').ids == [7] * has_bos + owl
 
 
-@pytest.mark.parametrize('add_bos', [True, False])
-@pytest.mark.parametrize('has_rule', [True, False])
-def test_what_is_written_begins_prompts_as_before(tmp_path, has_rule, add_bos):
-  _make(tiny_hub.backend(add_bos=has_rule), add_bos=add_bos).save(tmp_path)
-  found = tokenizers.Tokenizer.from_file(str(tmp_path / 'tokenizer.json'))
-  assert found.encode('owl').ids[:1] == ([7] if add_bos else tiny_hub.backend().encode('owl').ids[:1])
-  assert load_hub_tokenizer(tmp_path).add_bos == add_bos
-
-
 def test_no_bos(tmp_path):
   folder = tiny_hub.write(tmp_path / 'model', tokenizer_config={'bos_token': None}, config={'bos_token_id': 7})
   tokenizer = load_hub_tokenizer(folder)
