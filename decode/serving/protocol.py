@@ -7,14 +7,14 @@ does not have are accepted where their value turns them off, such as `presence_p
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from decode.serving.faults import RefusedError
 from spectr_jax.engine.stop import check_stop_texts
-from spectr_jax.io.foreign import name_shown, shown
+from spectr_jax.io.foreign import ANYTHING, FLAG, Kind, name_shown, real, shown, whole
 from spectr_jax.sampling import SamplingParams
 from spectr_jax.unicode import check_unicode
 
@@ -23,22 +23,8 @@ _ROLES = 'system', 'developer', 'user', 'assistant'
 DEFAULT_TOKENS = 16  # of a completion that names no limit, as the interface has it
 
 
-class RefusedError(ValueError):
-  """A request that is not answered.
-
-  Attributes:
-    field: The field that is wrong, or None.
-    status: The status of the response.
-    code: The interface's name of the error, or None.
-  """
-
-  def __init__(self, message: str, field: str | None = None, status: int = 400, code: str | None = None):
-    super().__init__(message)
-    self.field, self.status, self.code = field, status, code
-
-
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class CompletionRequest:
   """A request.
 
   Attributes:
@@ -70,72 +56,59 @@ class Asked:
   echo: bool
 
 
-def _whole(least: int, most: int) -> Callable[[Any], bool]:
-  return lambda x: isinstance(x, int) and not isinstance(x, bool) and least <= x <= most
+def _is_text(x: Any) -> bool:
+  return isinstance(x, str)
 
 
-def _real(least: float, most: float, *, above: float = -math.inf) -> Callable[[Any], bool]:
-  """Numbers from `least` to `most`, and above `above` in float32, in which they are used."""
-
-  def is_right(x: Any) -> bool:
-    # The bounds come first: a number with hundreds of digits is no float.
-    is_number = isinstance(x, int | float) and not isinstance(x, bool)
-    return is_number and least <= x <= most and bool(np.float32(x) > above)
-
-  return is_right
-
-
-def _is_bool(x: Any) -> bool:
-  return isinstance(x, bool)
+def _is_ids(x: Any) -> bool:
+  return isinstance(x, list) and bool(x) and all(map(whole().is_valid, x))
 
 
 def _is_stop(x: Any) -> bool:
-  texts = [x] if isinstance(x, str) else x
-  return isinstance(texts, list) and len(texts) <= MOST_STOPS and all(isinstance(text, str) for text in texts)
+  return _is_text(x) or (isinstance(x, list) and len(x) <= MOST_STOPS and all(map(_is_text, x)))
+
+
+def _is_top_p(x: Any) -> bool:
+  # In float32, in which it is used, a smaller one is none.
+  return real(0, 1).is_valid(x) and bool(np.float32(x) > 0)
 
 
 def _is_stream_options(x: Any) -> bool:
   return isinstance(x, dict) and all(
-    (name in _STREAM_OPTIONS and (value is None or _is_bool(value)))
+    (name in _STREAM_OPTIONS and (value is None or FLAG.is_valid(value)))
     or _is_off(value, _STREAM_OPTIONS_OFF.get(name, ()))
     for name, value in x.items()
   )
 
 
 _STREAM_OPTIONS = 'include_usage', 'continuous_usage_stats'
-_Rule = tuple[Callable[[Any], bool], str]
-_COUNT = f'a whole number from 1 to {MOST_SAMPLES}'
-_TEXT: _Rule = (lambda x: isinstance(x, str), 'a text')
-_BOOL: _Rule = (_is_bool, 'true or false')
-_LIMIT: _Rule = (_whole(0, 2**31 - 1), 'a whole number of tokens')
+_TEXT = Kind('a text', _is_text)
+_LIMIT = Kind('a whole number of tokens', whole().is_valid)
 # What fields of both kinds of requests may be.
-_SHARED: dict[str, _Rule] = {
+_SHARED: dict[str, Kind] = {
   'model': _TEXT,
-  'temperature': (_real(0, 1e6), 'a number of at least 0'),
-  'top_p': (_real(0, 1, above=0), 'a number above 0 and at most 1'),
-  'top_k': (_whole(-1, 2**31 - 1), 'a whole number of at least 0 (0 keeps all)'),
-  'min_p': (_real(0, 1), 'a number from 0 to 1'),
-  'seed': (_whole(-(2**63), 2**63 - 1), 'a whole number of 64 bits'),
-  'n': (_whole(1, MOST_SAMPLES), _COUNT),
-  'stop': (_is_stop, f'a text, or a list of at most {MOST_STOPS}'),
-  'stream': _BOOL,
-  'stream_options': (_is_stream_options, 'an object with include_usage or continuous_usage_stats'),
+  'temperature': Kind('a number of at least 0', real(0, 1e6).is_valid),
+  'top_p': Kind('a number above 0 and at most 1', _is_top_p),
+  'top_k': Kind('a whole number of at least 0 (0 keeps all)', whole(-1).is_valid),
+  'min_p': Kind('a number from 0 to 1', real(0, 1).is_valid),
+  'seed': Kind('a whole number of 64 bits', whole(-(2**63), 2**63 - 1).is_valid),
+  'n': whole(1, MOST_SAMPLES),
+  'stop': Kind(f'a text, or a list of at most {MOST_STOPS}', _is_stop),
+  'stream': FLAG,
+  'stream_options': Kind('an object with include_usage or continuous_usage_stats', _is_stream_options),
   'max_tokens': _LIMIT,
   'max_new_tokens': _LIMIT,
-  'do_sample': _BOOL,
+  'do_sample': FLAG,
   # They name who asks, and change no answer.
   **dict.fromkeys(('user', 'safety_identifier', 'prompt_cache_key'), _TEXT),
 }
-_COMPLETION: dict[str, _Rule] = _SHARED | {
-  'prompt': (lambda x: True, ''),
-  'logprobs': (_whole(0, MOST_TOP), f'a whole number from 0 to {MOST_TOP}'),
-  'echo': _BOOL,
-}
-_CHAT: dict[str, _Rule] = _SHARED | {
-  'messages': (lambda x: isinstance(x, list) and 1 <= len(x) <= MOST_MESSAGES, f'a list of 1 to {MOST_MESSAGES}'),
+_COMPLETION = {**_SHARED, 'prompt': ANYTHING, 'logprobs': whole(0, MOST_TOP), 'echo': FLAG}
+_CHAT = {
+  **_SHARED,
+  'messages': Kind(f'a list of 1 to {MOST_MESSAGES}', lambda x: isinstance(x, list) and 1 <= len(x) <= MOST_MESSAGES),
   'max_completion_tokens': _LIMIT,
-  'logprobs': _BOOL,
-  'top_logprobs': (_whole(0, MOST_TOP), f'a whole number from 0 to {MOST_TOP}'),
+  'logprobs': FLAG,
+  'top_logprobs': whole(0, MOST_TOP),
 }
 # Fields of this interface and of others' extensions of it that do nothing here, with the values that ask for nothing.
 # Those without such a value always ask for something: empty options of a web search are one with the usual options.
@@ -196,7 +169,7 @@ def check_model(name: str, served: str) -> None:
     raise RefusedError(message, 'model', 404, 'model_not_found')
 
 
-def parse(body: Any, *, is_chat: bool, model: str) -> Asked:
+def parse(body: Any, *, is_chat: bool, model: str) -> CompletionRequest:
   """Reads the body of a request.
 
   Args:
@@ -212,10 +185,15 @@ def parse(body: Any, *, is_chat: bool, model: str) -> Asked:
   known, off = (_CHAT, _CHAT_OFF) if is_chat else (_COMPLETION, _COMPLETION_OFF | {'best_of': (1, body.get('n'))})
   given = {name: value for name, value in body.items() if value is not None}
   for name, value in given.items():
-    _check(name, value, known, off)
+    if name not in known and name not in off:
+      raise RefusedError(f'unknown field {shown(name)}', name)
+    if name in known and not known[name].is_valid(value):
+      raise RefusedError(f'{name} must be {known[name].words}, got {shown(value)}', name)
+    if name in off and not _is_off(value, off[name]):
+      raise RefusedError(f'{name} is not offered here: leave it out', name)
   check_model(given.get('model', model), model)
   stop, options = given.get('stop', ()), given.get('stream_options', {})
-  asked = Asked(
+  request = CompletionRequest(
     prompts=_messages(given) if is_chat else _prompts(given),
     is_chat=is_chat,
     sampling=_sampling(given),
@@ -229,36 +207,25 @@ def parse(body: Any, *, is_chat: bool, model: str) -> Asked:
     top_logprobs=_top(given, is_chat),
     echo=given.get('echo', False),
   )
-  _check_together(asked, given)
-  return asked
+  _check_together(request, given)
+  return request
 
 
-def _check(name: str, value: Any, known: Mapping[str, _Rule], off: Mapping[str, tuple[Any, ...]]) -> None:
-  if name in known:
-    is_right, wanted = known[name]
-    if not is_right(value):
-      raise RefusedError(f'{name} must be {wanted}, got {shown(value)}', name)
-  elif name in off:
-    if not _is_off(value, off[name]):
-      raise RefusedError(f'{name} is not offered here: leave it out', name)
-  else:
-    raise RefusedError(f'unknown field {shown(name)}', name)
-
-
-def _check_together(asked: Asked, given: Mapping[str, Any]) -> None:
-  if (asked.has_usage or asked.has_usage_in_chunks) and not asked.is_streamed:
+def _check_together(request: CompletionRequest, given: Mapping[str, Any]) -> None:
+  if (request.has_usage or request.has_usage_in_chunks) and not request.is_streamed:
     raise RefusedError('stream_options is for streams', 'stream_options')
-  if given.get('do_sample', asked.sampling.temperature > 0) != (asked.sampling.temperature > 0):
-    raise RefusedError(f'do_sample is {given["do_sample"]}, temperature {asked.sampling.temperature:g}', 'do_sample')
-  if asked.is_streamed and asked.echo:
+  temperature = request.sampling.temperature
+  if given.get('do_sample', temperature > 0) != (temperature > 0):
+    raise RefusedError(f'do_sample is {given["do_sample"]}, temperature {temperature:g}', 'do_sample')
+  if request.is_streamed and request.echo:
     raise RefusedError('echo is not offered for streams', 'echo')
-  if asked.is_streamed and asked.top_logprobs:
-    name = 'top_logprobs' if asked.is_chat else 'logprobs'
+  if request.is_streamed and request.top_logprobs:
+    name = 'top_logprobs' if request.is_chat else 'logprobs'
     raise RefusedError('the likeliest tokens are not offered for streams: ask for 0 of them', name)
-  if asked.max_tokens == 0 and not asked.echo:
+  if request.max_tokens == 0 and not request.echo:
     raise RefusedError('max_tokens 0 is for echo', 'max_tokens')
   try:
-    check_stop_texts(asked.stop)
+    check_stop_texts(request.stop)
   except ValueError as error:
     raise RefusedError(str(error), 'stop') from error
 
@@ -289,10 +256,6 @@ def _top(given: Mapping[str, Any], is_chat: bool) -> int | None:
       raise RefusedError('top_logprobs needs logprobs true', 'top_logprobs')
     return None
   return given.get('top_logprobs', 0)
-
-
-def _is_ids(x: Any) -> bool:
-  return isinstance(x, list) and bool(x) and all(_whole(0, 2**31 - 1)(token) for token in x)
 
 
 def _prompts(given: Mapping[str, Any]) -> list[Any]:

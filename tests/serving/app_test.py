@@ -12,7 +12,7 @@ import tiny_hub
 from starlette.testclient import TestClient
 
 import spectr_jax
-from decode.serving.answer import Answer, Served
+from decode.serving.answer import Answer, Served, _Place
 from decode.serving.app import make_app
 from decode.serving.protocol import parse
 from decode.serving.worker import Job
@@ -301,7 +301,7 @@ def test_the_likeliest_have_names_of_their_own(client, worker):
     (letter, {f'token_id:{byte}': -2.0, 'e': -1.0}),
     (byte, {f'token_id:{letter}': -1.0, 'e': -2.0}),
   ):
-    named = answer._named(top, chosen, own.decode_tokens([chosen])[0], top[chosen])
+    named = answer._named(_Place(chosen, own.decode_tokens([chosen])[0], top[chosen], top))
     assert named == others | {'bytes:\\xe2': -3.0, f'token_id:{nothing}': -4.0, '<eos>': -5.0}
 
 

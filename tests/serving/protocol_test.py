@@ -2,7 +2,8 @@
 
 import pytest
 
-from decode.serving.protocol import RefusedError, parse
+from decode.serving.faults import RefusedError
+from decode.serving.protocol import parse
 
 _COMPLETION = {'prompt': 'a'}
 _CHAT = {'messages': [{'role': 'user', 'content': 'a'}]}

@@ -6,7 +6,8 @@ import time
 import jax
 import pytest
 
-from decode.serving.worker import EndedError, Job
+from decode.serving.faults import EndedError
+from decode.serving.worker import Job
 from spectr_jax import SamplingParams
 from tests.serving.served import make_worker
 
