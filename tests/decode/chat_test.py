@@ -18,7 +18,7 @@ import safetensors.numpy
 import tiny_hub
 
 import spectr_jax
-from decode import chat, slash_commands
+from decode import chat, conversation
 from decode.experiment.options import DecodeOptions
 from spectr_jax import Decoder, SamplingParams, Session, TokenTree, lookup_beside
 from spectr_jax.io.hub.hub_tokenizer import HubTokenizer
@@ -262,21 +262,21 @@ def test_answers_cannot_steer_the_terminal(decoder, tokenizer, monkeypatch, caps
 
 def test_commands_within_a_conversation(decoder, tokenizer):
   talk = _chat(decoder, tokenizer, system='be kind')
-  assert slash_commands.obey(talk, '/stats') == 'no answer yet'
+  assert conversation.obey(talk, '/stats') == 'no answer yet'
   greedy = _chat(decoder, tokenizer, system='be kind')
-  assert slash_commands.obey(greedy, '/temperature 0') == 'temperature 0'
+  assert conversation.obey(greedy, '/temperature 0') == 'temperature 0'
   assert [list(greedy.ask('the owl')) for _ in range(2)][0] != list(talk.ask('the owl'))
   assert greedy.session.sampling == SamplingParams(0.0, top_k=20)
   assert re.fullmatch(
     r'1 answers, 10 tokens, [\d.]+ tokens/s, 1.00 per target call; \d+ of 200 tokens of context',
-    slash_commands.obey(talk, '/stats'),
+    conversation.obey(talk, '/stats'),
   )
-  assert slash_commands.obey(talk, '/reset') == 'a new conversation'
+  assert conversation.obey(talk, '/reset') == 'a new conversation'
   assert talk.messages == [{'role': 'system', 'content': 'be kind'}]
-  slash_commands.obey(talk, '/system  be  brief ')
+  conversation.obey(talk, '/system  be  brief ')
   assert talk.messages == [{'role': 'system', 'content': 'be  brief'}]
-  assert slash_commands.obey(talk, '/draft') == 'no draft: one token per call of the target'
-  assert slash_commands.obey(talk, '/help').count('\n') == 5
+  assert conversation.obey(talk, '/draft') == 'no draft: one token per call of the target'
+  assert conversation.obey(talk, '/help').count('\n') == 5
   for line, message in {
     '/rest': 'there is no command /rest, did you mean /reset[?]; /help lists them',
     '/': 'there is no command /; /help',
@@ -287,7 +287,7 @@ def test_commands_within_a_conversation(decoder, tokenizer):
     '/system a\udcff': 'the system message is not valid Unicode',
   }.items():
     with pytest.raises(ValueError, match=message):
-      slash_commands.obey(talk, line)
+      conversation.obey(talk, line)
 
 
 # Makes stdin, a terminal, the one whose Ctrl-C reaches the command.
