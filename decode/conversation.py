@@ -20,7 +20,7 @@ from spectr_jax.unicode import check_unicode
 
 
 @dataclasses.dataclass
-class Answer:
+class AnswerStatistics:
   """The figures of an answer, so far or in the end.
 
   Attributes:
@@ -67,7 +67,7 @@ class Chat:
       seed: The seed of all answers.
     """
     self.messages = [] if system is None else [{'role': 'system', 'content': system}]
-    self.answer = Answer()
+    self.answer = AnswerStatistics()
     self.session, self.answers = session, []
     self._tokenizer, self._stop = tokenizer, stop
     self._key, self._num_turns = jax.random.key(seed, impl='threefry2x32'), 0
@@ -99,7 +99,7 @@ class Chat:
         template refuses it; the conversation stays as it was.
       NotFiniteError: A model's logits are not finite.
     """
-    start, self.answer = time.perf_counter(), Answer()
+    start, self.answer = time.perf_counter(), AnswerStatistics()
     check_unicode(text, 'the message')
     messages = [*self.messages, {'role': 'user', 'content': text}]
     prompt, self.answer.num_left_out = self._fitting(messages)

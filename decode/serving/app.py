@@ -67,7 +67,7 @@ async def _events(answer: Answer, scope: Scope) -> AsyncIterator[str]:
     raise
   except BaseException as error:  # a panic of the tokenizers is no Exception
     scope['outcome'] = 'failed'
-    yield event(failure(error).content)
+    yield event(failure(error).body)
   finally:
     answer.close()
 

@@ -40,7 +40,7 @@ class RequestError(Exception):
     self.status, self.kind, self.field, self.code, self.headers = status, kind, field, code, headers
 
   @property
-  def content(self) -> dict[str, Any]:
+  def body(self) -> dict[str, Any]:
     """The error in the form of the interface, printable throughout."""
     param = None if self.field is None else one_line(self.field, 80)
     message = printable(str(self)[:500])
@@ -48,7 +48,7 @@ class RequestError(Exception):
 
   def response(self) -> JSONResponse:
     """The response."""
-    return JSONResponse(self.content, self.status, headers=self.headers)
+    return JSONResponse(self.body, self.status, headers=self.headers)
 
 
 class RefusedError(RequestError):

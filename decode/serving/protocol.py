@@ -73,19 +73,59 @@ def _is_top_p(x: Any) -> bool:
   return real(0, 1).is_valid(x) and bool(np.float32(x) > 0)
 
 
+def _off(*values: Any) -> Kind:
+  """What a field may be that asks for nothing that is not offered here; other values are refused without words."""
+  return Kind('', lambda x: any(x == off and isinstance(x, bool) == isinstance(off, bool) for off in values))
+
+
+_STREAM_OPTIONS = {'include_usage': FLAG, 'continuous_usage_stats': FLAG, 'include_obfuscation': _off(False)}
+
+
 def _is_stream_options(x: Any) -> bool:
   return isinstance(x, dict) and all(
-    (name in _STREAM_OPTIONS and (value is None or FLAG.is_valid(value)))
-    or _is_off(value, _STREAM_OPTIONS_OFF.get(name, ()))
-    for name, value in x.items()
+    value is None or (name in _STREAM_OPTIONS and _STREAM_OPTIONS[name].is_valid(value)) for name, value in x.items()
   )
 
 
-_STREAM_OPTIONS = 'include_usage', 'continuous_usage_stats'
 _TEXT = Kind('a text', _is_text)
 _LIMIT = Kind('a whole number of tokens', whole().is_valid)
+# Fields of this interface and of others' extensions of it that do nothing here, with the values that ask for nothing.
+# Those without such a value always ask for something: empty options of a web search are one with the usual options.
+_OFF: dict[str, Kind] = {
+  **dict.fromkeys(('presence_penalty', 'frequency_penalty', 'min_tokens', 'no_repeat_ngram_size', 'priority'), _off(0)),
+  **dict.fromkeys(('mirostat', 'dry_multiplier', 'xtc_probability', 'dynatemp_range', 'penalty_alpha'), _off(0)),
+  **dict.fromkeys(('repetition_penalty', 'repeat_penalty', 'length_penalty', 'typical_p'), _off(1)),
+  **dict.fromkeys(('num_beams', 'num_return_sequences'), _off(1)),
+  **dict.fromkeys(('tools', 'functions', 'stop_token_ids', 'bad_words', 'logits_processors', 'documents'), _off([])),
+  **dict.fromkeys(('logit_bias', 'metadata', 'prompt_cache_options', 'chat_template_kwargs'), _off({})),
+  **dict.fromkeys(('mm_processor_kwargs', 'media_io_kwargs', 'kv_transfer_params', 'vllm_xargs'), _off({})),
+  **dict.fromkeys(
+    ('store', 'ignore_eos', 'include_stop_str_in_output', 'use_beam_search', 'early_stopping'), _off(False)
+  ),
+  **dict.fromkeys(('return_token_ids', 'return_tokens_as_token_ids', 'return_full_text', 'watermark'), _off(False)),
+  **dict.fromkeys(('return_token_offsets', 'return_prompt_text', 'return_hidden_states', 'no_stop_trim'), _off(False)),
+  **dict.fromkeys(('skip_special_tokens', 'use_cache'), _off(True)),
+  **dict.fromkeys(('parallel_tool_calls', 'spaces_between_special_tokens', 'include_reasoning'), _off(True, False)),
+  **dict.fromkeys(('tool_choice', 'function_call'), _off('none', 'auto')),
+  **dict.fromkeys(('audio', 'prediction', 'moderation', 'web_search_options'), _off()),
+  'best_of': _off(1),
+  'suffix': _off(''),
+  'response_format': _off({'type': 'text'}),
+  'modalities': _off(['text']),
+  'service_tier': _off('auto', 'default'),
+  'reasoning_effort': _off('none'),
+  'verbosity': _off('medium'),
+  'prompt_cache_retention': _off('in_memory'),
+}
+# The same of messages.
+_MESSAGE_OFF = {
+  **dict.fromkeys(('annotations', 'tool_calls'), _off([])),
+  **dict.fromkeys(('refusal', 'reasoning', 'reasoning_content'), _off('')),
+  **dict.fromkeys(('function_call', 'audio'), _off()),
+}
 # What fields of both kinds of requests may be.
 _SHARED: dict[str, Kind] = {
+  **_OFF,
   'model': _TEXT,
   'temperature': Kind('a number of at least 0', real(0, 1e6).is_valid),
   'top_p': Kind('a number above 0 and at most 1', _is_top_p),
@@ -102,56 +142,22 @@ _SHARED: dict[str, Kind] = {
   # They name who asks, and change no answer.
   **dict.fromkeys(('user', 'safety_identifier', 'prompt_cache_key'), _TEXT),
 }
-_COMPLETION = {**_SHARED, 'prompt': ANYTHING, 'logprobs': whole(0, MOST_TOP), 'echo': FLAG}
+_COMPLETION = {
+  **_SHARED,
+  'prompt': ANYTHING,
+  'logprobs': whole(0, MOST_TOP),
+  'echo': FLAG,
+  'add_special_tokens': _off(True),
+}
 _CHAT = {
   **_SHARED,
   'messages': Kind(f'a list of 1 to {MOST_MESSAGES}', lambda x: isinstance(x, list) and 1 <= len(x) <= MOST_MESSAGES),
   'max_completion_tokens': _LIMIT,
   'logprobs': FLAG,
   'top_logprobs': whole(0, MOST_TOP),
+  **dict.fromkeys(('echo', 'add_special_tokens', 'continue_final_message'), _off(False)),
+  'add_generation_prompt': _off(True),
 }
-# Fields of this interface and of others' extensions of it that do nothing here, with the values that ask for nothing.
-# Those without such a value always ask for something: empty options of a web search are one with the usual options.
-_OFF: Mapping[str, tuple[Any, ...]] = {
-  **dict.fromkeys(('presence_penalty', 'frequency_penalty', 'min_tokens', 'no_repeat_ngram_size', 'priority'), (0,)),
-  **dict.fromkeys(('mirostat', 'dry_multiplier', 'xtc_probability', 'dynatemp_range', 'penalty_alpha'), (0,)),
-  **dict.fromkeys(('repetition_penalty', 'repeat_penalty', 'length_penalty', 'typical_p'), (1,)),
-  **dict.fromkeys(('num_beams', 'num_return_sequences'), (1,)),
-  **dict.fromkeys(('tools', 'functions', 'stop_token_ids', 'bad_words', 'logits_processors', 'documents'), ([],)),
-  **dict.fromkeys(('logit_bias', 'metadata', 'prompt_cache_options', 'chat_template_kwargs'), ({},)),
-  **dict.fromkeys(('mm_processor_kwargs', 'media_io_kwargs', 'kv_transfer_params', 'vllm_xargs'), ({},)),
-  **dict.fromkeys(('store', 'ignore_eos', 'include_stop_str_in_output', 'use_beam_search', 'early_stopping'), (False,)),
-  **dict.fromkeys(('return_token_ids', 'return_tokens_as_token_ids', 'return_full_text', 'watermark'), (False,)),
-  **dict.fromkeys(('return_token_offsets', 'return_prompt_text', 'return_hidden_states', 'no_stop_trim'), (False,)),
-  **dict.fromkeys(('skip_special_tokens', 'use_cache'), (True,)),
-  **dict.fromkeys(('parallel_tool_calls', 'spaces_between_special_tokens', 'include_reasoning'), (True, False)),
-  **dict.fromkeys(('tool_choice', 'function_call'), ('none', 'auto')),
-  **dict.fromkeys(('audio', 'prediction', 'moderation', 'web_search_options'), ()),
-  'best_of': (1,),
-  'suffix': ('',),
-  'response_format': ({'type': 'text'},),
-  'modalities': (['text'],),
-  'service_tier': ('auto', 'default'),
-  'reasoning_effort': ('none',),
-  'verbosity': ('medium',),
-  'prompt_cache_retention': ('in_memory',),
-}
-_COMPLETION_OFF = {**_OFF, 'add_special_tokens': (True,)}
-_CHAT_OFF = {
-  **_OFF,
-  **dict.fromkeys(('echo', 'add_special_tokens', 'continue_final_message'), (False,)),
-  'add_generation_prompt': (True,),
-}
-_STREAM_OPTIONS_OFF = {'include_obfuscation': (False,)}
-_MESSAGE_OFF = {
-  **dict.fromkeys(('annotations', 'tool_calls'), ([],)),
-  **dict.fromkeys(('refusal', 'reasoning', 'reasoning_content'), ('',)),
-  **dict.fromkeys(('function_call', 'audio'), ()),
-}
-
-
-def _is_off(value: Any, values: tuple[Any, ...]) -> bool:
-  return value is None or any(value == off and isinstance(value, bool) == isinstance(off, bool) for off in values)
 
 
 def check_model(name: str, served: str) -> None:
@@ -182,15 +188,15 @@ def parse(body: Any, *, is_chat: bool, model: str) -> CompletionRequest:
   """
   if not isinstance(body, dict):
     raise RefusedError('the body must be a JSON object')
-  known, off = (_CHAT, _CHAT_OFF) if is_chat else (_COMPLETION, _COMPLETION_OFF | {'best_of': (1, body.get('n'))})
+  fields = _CHAT if is_chat else _COMPLETION | {'best_of': _off(1, body.get('n'))}
   given = {name: value for name, value in body.items() if value is not None}
   for name, value in given.items():
-    if name not in known and name not in off:
+    if name not in fields:
       raise RefusedError(f'unknown field {shown(name)}', name)
-    if name in known and not known[name].is_valid(value):
-      raise RefusedError(f'{name} must be {known[name].words}, got {shown(value)}', name)
-    if name in off and not _is_off(value, off[name]):
-      raise RefusedError(f'{name} is not offered here: leave it out', name)
+    if not fields[name].is_valid(value):
+      words = fields[name].words
+      wanted = f'must be {words}, got {shown(value)}' if words else 'is not offered here: leave it out'
+      raise RefusedError(f'{name} {wanted}', name)
   check_model(given.get('model', model), model)
   stop, options = given.get('stop', ()), given.get('stream_options', {})
   request = CompletionRequest(
@@ -310,7 +316,7 @@ def _part(part: Any, where: str) -> str:
 def _check_others(entry: Mapping[str, Any], known: Collection[str], where: str) -> None:
   """Checks that fields of a message that are not known ask for nothing."""
   for name in sorted(set(entry) - set(known)):
-    if not _is_off(entry[name], _MESSAGE_OFF.get(name, ())):
+    if entry[name] is not None and not _MESSAGE_OFF.get(name, _off()).is_valid(entry[name]):
       raise RefusedError(f'{where}.{name_shown(name)} is not offered here', f'{where}.{name}')
 
 

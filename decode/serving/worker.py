@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from decode.serving.faults import EndedError, FullError, failure
-from decode.serving.metrics import Metrics
+from decode.serving.counters import Metrics
 from decode.serving.protocol import MOST_TOP
 from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.likelihood import CHUNK, LogLikelihood, log_likelihood
@@ -125,7 +125,6 @@ class Worker:
     batch_size: int,
     longest_prompt: int,
     most_waiting: int,
-    rounds_at_a_time: int,
   ):
     """Prepares the rows; `start` begins.
 
@@ -135,11 +134,9 @@ class Worker:
       batch_size: Rows.
       longest_prompt: The most tokens of a prompt.
       most_waiting: Continuations that may wait for a row.
-      rounds_at_a_time: Rounds between two looks at what is new.
     """
     self.metrics, self.longest_prompt, self.most_waiting = Metrics(), longest_prompt, most_waiting
-    self._decoder, self._tokenizer = decoder, tokenizer
-    self._batch_size, self._rounds = batch_size, rounds_at_a_time
+    self._decoder, self._tokenizer, self._batch_size = decoder, tokenizer, batch_size
     self._waiting: collections.deque[Job] = collections.deque()
     self._taken: list[Job] = []  # on their way from the queue into rows
     self._growing: dict[int, Job] = {}  # by row
@@ -346,7 +343,7 @@ class Worker:
       return
     pool = self._pool
     try:
-      pool.advance(self._rounds)
+      pool.advance(1)
     except NotFiniteError as error:
       self._fail(self._growing[error.row], error)
       pool.forgive(error.row)

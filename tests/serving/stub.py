@@ -124,17 +124,14 @@ def make_worker(models, tokenizer, *, most_waiting=64, batch_size=ROWS, most_new
     *models, method='race_traversal', tree=TokenTree.chains(2, DEPTH), max_new_tokens=most_new,
     cache_size=LONGEST + NEW, eos_id=tokenizer.eos_ids, logprobs=True,
   )  # fmt: skip
-  return Worker(
-    decoder, tokenizer, batch_size=batch_size, longest_prompt=longest, most_waiting=most_waiting, rounds_at_a_time=1
-  )
+  return Worker(decoder, tokenizer, batch_size=batch_size, longest_prompt=longest, most_waiting=most_waiting)
 
 
 def make_stub(tokenizer, *, batch_size=2, most_waiting=64):
   """A worker, where `patch` holds."""
   target = types.SimpleNamespace(vocab_size=tokenizer.vocab_size)
   decoder = types.SimpleNamespace(target=target, cache_size=LONGEST + NEW)
-  sizes = {'batch_size': batch_size, 'longest_prompt': LONGEST, 'most_waiting': most_waiting}
-  return Worker(decoder, tokenizer, rounds_at_a_time=1, **sizes)
+  return Worker(decoder, tokenizer, batch_size=batch_size, longest_prompt=LONGEST, most_waiting=most_waiting)
 
 
 def serve(connection, folder, host, seconds, options):

@@ -53,11 +53,6 @@ class Metrics:
     with self._lock:
       self._counts[name, _written(**labels)] += value
 
-  def count(self, name: str) -> float:
-    """The value of a counter without labels."""
-    with self._lock:
-      return self._counts[name, '']
-
   def observe_first_token(self, seconds: float) -> None:
     """Adds the time that a request waited for its first token."""
     with self._lock:
