@@ -16,8 +16,8 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from decode.serving.answer import Served
-from decode.serving.faults import RefusedError, RequestError, failure
 from decode.serving.counters import KINDS, Metrics
+from decode.serving.faults import RefusedError, RequestError, failure
 from spectr_jax.io.foreign import one_line
 
 READ_SECONDS = 30.0  # for a body

@@ -15,8 +15,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from decode.serving.faults import EndedError, FullError, failure
 from decode.serving.counters import Metrics
+from decode.serving.faults import EndedError, FullError, failure
 from decode.serving.protocol import MOST_TOP
 from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.likelihood import CHUNK, LogLikelihood, log_likelihood
