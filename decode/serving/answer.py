@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from decode.serving.faults import RefusedError
+from decode.serving.faults import RefusedError, refusing
 from decode.serving.protocol import DEFAULT_TOKENS, MOST_SAMPLES, CompletionRequest
 from decode.serving.worker import Job, Piece, Worker
 from spectr_jax.engine.likelihood import LogLikelihood
@@ -166,13 +166,11 @@ class Answer:
 
   def _encoded(self, prompt: Any) -> Sequence[int]:
     tokenizer, worker, field = self.served.tokenizer, self.served.worker, self._field
-    try:
+    with refusing(field):
       if self.request.is_chat:
         ids = tokenizer.encode_chat(prompt)
       else:
         ids = tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else prompt
-    except ValueError as error:
-      raise RefusedError(str(error), field) from error
     if not 1 <= len(ids) <= worker.longest_prompt:
       raise RefusedError(f'{field} has {len(ids)} tokens, allowed are 1 to {worker.longest_prompt}', field)
     if max(ids) >= worker.vocab_size:

@@ -16,7 +16,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from decode.serving.answer import Answer, Served
-from decode.serving.faults import RefusedError, RequestError, failure
+from decode.serving.faults import RefusedError, RequestError, failure, refusing
 from decode.serving.gate import Gate
 from decode.serving.protocol import check_model, parse
 from spectr_jax.io.foreign import parse_json
@@ -26,11 +26,11 @@ _T = TypeVar('_T')
 
 def _parsed(body: bytes) -> Any:
   try:
-    return parse_json(body.decode('utf-8'), 'the body')
+    text = body.decode('utf-8')
   except UnicodeDecodeError as error:
     raise RefusedError(f'the body is not UTF-8: {error.reason} at byte {error.start}') from error
-  except ValueError as error:
-    raise RefusedError(str(error)) from error
+  with refusing(None):
+    return parse_json(text, 'the body')
 
 
 async def _in_thread(served: Served, function: Callable[[], _T]) -> _T:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from starlette.responses import JSONResponse
@@ -56,6 +57,15 @@ class RefusedError(RequestError):
 
   def __init__(self, message: str, field: str | None = None, status: int = 400, code: str | None = None):
     super().__init__(message, status, 'invalid_request_error', field=field, code=code)
+
+
+@contextlib.contextmanager
+def refusing(field: str | None) -> Iterator[None]:
+  """Refuses a request where a check of a field raises ValueError."""
+  try:
+    yield
+  except ValueError as error:
+    raise RefusedError(str(error), field) from error
 
 
 class FullError(RequestError):

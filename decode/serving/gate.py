@@ -16,7 +16,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from decode.serving.answer import Served
-from decode.serving.counters import KINDS, Metrics
+from decode.serving.counters import KINDS
 from decode.serving.faults import RefusedError, RequestError, failure
 from spectr_jax.io.foreign import one_line
 
@@ -95,21 +95,6 @@ class _Body:
     return self._is_over
 
 
-class _Count:
-  """A request in the metrics; those of other kinds are not counted."""
-
-  def __init__(self, metrics: Metrics, kind: str | None):
-    self._metrics, self._kind = metrics, kind
-    if kind is not None:
-      metrics.add('requests_received_total', kind=kind)
-
-  def end(self, outcome: str) -> None:
-    """Counts its outcome; only the first one counts."""
-    if self._kind is not None:
-      self._metrics.add('requests_total', kind=self._kind, outcome=outcome)
-    self._kind = None
-
-
 def _outcome(status: int) -> str:
   return 'answered' if status < 400 else 'left' if status == 499 else 'refused' if status < 500 else 'failed'
 
@@ -125,8 +110,17 @@ class Gate:
       await self._app(scope, receive, send)
       return
     headers = Headers(scope=scope)
-    count, body = _Count(self._served.worker.metrics, KINDS.get(scope['path'])), _Body(headers, receive)
-    status = 0
+    body, metrics, status = _Body(headers, receive), self._served.worker.metrics, 0
+    kind = KINDS.get(scope['path'])  # requests of others are not counted
+    if kind is not None:
+      metrics.add('requests_received_total', kind=kind)
+
+    def end(outcome: str) -> None:
+      """Counts the outcome; only the first one counts."""
+      nonlocal kind
+      if kind is not None:
+        metrics.add('requests_total', kind=kind, outcome=outcome)
+      kind = None
 
     async def answer(message: Message) -> None:
       nonlocal status
@@ -135,7 +129,7 @@ class Gate:
         if not await body.drain():
           message['headers'] = [*message['headers'], (b'connection', b'close')]
       elif not message.get('more_body', False):
-        count.end(scope.get('outcome') or _outcome(status))  # before the client can look
+        end(scope.get('outcome') or _outcome(status))  # before the client can look
       await send(message)
 
     try:
@@ -147,11 +141,11 @@ class Gate:
     except BaseException as error:  # a panic of the tokenizers is no Exception
       told = failure(error)
       if status:
-        count.end('failed')
+        end('failed')
       else:
         await told.response()(scope, body.receive, answer)
     finally:
-      count.end('left')
+      end('left')
 
   def _check_host(self, headers: Headers) -> None:
     """Refuses requests to other hosts than those that are served, and those of others' pages."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from decode.serving.faults import RefusedError
+from decode.serving.faults import RefusedError, refusing
 from spectr_jax.engine.stop import check_stop_texts
 from spectr_jax.io.foreign import ANYTHING, FLAG, Kind, name_shown, real, shown, whole
 from spectr_jax.sampling import SamplingParams
@@ -230,10 +230,8 @@ def _check_together(request: CompletionRequest, given: Mapping[str, Any]) -> Non
     raise RefusedError('the likeliest tokens are not offered for streams: ask for 0 of them', name)
   if request.max_tokens == 0 and not request.echo:
     raise RefusedError('max_tokens 0 is for echo', 'max_tokens')
-  try:
+  with refusing('stop'):
     check_stop_texts(request.stop)
-  except ValueError as error:
-    raise RefusedError(str(error), 'stop') from error
 
 
 def _sampling(given: Mapping[str, Any]) -> SamplingParams:
@@ -271,11 +269,11 @@ def _prompts(given: Mapping[str, Any]) -> list[Any]:
   prompts = [prompt] if isinstance(prompt, str) or _is_ids(prompt) else prompt
   if not isinstance(prompts, list) or not 1 <= len(prompts) <= MOST_PROMPTS:
     raise RefusedError(f'prompt must be a text, token ids, or a list of 1 to {MOST_PROMPTS} of them', 'prompt')
-  if not all(isinstance(each, str) for each in prompts) and not all(map(_is_ids, prompts)):
+  if not all(map(_is_text, prompts)) and not all(map(_is_ids, prompts)):
     raise RefusedError('prompt must be texts, or lists of token ids', 'prompt')
-  for each in prompts:
-    if isinstance(each, str):
-      _check_text(each, 'prompt')
+  with refusing('prompt'):
+    for text in filter(_is_text, prompts):
+      check_unicode(text, 'prompt')
   return prompts
 
 
@@ -296,13 +294,15 @@ def _message(entry: Any, where: str) -> dict[str, str]:
     content = ''.join(_part(part, where) for part in content)
   if not isinstance(content, str):
     raise RefusedError(f'{where}.content must be a text, or a list of texts', f'{where}.content')
-  _check_text(content, f'{where}.content')
+  with refusing(f'{where}.content'):
+    check_unicode(content, f'{where}.content')
   message = {'role': 'system' if role == 'developer' else role, 'content': content}
   if name is None:
     return message
   if not isinstance(name, str):
     raise RefusedError(f'{where}.name must be a text', f'{where}.name')
-  _check_text(name, f'{where}.name')
+  with refusing(f'{where}.name'):
+    check_unicode(name, f'{where}.name')
   return message | {'name': name}
 
 
@@ -318,10 +318,3 @@ def _check_others(entry: Mapping[str, Any], known: Collection[str], where: str) 
   for name in sorted(set(entry) - set(known)):
     if entry[name] is not None and not _MESSAGE_OFF.get(name, _off()).is_valid(entry[name]):
       raise RefusedError(f'{where}.{name_shown(name)} is not offered here', f'{where}.{name}')
-
-
-def _check_text(text: str, field: str) -> None:
-  try:
-    check_unicode(text, field)
-  except ValueError as error:
-    raise RefusedError(str(error), field) from error
