@@ -418,12 +418,15 @@ def test_other_places(client):
     ('PUT', '/metrics', 405, {'GET', 'HEAD'}),
     ('GET', '/v1/../../etc/passwd', 404, None),
     ('POST', '/v1/embeddings', 404, None),
+    ('GET', '/%1b[2J', 404, None),
     ('GET', '/health/', 404, None),  # no redirect: its address would be that of the Host
     ('POST', '/v1/completions/', 404, None),
   ):
     response = client.request(method, path, headers={'Host': 'elsewhere'}, follow_redirects=False)
     assert response.status_code == status
-    assert 'there is no' in response.json()['error']['message']
+    message = response.json()['error']['message']
+    assert 'there is no' in message
+    assert message.isprintable()
     found = response.headers.get('allow')
     assert (set(found.split(', ')) if found else None) == allowed
 
