@@ -22,14 +22,13 @@ from absl import flags
 
 from common import command_line, help_text
 from common.printable import printable
-from decode.conversation import Chat
+from decode.conversation import Chat, describe_drafting, obey
 from decode.experiment.auto_choice import predict_all
 from decode.experiment.console import show_progress
 from decode.experiment.drafting import with_default_drafting
 from decode.experiment.options import AUTO, ROOT, DecodeOptions
 from decode.experiment.settings import Setting, only_setting
 from decode.experiment.workload import Models, Workload, load_models
-from decode.slash_commands import describe_drafting, obey
 from spectr_jax.auto.prediction import choose
 from spectr_jax.auto.trial import Notify
 from spectr_jax.engine.decoder import Decoder

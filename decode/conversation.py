@@ -1,8 +1,9 @@
-"""A conversation with a model: its messages, and its answers as they come."""
+"""A conversation with a model: its messages, its answers as they come, and commands that begin with `/`."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Iterator
 
@@ -13,11 +14,13 @@ from spectr_jax.engine.session import Session
 from spectr_jax.engine.stop import StopStrings
 from spectr_jax.io.text_stream import TextStream
 from spectr_jax.io.tokenizer import TokenizerBase
+from spectr_jax.sampling import SamplingParams
+from spectr_jax.suggestion import did_you_mean
 from spectr_jax.unicode import check_unicode
 
 
 @dataclasses.dataclass
-class Answer:
+class AnswerStatistics:
   """The figures of an answer, so far or in the end.
 
   Attributes:
@@ -64,7 +67,7 @@ class Chat:
       seed: The seed of all answers.
     """
     self.messages = [] if system is None else [{'role': 'system', 'content': system}]
-    self.answer = Answer()
+    self.answer = AnswerStatistics()
     self.session, self.answers = session, []
     self._tokenizer, self._stop = tokenizer, stop
     self._key, self._num_turns = jax.random.key(seed, impl='threefry2x32'), 0
@@ -96,7 +99,7 @@ class Chat:
         template refuses it; the conversation stays as it was.
       NotFiniteError: A model's logits are not finite.
     """
-    start, self.answer = time.perf_counter(), Answer()
+    start, self.answer = time.perf_counter(), AnswerStatistics()
     check_unicode(text, 'the message')
     messages = [*self.messages, {'role': 'user', 'content': text}]
     prompt, self.answer.num_left_out = self._fitting(messages)
@@ -140,3 +143,80 @@ class Chat:
       f'the message is too long, {len(prompt)} tokens with its template; at most {self.session.longest_prompt} are'
       ' allowed: --context less --max_new_tokens'
     )
+
+
+def describe_drafting(chat: Chat) -> str:
+  """Which method verifies which guesses in a conversation."""
+  decoder = chat.session.decoder
+  if decoder.drafter is None:
+    return 'no draft: one token per call of the target'
+  return f'{decoder.method.name} on trees of {decoder.tree.num_nodes} guesses, {decoder.tree.max_depth} deep'
+
+
+def _reset(chat: Chat, system: str = '') -> str:
+  if not system:
+    chat.reset()
+    return 'a new conversation'
+  check_unicode(system, 'the system message')
+  chat.reset(system)
+  return 'a new conversation with this system message'
+
+
+def _temperature(chat: Chat, argument: str) -> str:
+  try:
+    value = float(argument)
+  except ValueError:
+    raise ValueError(f'/temperature takes a number, got {argument[:40]}') from None
+  if not 0 <= value < math.inf:
+    raise ValueError(f'the temperature must be finite and at least 0, got {value}')
+  chat.session.sampling = dataclasses.replace(chat.session.sampling or SamplingParams(), temperature=value)
+  return f'temperature {value:g}'
+
+
+def _stats(chat: Chat) -> str:
+  tokens, calls = (sum(getattr(each, name) for each in chat.answers) for name in ('num_tokens', 'num_target_calls'))
+  if not calls:
+    return 'no answer yet'
+  seconds = sum(each.seconds for each in chat.answers)
+  used, room = len(chat.session.tokens), chat.session.decoder.cache_size
+  return (
+    f'{len(chat.answers)} answers, {tokens} tokens, {tokens / seconds:.1f} tokens/s, {tokens / calls:.2f} per target'
+    f' call; {used} of {room} tokens of context'
+  )
+
+
+def _help(chat: Chat) -> str:
+  del chat
+  return '\n'.join(f'{f"/{name} {takes}":<16}{what}' for name, (takes, what, _) in _COMMANDS.items())
+
+
+# What each command takes, what it does, and the function that does it.
+_COMMANDS = {
+  'help': ('', 'lists these commands', _help),
+  'reset': ('', 'begins a new conversation', _reset),
+  'system': ('TEXT', 'begins a new conversation with this system message', _reset),
+  'temperature': ('X', 'sets the sampling temperature of the next answers; 0 decodes greedily', _temperature),
+  'draft': ('', 'says which method and tree make the guesses', describe_drafting),
+  'stats': ('', 'says how many tokens there were, how fast and how many per call of the target', _stats),
+}
+
+
+def obey(chat: Chat, line: str) -> str:
+  """Carries out a command, and returns what there is to say about it.
+
+  Args:
+    chat: The conversation.
+    line: `/`, the command, and perhaps its argument.
+
+  Raises:
+    ValueError: There is no such command, or its argument is wrong.
+  """
+  name, _, argument = line.removeprefix('/').partition(' ')
+  argument = argument.strip()
+  if name not in _COMMANDS:
+    hint = did_you_mean(name, _COMMANDS).replace('mean ', 'mean /')
+    raise ValueError(f'there is no command /{name[:40]}{hint}; /help lists them')
+  takes, _, carry_out = _COMMANDS[name]
+  if bool(takes) != bool(argument):
+    raise ValueError(f'/{name} takes {takes or "nothing"}')
+  return carry_out(chat, argument) if takes else carry_out(chat)

@@ -109,7 +109,6 @@ def start_worker(
     batch_size=options.batch_size,
     longest_prompt=bounds.longest_prompt,
     most_waiting=most_waiting,
-    rounds_at_a_time=1,
   )
   worker.compile(lambda done, total: notify('compiling', done, total))
   worker.start()

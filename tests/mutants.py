@@ -110,7 +110,7 @@ _MUTANTS = (
    "0 if state is None else int(state['step']) - 1", 'train/train_test.py'),
   ('train_mask', 'train/head_step.py', 'counts_here[..., None] & each for each', 'each for each', 'train/head_test.py'),
 
-  ('serving_limit', 'decode/serving/answer.py', 'self.asked.max_tokens > most:', 'self.asked.max_tokens < 0:',
+  ('serving_limit', 'decode/serving/answer.py', 'max_tokens > most:', 'max_tokens < 0:',
    'serving/app_test.py serving/gate_test.py'),
   ('serving_stop', 'spectr_jax/io/text_stream.py', 'return text[:begin]', 'return text',
    'io/text_stream_test.py serving/app_test.py'),

@@ -2,15 +2,23 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spectr_jax import METHODS, SamplingParams, auto, lookup_beside, model_drafter
+from spectr_jax import METHODS, SamplingParams, auto, lookup_beside
 from spectr_jax.auto.setting import baseline_of
+from spectr_jax.draft.model_drafter import ModelDrafter
 from spectr_jax.models.table import table_model
 
 _DRAFT = table_model(jnp.zeros((5, 5)))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _ShortDrafter(ModelDrafter):
+  max_depth = 4
 
 
 def test_default_settings():
@@ -25,7 +33,7 @@ def test_default_settings():
   assert {setting.num_drafts for setting in greedy} == {0, 1}
   grown = [str(setting).partition(' ')[2] for setting in greedy if setting.growth is not None]
   assert grown == ['likeliest:2,2,2,2', 'likeliest:4,4,4,4', 'likeliest:2,2,2,2,2,2,2,2', 'likeliest:4,4,4,4,4,4,4,4']
-  short = auto.default_settings(dataclasses.replace(model_drafter(_DRAFT), max_depth=4))
+  short = auto.default_settings(_ShortDrafter(_DRAFT))
   assert max(setting.draft_length for setting in short) == 4
   beside = auto.default_settings(lookup_beside(_DRAFT), is_greedy=True)
   assert all(setting.method.takes_mixed or not setting.tree.num_nodes for setting in beside)

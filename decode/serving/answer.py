@@ -10,12 +10,13 @@ import itertools
 import secrets
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from decode.serving.protocol import DEFAULT_TOKENS, MOST_SAMPLES, Asked, RefusedError
+from decode.serving.faults import RefusedError, refusing
+from decode.serving.protocol import DEFAULT_TOKENS, MOST_SAMPLES, CompletionRequest
 from decode.serving.worker import Job, Piece, Worker
 from spectr_jax.engine.likelihood import LogLikelihood
 from spectr_jax.engine.state import sample_keys
@@ -80,23 +81,24 @@ def _keys(seed: int, num_prompts: int, num_samples: int) -> Iterator[jax.Array]:
 
 @dataclasses.dataclass
 class Choice:
-  """A continuation as it comes: its prompt's number, its ids and text, and the pieces that wait to be sent.
+  """A continuation as it comes: its number, its prompt's ids, and what came so far.
 
-  Its likelihood comes with the prompt's length; `read` says where in the text the tokens of a stream stand.
+  Attributes:
+    likelihood: The reading of prompt and continuation, where a response shows more than the new tokens.
+    name_next: Names the tokens of a stream, each from where the last piece ended.
   """
 
   index: int
   prompt: Sequence[int]
   job: Job | None = None
-  pieces: asyncio.Queue = dataclasses.field(default_factory=asyncio.Queue)
   text: str = ''
   tokens: list[int] = dataclasses.field(default_factory=list)
   logprobs: list[float] = dataclasses.field(default_factory=list)
   finish_reason: str | None = None
   num_target_calls: int = 0
   num_accepted: int = 0
-  likelihood: tuple[LogLikelihood, int] | None = None
-  read: TokenDecoder | None = None
+  likelihood: LogLikelihood | None = None
+  name_next: TokenDecoder | None = None
 
   def add(self, piece: Piece) -> None:
     self.text += piece.text
@@ -106,79 +108,77 @@ class Choice:
     self.num_target_calls, self.num_accepted = piece.num_target_calls, piece.num_accepted
 
 
+class _Place(NamedTuple):
+  """A token that a response shows, its log probability, and those of the likeliest tokens in its place."""
+
+  token: int
+  shown: TextToken
+  logprob: float | None
+  top: dict[int, float] | None
+
+
 class Answer:
   """A request on its way to an answer."""
 
-  def __init__(self, served: Served, asked: Asked):
-    self.served, self.asked = served, asked
-    self.id = f'{"chatcmpl" if asked.is_chat else "cmpl"}-{secrets.token_hex(12)}'
-    self.created = int(time.time())
-    self._num_received, self._has_failed = 0, False
-    self.choices = self._choices()
+  def __init__(self, served: Served, request: CompletionRequest):
+    """Encodes the prompts.
 
-  def _choices(self) -> list[Choice]:
-    asked = self.asked
+    Raises:
+      RefusedError: They are too long, too many or no prompts, or too many new tokens are asked for.
+    """
+    self.served, self.request = served, request
+    self.id = f'{"chatcmpl" if request.is_chat else "cmpl"}-{secrets.token_hex(12)}'
+    self.created = int(time.time())
+    self.max_tokens = self._allowed_tokens()
+    self._field = 'messages' if request.is_chat else 'prompt'
+    self._arrived: asyncio.Queue[tuple[Choice, Piece | Exception]] = asyncio.Queue()
+    self._num_open, self._has_failed = 0, False  # continuations that were received and have not ended
     self._check_sizes()
-    prompts = [self._encoded(prompt) for prompt in asked.prompts]
-    return [
-      Choice(place * asked.num_samples + sample, prompt)
-      for place, prompt in enumerate(prompts)
-      for sample in range(asked.num_samples)
+    self.choices = [
+      Choice(place * request.num_samples + sample, prompt)
+      for place, prompt in enumerate(map(self._encoded, request.prompts))
+      for sample in range(request.num_samples)
     ]
+
+  def _allowed_tokens(self) -> int:
+    max_tokens, most = self.request.max_tokens, self.served.max_new_tokens
+    if max_tokens is None:
+      return most if self.request.is_chat else min(DEFAULT_TOKENS, most)
+    if max_tokens > most:
+      message = f'max_tokens must be at most {most} here (--max_new_tokens), got {max_tokens}'
+      raise RefusedError(message, 'max_tokens')
+    return max_tokens
 
   def _check_sizes(self) -> None:
     """Refuses what is too large before any of it is encoded."""
-    _ = self.max_tokens
-    asked, worker, most = self.asked, self.served.worker, self.served.most_characters
-    number = len(asked.prompts) * asked.num_samples
+    request, worker, most = self.request, self.served.worker, self.served.most_characters
+    number = len(request.prompts) * request.num_samples
     if number > worker.most_waiting:
       raise RefusedError(f'{number} continuations are more than {worker.most_waiting} that may wait', 'n')
-    for prompt in asked.prompts:
-      if asked.is_chat:
+    for prompt in request.prompts:
+      if request.is_chat:
         size = sum(len(text) for message in prompt for text in message.values())
       else:
         size = len(prompt) if isinstance(prompt, str) else 0
       if size > most:
-        said = (
-          f'{self._field} has {size:,} characters, allowed are {most:,}: {worker.longest_prompt} of the longest token'
-        )
-        raise RefusedError(said, self._field)
-
-  @property
-  def _field(self) -> str:
-    return 'messages' if self.asked.is_chat else 'prompt'
+        message = f'has {size:,} characters, allowed are {most:,}: {worker.longest_prompt} of the longest token'
+        raise RefusedError(f'{self._field} {message}', self._field)
 
   def _encoded(self, prompt: Any) -> Sequence[int]:
     tokenizer, worker, field = self.served.tokenizer, self.served.worker, self._field
-    try:
-      if self.asked.is_chat:
+    with refusing(field):
+      if self.request.is_chat:
         ids = tokenizer.encode_chat(prompt)
       else:
         ids = tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else prompt
-    except ValueError as error:
-      raise RefusedError(str(error), field) from error
     if not 1 <= len(ids) <= worker.longest_prompt:
       raise RefusedError(f'{field} has {len(ids)} tokens, allowed are 1 to {worker.longest_prompt}', field)
     if max(ids) >= worker.vocab_size:
       raise RefusedError(f'{field} has the id {max(ids)}, the vocabulary is 0 to {worker.vocab_size - 1}', field)
-    if (self.asked.max_tokens or 0) > (room := self.served.most_new(ids)):
-      message = f'max_tokens must be at most {room} behind {len(ids)} tokens, got {self.asked.max_tokens}'
+    if (self.request.max_tokens or 0) > (room := self.served.most_new(ids)):
+      message = f'max_tokens must be at most {room} behind {len(ids)} tokens, got {self.request.max_tokens}'
       raise RefusedError(message, 'max_tokens')
     return ids
-
-  @property
-  def max_tokens(self) -> int:
-    most = self.served.max_new_tokens
-    if self.asked.max_tokens is not None and self.asked.max_tokens > most:
-      raise RefusedError(
-        f'max_tokens must be at most {most} here (--max_new_tokens), got {self.asked.max_tokens}', 'max_tokens'
-      )
-    if self.asked.max_tokens is None:
-      return most if self.asked.is_chat else min(DEFAULT_TOKENS, most)
-    return self.asked.max_tokens
-
-  def _limit(self, choice: Choice) -> int:
-    return min(self.max_tokens, self.served.most_new(choice.prompt))
 
   def submit(self, loop: asyncio.AbstractEventLoop) -> None:
     """Hands all continuations to the worker.
@@ -190,87 +190,84 @@ class Answer:
       FullError: Too many wait.
       EndedError: The worker decodes no more.
     """
-    asked = self.asked
+    request, served = self.request, self.served
     if self.max_tokens == 0:
       return
-    stop = StopStrings(self.served.tokenizer, asked.stop) if asked.stop else None
-    seed = secrets.randbits(32) if asked.seed is None else asked.seed % 2**32
-    keys = _keys(seed, len(asked.prompts), asked.num_samples)
+    stop = StopStrings(served.tokenizer, request.stop) if request.stop else None
+    seed = secrets.randbits(32) if request.seed is None else request.seed % 2**32
+    keys = _keys(seed, len(request.prompts), request.num_samples)
+    jobs = []
     for choice, key in zip(self.choices, keys, strict=True):
 
-      def tell(found, pieces=choice.pieces):
-        loop.call_soon_threadsafe(pieces.put_nowait, found)
+      def tell(piece: Piece | Exception, choice: Choice = choice) -> None:
+        loop.call_soon_threadsafe(self._arrived.put_nowait, (choice, piece))
 
-      choice.job = Job(choice.prompt, key, asked.sampling, self._limit(choice), stop, tell)
-    jobs = [choice.job for choice in self.choices if choice.job is not None]
-    self._num_received = len(jobs)
-    self._count('received_total', self._num_received)
+      limit = min(self.max_tokens, served.most_new(choice.prompt))
+      choice.job = Job(choice.prompt, key, request.sampling, limit, stop, tell)
+      jobs.append(choice.job)
+    self._num_open = len(jobs)
+    self._count('received_total', len(jobs))
     try:
-      self.served.worker.submit(jobs)
+      served.worker.submit(jobs)
     except Exception:
       self._end('refused', len(jobs))
       raise
 
-  def _count(self, name: str, number: int, outcome: str = '') -> None:
-    kind = 'chat' if self.asked.is_chat else 'completions'
-    label = f'kind="{kind}",outcome="{outcome}"' if outcome else f'kind="{kind}"'
-    self.served.worker.metrics.add(f'continuations_{name}', number, label)
+  def _count(self, name: str, number: int, **labels: str) -> None:
+    kind = 'chat' if self.request.is_chat else 'completions'
+    self.served.worker.metrics.add(f'continuations_{name}', number, kind=kind, **labels)
 
   def _end(self, outcome: str, number: int) -> None:
-    self._count('total', number, outcome)
-    self._num_received -= number
+    self._count('total', number, outcome=outcome)
+    self._num_open -= number
 
   def close(self) -> None:
     """Lets go of what nobody waits for any more, and counts how the continuations ended."""
-    if not self._num_received:
+    if not self._num_open:
       return
-    num_answered = sum(choice.finish_reason is not None for choice in self.choices)
-    self._end('answered', num_answered)
-    self._end('failed' if self._has_failed else 'left', self._num_received)
+    self._end('answered', sum(choice.finish_reason is not None for choice in self.choices))
+    self._end('failed' if self._has_failed else 'left', self._num_open)
     for choice in self.choices:
       if choice.job is not None and choice.finish_reason is None:
         choice.job.is_cancelled = True
 
-  async def pieces_of(self, choice: Choice) -> AsyncIterator[Piece]:
-    """The pieces of a continuation, which are added to it."""
-    while choice.job is not None and choice.finish_reason is None:
-      found = await choice.pieces.get()
-      if isinstance(found, Exception):
+  async def pieces(self) -> AsyncIterator[tuple[Choice, Piece]]:
+    """The pieces of all continuations as they come; each was added to its own."""
+    while any(choice.job is not None and choice.finish_reason is None for choice in self.choices):
+      choice, piece = await self._arrived.get()
+      if isinstance(piece, Exception):
         self._has_failed = True
-        raise found
-      if not choice.tokens:
+        raise piece
+      if choice.job is not None and not choice.tokens:
         self.served.worker.metrics.observe_first_token(time.monotonic() - choice.job.begun)
-      choice.add(found)
-      yield found
+      choice.add(piece)
+      yield choice, piece
 
   async def finish(self) -> None:
     """Waits for all continuations, and for the log probabilities that a reading of the texts gives."""
-    for choice in self.choices:
-      async for _ in self.pieces_of(choice):
-        pass
-    asked = self.asked
-    if not (asked.echo and asked.top_logprobs is not None) and not asked.top_logprobs:
+    async for _ in self.pieces():
+      pass
+    num_top, loop = self.request.top_logprobs, asyncio.get_running_loop()
+    if num_top is None or not (num_top or self.request.echo):
       return
     for choice in self.choices:
-      loop = asyncio.get_running_loop()
-      found: asyncio.Future = loop.create_future()
-
-      def tell(value, loop=loop, found=found):
-        loop.call_soon_threadsafe(_settle, found, value)
-
-      self.served.worker.score([[*choice.prompt, *choice.tokens]], asked.top_logprobs or 0, tell)
-      choice.likelihood = await found, len(choice.prompt)
+      values: asyncio.Queue[LogLikelihood | Exception] = asyncio.Queue()
+      tell = functools.partial(loop.call_soon_threadsafe, values.put_nowait)
+      self.served.worker.score([[*choice.prompt, *choice.tokens]], num_top, tell)
+      likelihood = await values.get()
+      if isinstance(likelihood, Exception):
+        raise likelihood
+      choice.likelihood = likelihood
 
   # What is sent.
 
   def head(self, *, is_chunk: bool) -> dict[str, Any]:
-    kind = 'chat.completion' if self.asked.is_chat else 'text_completion'
-    kind += '.chunk' if is_chunk and self.asked.is_chat else ''
+    kind = 'chat.completion' if self.request.is_chat else 'text_completion'
+    kind += '.chunk' if is_chunk and self.request.is_chat else ''
     return {'id': self.id, 'object': kind, 'created': self.created, 'model': self.served.name}
 
   def usage(self) -> dict[str, Any]:
-    asked = self.asked
-    prompt = sum(len(choice.prompt) for choice in self.choices[:: asked.num_samples])
+    prompt = sum(len(choice.prompt) for choice in self.choices[:: self.request.num_samples])
     tokens = sum(len(choice.tokens) for choice in self.choices)
     calls = sum(choice.num_target_calls for choice in self.choices)
     accepted = sum(choice.num_accepted for choice in self.choices)
@@ -282,19 +279,38 @@ class Answer:
       'spectr_jax': {'target_calls': calls, 'accepted_tokens': accepted},
     }
 
+  def count_prompts(self) -> None:
+    """Counts the tokens of the prompts, which are those of an answer that is complete."""
+    self.served.worker.metrics.add('prompt_tokens_total', self.usage()['prompt_tokens'])
+
   def whole(self) -> dict[str, Any]:
     """The response that is not streamed."""
-    self.served.worker.metrics.add('prompt_tokens_total', self.usage()['prompt_tokens'])
+    self.count_prompts()
     choices = [self._whole_choice(choice) for choice in self.choices]
     return self.head(is_chunk=False) | {'choices': choices, 'usage': self.usage()}
 
   def _whole_choice(self, choice: Choice) -> dict[str, Any]:
-    common = {'index': choice.index, 'finish_reason': choice.finish_reason or 'length'}
-    if self.asked.is_chat:
-      message = {'role': 'assistant', 'content': choice.text}
-      return common | {'message': message, 'logprobs': self._chat_logprobs(choice)}
-    text = self._echoed(choice) if self.asked.echo else choice.text
-    return common | {'text': text, 'logprobs': self._completion_logprobs(choice)}
+    logprobs = None if self.request.top_logprobs is None else self._logprobs(self._places(choice))
+    common = {'index': choice.index, 'finish_reason': choice.finish_reason or 'length', 'logprobs': logprobs}
+    if self.request.is_chat:
+      return common | {'message': {'role': 'assistant', 'content': choice.text}}
+    return common | {'text': self._echoed(choice) if self.request.echo else choice.text}
+
+  def chunk(self, choice: Choice, piece: Piece) -> dict[str, Any]:
+    """A piece of a stream."""
+    logprobs = None
+    if self.request.top_logprobs is not None:
+      choice.name_next = choice.name_next or self.served.tokenizer.decode_tokens_stream()
+      named = zip(piece.tokens, choice.name_next(piece.tokens), piece.logprobs, strict=True)
+      logprobs = self._logprobs([_Place(*each, None) for each in named])
+    own = {'index': choice.index, 'finish_reason': piece.finish_reason, 'logprobs': logprobs}
+    if self.request.is_chat:
+      is_first = len(choice.tokens) == len(piece.tokens)
+      own['delta'] = ({'role': 'assistant'} if is_first else {}) | {'content': piece.text}
+    else:
+      own['text'] = piece.text
+    usage = {'usage': self.usage()} if self.request.has_usage_in_chunks else {}
+    return self.head(is_chunk=True) | {'choices': [own]} | usage
 
   def _echoed(self, choice: Choice) -> str:
     """The text of prompt and continuation, in which a character may begin in the one and end in the other."""
@@ -302,85 +318,50 @@ class Answer:
     text = decode([*choice.prompt, *choice.tokens])
     return text[: len(text) - len(decode(choice.tokens)) + len(choice.text)]
 
-  def _decode(self, choice: Choice, ids: Sequence[int]) -> list[TextToken]:
-    """What ids are in the text that is sent: all of its ids, or those of a piece of a stream."""
-    return (choice.read or self.served.tokenizer.decode_tokens_stream())(ids)
-
-  def _places(self, choice: Choice) -> tuple[list[int], list[float | None], list[dict[int, float] | None]]:
-    """Ids, their log probabilities, and the likeliest ids, of all places that a response shows."""
-    if choice.likelihood is None:
-      return choice.tokens, list(choice.logprobs), [None] * len(choice.tokens)
-    found, start = choice.likelihood
-    first = 0 if self.asked.echo else start
+  def _places(self, choice: Choice) -> list[_Place]:
+    """All places that the response of a continuation shows."""
+    name_all, likelihood = self.served.tokenizer.decode_tokens, choice.likelihood
+    if likelihood is None:
+      named = zip(choice.tokens, name_all(choice.tokens), choice.logprobs, strict=True)
+      return [_Place(*each, None) for each in named]
+    first = 0 if self.request.echo else len(choice.prompt)
     ids = [*choice.prompt, *choice.tokens][first:]
-    values = [_number(value) for value in found.logprobs[0, first : first + len(ids)]]
-    tops: list[dict[int, float] | None] = []
-    for place in range(first, first + len(ids)):
-      pairs = zip(found.top_tokens[0, place].tolist(), found.top_logprobs[0, place].tolist())
-      tops.append({token: value for token, value in pairs if np.isfinite(value)} if place else None)
-    return ids, values, tops
+    places = []
+    for place, (token, shown) in enumerate(zip(ids, name_all(ids), strict=True), first):
+      pairs = zip(likelihood.top_tokens[0, place].tolist(), likelihood.top_logprobs[0, place].tolist(), strict=True)
+      top = {other: value for other, value in pairs if np.isfinite(value)} if place else None
+      places.append(_Place(token, shown, _number(likelihood.logprobs[0, place]), top))
+    return places
 
-  def _completion_logprobs(self, choice: Choice) -> dict[str, Any] | None:
-    if self.asked.top_logprobs is None:
-      return None
-    ids, values, tops = self._places(choice)
-    found = self._decode(choice, ids)
+  def _logprobs(self, places: Sequence[_Place]) -> dict[str, Any]:
+    if self.request.is_chat:
+      return {'content': [self._entry(place) for place in places]}
     return {
-      'tokens': [token.name for token in found],
-      'token_logprobs': values,
-      'top_logprobs': [top and self._named(top, *own) for top, own in zip(tops, zip(ids, found, values))],
-      'text_offset': [token.offset for token in found],
+      'tokens': [place.shown.name for place in places],
+      'token_logprobs': [place.logprob for place in places],
+      'top_logprobs': [place.top and self._named(place) for place in places],
+      'text_offset': [place.shown.offset for place in places],
     }
 
-  def _named(self, top: dict[int, float], index: int, token: TextToken, its: float) -> dict[str, float]:
+  def _entry(self, place: _Place) -> dict[str, Any]:
+    def entry(token: TextToken, value: float | None) -> dict[str, Any]:
+      return {'token': token.name, 'logprob': value, 'bytes': list(token.content)}
+
+    tops = [entry(self._alone(other), value) for other, value in (place.top or {}).items()]
+    return entry(place.shown, place.logprob) | {'top_logprobs': tops}
+
+  def _named(self, place: _Place) -> dict[str, float | None]:
     """The likeliest tokens of a place, and the one that stands there, by names of their own."""
-    names = {index: token.name}
-    for other in top:
+    token, shown, logprob, top = place
+    names, values = {token: shown.name}, {**(top or {})}
+    for other in values:
       name = self._alone(other).name
       names.setdefault(other, f'token_id:{other}' if name in names.values() else name)
-    return {names[other]: value for other, value in (top | {index: top.get(index, its)}).items()}
+    return {names[other]: value for other, value in (values | {token: values.get(token, logprob)}).items()}
 
   def _alone(self, token: int) -> TextToken:
     return self.served.tokenizer.decode_tokens([token])[0]
 
-  def _chat_logprobs(self, choice: Choice) -> dict[str, Any] | None:
-    if self.asked.top_logprobs is None:
-      return None
-    ids, values, tops = self._places(choice)
-    return {
-      'content': [
-        _entry(token, value) | {'top_logprobs': [_entry(self._alone(other), its) for other, its in (top or {}).items()]}
-        for token, value, top in zip(self._decode(choice, ids), values, tops)
-      ]
-    }
-
-  def chunk(self, choice: Choice, piece: Piece) -> dict[str, Any]:
-    """A piece of a stream."""
-    choice.read = choice.read or self.served.tokenizer.decode_tokens_stream()
-    part = Choice(choice.index, choice.prompt, tokens=list(piece.tokens), logprobs=list(piece.logprobs))
-    part.read = choice.read
-    common = {'index': choice.index, 'finish_reason': piece.finish_reason}
-    if self.asked.is_chat:
-      is_first = len(choice.tokens) == len(piece.tokens)
-      delta = ({'role': 'assistant'} if is_first else {}) | {'content': piece.text}
-      own = common | {'delta': delta, 'logprobs': self._chat_logprobs(part)}
-    else:
-      own = common | {'text': piece.text, 'logprobs': self._completion_logprobs(part)}
-    usage = {'usage': self.usage()} if self.asked.has_usage_in_chunks else {}
-    return self.head(is_chunk=True) | {'choices': [own]} | usage
-
-
-def _entry(token: TextToken, value: float | None) -> dict[str, Any]:
-  return {'token': token.name, 'logprob': value, 'bytes': list(token.content)}
-
 
 def _number(value: float) -> float | None:
   return None if np.isnan(value) else max(float(value), -1e30)  # JSON has no infinity
-
-
-def _settle(future: asyncio.Future, value: Any) -> None:
-  if not future.done():
-    if isinstance(value, Exception):
-      future.set_exception(value)
-    else:
-      future.set_result(value)

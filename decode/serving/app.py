@@ -15,58 +15,27 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from decode.serving.answer import Answer, Choice, Served
-from decode.serving.faults import EndedError, FailedError, FullError, failure
-from decode.serving.gate import READ_SECONDS, Gate, error_response
-from decode.serving.protocol import RefusedError, check_model, parse
-from spectr_jax.engine.result import NotFiniteError
+from decode.serving.answer import Answer, Served
+from decode.serving.faults import RefusedError, RequestError, failure, refusing
+from decode.serving.gate import Gate
+from decode.serving.protocol import check_model, parse
 from spectr_jax.io.foreign import parse_json
-
-_MOST_BYTES = 2**22  # of a body
-_RETRY_SECONDS = 2  # that a client is asked to wait for
-
 
 _T = TypeVar('_T')
 
 
-def _refused(error: RefusedError) -> JSONResponse:
-  return error_response(str(error), error.status, kind='invalid_request_error', field=error.field, code=error.code)
-
-
-async def _body(request: Request) -> bytearray:
-  """The body, of bounded size."""
-  found = bytearray()
-
-  def check(size: int) -> None:
-    if size > _MOST_BYTES:
-      raise RefusedError(f'the body is larger than {_MOST_BYTES:,} bytes', status=413)
-
-  check(int(request.headers.get('content-length', 0)))
+def _parsed(body: bytes) -> Any:
   try:
-    async for part in request.stream():
-      found += part
-      check(len(found))
-  except TimeoutError as error:
-    raise RefusedError(f'the body did not come within {READ_SECONDS:g} seconds', status=408) from error
-  return found
-
-
-def _parsed(body: bytearray) -> Any:
-  try:
-    return parse_json(body.decode('utf-8'), 'the body')
+    text = body.decode('utf-8')
   except UnicodeDecodeError as error:
     raise RefusedError(f'the body is not UTF-8: {error.reason} at byte {error.start}') from error
-  except ValueError as error:
-    raise RefusedError(str(error)) from error
+  with refusing(None):
+    return parse_json(text, 'the body')
 
 
 async def _in_thread(served: Served, function: Callable[[], _T]) -> _T:
   """What a function returns that may take longer than other requests should wait."""
   return await asyncio.get_running_loop().run_in_executor(served.threads, function)
-
-
-def _sent(content: Any) -> str:
-  return f'data: {content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)}\n\n'
 
 
 class _Stream(StreamingResponse):
@@ -84,56 +53,28 @@ class _Stream(StreamingResponse):
 
 
 async def _events(answer: Answer, scope: Scope) -> AsyncIterator[str]:
-  pieces: asyncio.Queue = asyncio.Queue()
+  def event(content: Any) -> str:
+    return f'data: {json.dumps(content, ensure_ascii=False)}\n\n'
 
-  async def follow(choice: Choice) -> None:
-    try:
-      async for piece in answer.pieces_of(choice):
-        await pieces.put(answer.chunk(choice, piece))
-      await pieces.put(None)
-    except asyncio.CancelledError:
-      raise
-    except BaseException as error:  # a panic of the tokenizers is no Exception
-      await pieces.put(error)
-
-  tasks = [asyncio.create_task(follow(choice)) for choice in answer.choices]
-  left = len(tasks)
   try:
-    while left:
-      found = await pieces.get()
-      if isinstance(found, BaseException):
-        scope['outcome'] = 'failed'
-        yield _sent(json.loads(bytes(_failed(found).body)))
-        return
-      if found is None:
-        left -= 1
-        continue
-      yield _sent(found)
-    answer.served.worker.metrics.add('prompt_tokens_total', answer.usage()['prompt_tokens'])
-    if answer.asked.has_usage:
-      yield _sent(answer.head(is_chunk=True) | {'choices': [], 'usage': answer.usage()})
-    yield _sent('[DONE]')
+    async for choice, piece in answer.pieces():
+      yield event(answer.chunk(choice, piece))
+    answer.count_prompts()
+    if answer.request.has_usage:
+      yield event(answer.head(is_chunk=True) | {'choices': [], 'usage': answer.usage()})
+    yield 'data: [DONE]\n\n'
+  except (asyncio.CancelledError, GeneratorExit):
+    raise
+  except BaseException as error:  # a panic of the tokenizers is no Exception
+    scope['outcome'] = 'failed'
+    yield event(failure(error).body)
   finally:
     answer.close()
-    for task in tasks:
-      task.cancel()
-
-
-def _failed(error: BaseException) -> JSONResponse:
-  if isinstance(error, FullError):
-    wait = {'Retry-After': str(_RETRY_SECONDS)}
-    return error_response(
-      f'too many requests: try again in {_RETRY_SECONDS} s', 429, kind='rate_limit_error', headers=wait
-    )
-  if not isinstance(error, FailedError | EndedError):
-    error = failure(error)
-  said = f'this continuation failed: {error}' if isinstance(error, NotFiniteError) else str(error)
-  return error_response(said, 503 if isinstance(error, EndedError) else 500, kind='server_error')
 
 
 async def _until_gone(request: Request) -> None:
-  while not await request.is_disconnected():
-    await asyncio.sleep(0.2)
+  while (await request.receive())['type'] != 'http.disconnect':
+    pass
 
 
 async def _whole(answer: Answer, request: Request) -> Response:
@@ -146,10 +87,6 @@ async def _whole(answer: Answer, request: Request) -> Response:
       return Response(status_code=499)
     waiting.result()
     return await _in_thread(answer.served, lambda: JSONResponse(answer.whole()))
-  except asyncio.CancelledError:
-    raise
-  except BaseException as error:
-    return _failed(error)
   finally:
     answer.close()
     waiting.cancel()
@@ -162,53 +99,49 @@ def make_app(served: Served) -> Starlette:
   Args:
     served: What it serves.
   """
+  worker, own_model = served.worker, {'id': served.name, 'object': 'model', 'created': 0, 'owned_by': 'spectr_jax'}
 
   async def complete(request: Request) -> Response:
     loop, is_chat = asyncio.get_running_loop(), request.scope['path'].endswith('/chat/completions')
+    body = await request.body()
 
-    def submitted(body: bytearray) -> Answer:
+    def submitted() -> Answer:
       answer = Answer(served, parse(_parsed(body), is_chat=is_chat, model=served.name))
       answer.submit(loop)
       return answer
 
-    try:
-      body = await _body(request)
-      answer = await _in_thread(served, lambda: submitted(body))
-    except RefusedError as error:
-      return _refused(error)
-    except (FullError, EndedError) as error:
-      return _failed(error)
-    except ClientDisconnect:
-      return Response(status_code=499)
-    return _Stream(answer, request.scope) if answer.asked.is_streamed else await _whole(answer, request)
+    answer = await _in_thread(served, submitted)
+    return _Stream(answer, request.scope) if answer.request.is_streamed else await _whole(answer, request)
 
   async def models(request: Request) -> Response:
     del request
-    return JSONResponse({'object': 'list', 'data': [_model(served)]})
+    return JSONResponse({'object': 'list', 'data': [own_model]})
 
   async def model(request: Request) -> Response:
-    try:
-      check_model(request.path_params['name'], served.name)
-    except RefusedError as error:
-      return _refused(error)
-    return JSONResponse(_model(served))
+    check_model(request.path_params['name'], served.name)
+    return JSONResponse(own_model)
 
   async def health(request: Request) -> Response:
     del request
-    worker = served.worker
     return PlainTextResponse('ok\n') if worker.is_alive else PlainTextResponse('the decoding thread has ended\n', 503)
 
   async def metrics(request: Request) -> Response:
     del request
-    worker = served.worker
     text = worker.metrics.render(rows=worker.num_rows, queue=worker.num_waiting)
     return PlainTextResponse(text, media_type='text/plain; version=0.0.4')
 
-  async def unknown(request: Request, error: Exception) -> Response:
-    # A wrong method has a header that names the right ones.
-    status, headers = (error.status_code, error.headers) if isinstance(error, HTTPException) else (404, None)
+  async def unknown(request: Request, error: HTTPException) -> Response:
     said = f'there is no {request.method} {request.scope["path"]}'
-    return error_response(said, status, kind='invalid_request_error', headers=headers)
+    # A wrong method has a header that names the right ones.
+    return RequestError(said, error.status_code, 'invalid_request_error', headers=error.headers).response()
+
+  async def refused(request: Request, error: RequestError) -> Response:
+    del request
+    return error.response()
+
+  async def gone(request: Request, error: ClientDisconnect) -> Response:
+    del request, error
+    return Response(status_code=499)
 
   routes = [
     Route('/v1/models', models),
@@ -218,12 +151,7 @@ def make_app(served: Served) -> Starlette:
     Route('/health', health),
     Route('/metrics', metrics),
   ]
-  app = Starlette(
-    routes=routes, exception_handlers={404: unknown, 405: unknown}, middleware=[Middleware(Gate, served=served)]
-  )
+  handlers: Any = {HTTPException: unknown, RequestError: refused, ClientDisconnect: gone}
+  app = Starlette(routes=routes, exception_handlers=handlers, middleware=[Middleware(Gate, served=served)])
   app.router.redirect_slashes = False  # their address would be the one that the client named
   return app
-
-
-def _model(served: Served) -> dict[str, Any]:
-  return {'id': served.name, 'object': 'model', 'created': 0, 'owned_by': 'spectr_jax'}

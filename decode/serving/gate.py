@@ -11,44 +11,18 @@ import contextlib
 import hmac
 import ipaddress
 import urllib.parse
-from collections.abc import Mapping
 
 from starlette.datastructures import Headers
-from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from common.printable import printable
 from decode.serving.answer import Served
-from decode.serving.faults import failure
-from decode.serving.metrics import KINDS, Metrics
+from decode.serving.counters import KINDS
+from decode.serving.faults import RefusedError, RequestError, failure
 from spectr_jax.io.foreign import one_line
 
 READ_SECONDS = 30.0  # for a body
+_MOST_BYTES = 2**22  # of a body
 _OPEN = '/health'  # needs no key
-
-
-def error_response(
-  message: str,
-  status: int,
-  *,
-  kind: str,
-  field: str | None = None,
-  code: str | None = None,
-  headers: Mapping[str, str] | None = None,
-) -> JSONResponse:
-  """An error in the form of the interface, printable throughout.
-
-  Args:
-    message: What was wrong.
-    status: The status.
-    kind: The type of error.
-    field: The field that is wrong, or None.
-    code: The interface's name of the error, or None.
-    headers: Further headers.
-  """
-  param = None if field is None else one_line(field, 80)
-  said = {'message': printable(message[:500]), 'type': kind, 'param': param, 'code': code}
-  return JSONResponse({'error': said}, status, headers=headers)
 
 
 def is_address(name: str) -> bool:
@@ -78,20 +52,35 @@ def host_of(authority: str) -> str | None:
 
 
 class _Body:
-  """The body of a request, as far as it was read; reading it has a time limit."""
+  """The body of a request, as far as it was read; its size is bounded, and the time that it may take."""
 
   def __init__(self, headers: Headers, receive: Receive):
     self._receive = receive
     self._deadline = asyncio.get_running_loop().time() + READ_SECONDS
+    self._size, self._announced = 0, int(headers.get('content-length', 0))
     self._is_asked_for = headers.get('expect', '').lower() != '100-continue'  # else the client sends when it is read
-    self._is_over = 'transfer-encoding' not in headers and headers.get('content-length', '0') == '0'
+    self._is_over = 'transfer-encoding' not in headers and not self._announced
 
   async def receive(self) -> Message:
     """What comes next.
 
     Raises:
-      TimeoutError: The body did not come in time.
+      RefusedError: The body is too large, or did not come in time.
     """
+    self._check_size(self._announced)
+    try:
+      message = await self._next()
+    except TimeoutError as error:
+      raise RefusedError(f'the body did not come within {READ_SECONDS:g} seconds', status=408) from error
+    self._size += len(message.get('body', b''))
+    self._check_size(self._size)
+    return message
+
+  def _check_size(self, size: int) -> None:
+    if size > _MOST_BYTES:
+      raise RefusedError(f'the body is larger than {_MOST_BYTES:,} bytes', status=413)
+
+  async def _next(self) -> Message:
     self._is_asked_for = True
     async with asyncio.timeout_at(None if self._is_over else self._deadline):
       message = await self._receive()
@@ -102,23 +91,8 @@ class _Body:
     """Reads what is left and forgets it; returns whether all of it came."""
     with contextlib.suppress(TimeoutError):
       while self._is_asked_for and not self._is_over:
-        await self.receive()
+        await self._next()
     return self._is_over
-
-
-class _Count:
-  """A request in the metrics; those of other kinds are not counted."""
-
-  def __init__(self, metrics: Metrics, kind: str | None):
-    self._metrics, self._kind = metrics, kind
-    if kind is not None:
-      metrics.add('requests_received_total', label=f'kind="{kind}"')
-
-  def end(self, outcome: str) -> None:
-    """Counts its outcome; only the first one counts."""
-    if self._kind is not None:
-      self._metrics.add('requests_total', label=f'kind="{self._kind}",outcome="{outcome}"')
-    self._kind = None
 
 
 def _outcome(status: int) -> str:
@@ -136,8 +110,17 @@ class Gate:
       await self._app(scope, receive, send)
       return
     headers = Headers(scope=scope)
-    count, body = _Count(self._served.worker.metrics, KINDS.get(scope['path'])), _Body(headers, receive)
-    status = 0
+    body, metrics, status = _Body(headers, receive), self._served.worker.metrics, 0
+    kind = KINDS.get(scope['path'])  # requests of others are not counted
+    if kind is not None:
+      metrics.add('requests_received_total', kind=kind)
+
+    def end(outcome: str) -> None:
+      """Counts the outcome; only the first one counts."""
+      nonlocal kind
+      if kind is not None:
+        metrics.add('requests_total', kind=kind, outcome=outcome)
+      kind = None
 
     async def answer(message: Message) -> None:
       nonlocal status
@@ -146,53 +129,50 @@ class Gate:
         if not await body.drain():
           message['headers'] = [*message['headers'], (b'connection', b'close')]
       elif not message.get('more_body', False):
-        count.end(scope.get('outcome') or _outcome(status))  # before the client can look
+        end(scope.get('outcome') or _outcome(status))  # before the client can look
       await send(message)
 
     try:
-      response = self._refusal(headers, scope['path'])
-      await (self._app if response is None else response)(scope, body.receive, answer)
+      self._check_host(headers)
+      self._check_key(headers, scope['path'])
+      await self._app(scope, body.receive, answer)
     except asyncio.CancelledError:
       raise
     except BaseException as error:  # a panic of the tokenizers is no Exception
-      response = error_response(str(failure(error)), 500, kind='server_error')
-      count.end('failed')
-      if not status:
-        await response(scope, body.receive, answer)
+      told = failure(error)
+      if status:
+        end('failed')
+      else:
+        await told.response()(scope, body.receive, answer)
     finally:
-      count.end('left')
+      end('left')
 
-  def _refusal(self, headers: Headers, path: str) -> Response | None:
-    """The response to whoever must not ask, or None."""
-    served, host = self._served, host_of(headers.get('host', ''))
-    if served.hosts is not None and 'host' in headers and not self._is_known(host):
-      return error_response(
-        f'the Host {one_line(headers["host"], 80)} is not served here: --allowed_hosts names those that are',
-        403,
-        kind='permission_error',
-      )
+  def _check_host(self, headers: Headers) -> None:
+    """Refuses requests to other hosts than those that are served, and those of others' pages."""
+    hosts, host = self._served.hosts, host_of(headers.get('host', ''))
+    if hosts is not None and 'host' in headers and not self._is_known(host):
+      name = one_line(headers['host'], 80)
+      message = f'the Host {name} is not served here: --allowed_hosts names those that are'
+      raise RequestError(message, 403, 'permission_error')
     for origin in headers.getlist('origin'):
       name = host_of(origin.partition('://')[2])
-      if not (self._is_known(name) if served.hosts is not None else name is not None and name == host):
-        return error_response(
-          f'pages of {one_line(origin, 80)} may not ask here: --allowed_hosts names those that may',
-          403,
-          kind='permission_error',
-        )
-    given = headers.getlist('authorization')
-    if len(given) > 1:
-      return error_response('there are several Authorization headers', 400, kind='invalid_request_error')
-    if served.api_key is None or path == _OPEN or _is_key(served.api_key, ''.join(given)):
-      return None
-    return error_response(
-      'the key is missing or wrong', 401, kind='authentication_error', headers={'WWW-Authenticate': 'Bearer'}
-    )
+      if not (self._is_known(name) if hosts is not None else name is not None and name == host):
+        message = f'pages of {one_line(origin, 80)} may not ask here: --allowed_hosts names those that may'
+        raise RequestError(message, 403, 'permission_error')
 
   def _is_known(self, name: str | None) -> bool:
     hosts = self._served.hosts or ()
     return '*' in hosts or (name is not None and (is_loopback(name) or name in hosts))
 
-
-def _is_key(key: str, given: str) -> bool:
-  scheme, _, own = given.partition(' ')
-  return scheme.lower() == 'bearer' and hmac.compare_digest(own.strip(' ').encode('utf-8', 'replace'), key.encode())
+  def _check_key(self, headers: Headers, path: str) -> None:
+    """Refuses requests without the key, where there is one."""
+    key, given = self._served.api_key, headers.getlist('authorization')
+    if len(given) > 1:
+      raise RefusedError('there are several Authorization headers')
+    scheme, _, own = ''.join(given).partition(' ')
+    is_right = scheme.lower() == 'bearer' and hmac.compare_digest(
+      own.strip(' ').encode('utf-8', 'replace'), (key or '').encode()
+    )
+    if key is not None and path != _OPEN and not is_right:
+      wanted = {'WWW-Authenticate': 'Bearer'}
+      raise RequestError('the key is missing or wrong', 401, 'authentication_error', headers=wanted)

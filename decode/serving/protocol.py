@@ -7,14 +7,14 @@ does not have are accepted where their value turns them off, such as `presence_p
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from decode.serving.faults import RefusedError, refusing
 from spectr_jax.engine.stop import check_stop_texts
-from spectr_jax.io.foreign import name_shown, shown
+from spectr_jax.io.foreign import ANYTHING, FLAG, Kind, name_shown, real, shown, whole
 from spectr_jax.sampling import SamplingParams
 from spectr_jax.unicode import check_unicode
 
@@ -23,22 +23,8 @@ _ROLES = 'system', 'developer', 'user', 'assistant'
 DEFAULT_TOKENS = 16  # of a completion that names no limit, as the interface has it
 
 
-class RefusedError(ValueError):
-  """A request that is not answered.
-
-  Attributes:
-    field: The field that is wrong, or None.
-    status: The status of the response.
-    code: The interface's name of the error, or None.
-  """
-
-  def __init__(self, message: str, field: str | None = None, status: int = 400, code: str | None = None):
-    super().__init__(message)
-    self.field, self.status, self.code = field, status, code
-
-
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class CompletionRequest:
   """A request.
 
   Attributes:
@@ -70,115 +56,108 @@ class Asked:
   echo: bool
 
 
-def _whole(least: int, most: int) -> Callable[[Any], bool]:
-  return lambda x: isinstance(x, int) and not isinstance(x, bool) and least <= x <= most
+def _is_text(x: Any) -> bool:
+  return isinstance(x, str)
 
 
-def _real(least: float, most: float, *, above: float = -math.inf) -> Callable[[Any], bool]:
-  """Numbers from `least` to `most`, and above `above` in float32, in which they are used."""
-
-  def is_right(x: Any) -> bool:
-    # The bounds come first: a number with hundreds of digits is no float.
-    is_number = isinstance(x, int | float) and not isinstance(x, bool)
-    return is_number and least <= x <= most and bool(np.float32(x) > above)
-
-  return is_right
-
-
-def _is_bool(x: Any) -> bool:
-  return isinstance(x, bool)
+def _is_ids(x: Any) -> bool:
+  return isinstance(x, list) and bool(x) and all(map(whole().is_valid, x))
 
 
 def _is_stop(x: Any) -> bool:
-  texts = [x] if isinstance(x, str) else x
-  return isinstance(texts, list) and len(texts) <= MOST_STOPS and all(isinstance(text, str) for text in texts)
+  return _is_text(x) or (isinstance(x, list) and len(x) <= MOST_STOPS and all(map(_is_text, x)))
+
+
+def _is_top_p(x: Any) -> bool:
+  # In float32, in which it is used, a smaller one is none.
+  return real(0, 1).is_valid(x) and bool(np.float32(x) > 0)
+
+
+def _off(*values: Any) -> Kind:
+  """What a field may be that asks for nothing that is not offered here; other values are refused without words."""
+  return Kind('', lambda x: any(x == off and isinstance(x, bool) == isinstance(off, bool) for off in values))
+
+
+_STREAM_OPTIONS = {'include_usage': FLAG, 'continuous_usage_stats': FLAG, 'include_obfuscation': _off(False)}
 
 
 def _is_stream_options(x: Any) -> bool:
   return isinstance(x, dict) and all(
-    (name in _STREAM_OPTIONS and (value is None or _is_bool(value)))
-    or _is_off(value, _STREAM_OPTIONS_OFF.get(name, ()))
-    for name, value in x.items()
+    value is None or (name in _STREAM_OPTIONS and _STREAM_OPTIONS[name].is_valid(value)) for name, value in x.items()
   )
 
 
-_STREAM_OPTIONS = 'include_usage', 'continuous_usage_stats'
-_Rule = tuple[Callable[[Any], bool], str]
-_COUNT = f'a whole number from 1 to {MOST_SAMPLES}'
-_TEXT: _Rule = (lambda x: isinstance(x, str), 'a text')
-_BOOL: _Rule = (_is_bool, 'true or false')
-_LIMIT: _Rule = (_whole(0, 2**31 - 1), 'a whole number of tokens')
+_TEXT = Kind('a text', _is_text)
+_LIMIT = Kind('a whole number of tokens', whole().is_valid)
+# Fields of this interface and of others' extensions of it that do nothing here, with the values that ask for nothing.
+# Those without such a value always ask for something: empty options of a web search are one with the usual options.
+_OFF: dict[str, Kind] = {
+  **dict.fromkeys(('presence_penalty', 'frequency_penalty', 'min_tokens', 'no_repeat_ngram_size', 'priority'), _off(0)),
+  **dict.fromkeys(('mirostat', 'dry_multiplier', 'xtc_probability', 'dynatemp_range', 'penalty_alpha'), _off(0)),
+  **dict.fromkeys(('repetition_penalty', 'repeat_penalty', 'length_penalty', 'typical_p'), _off(1)),
+  **dict.fromkeys(('num_beams', 'num_return_sequences'), _off(1)),
+  **dict.fromkeys(('tools', 'functions', 'stop_token_ids', 'bad_words', 'logits_processors', 'documents'), _off([])),
+  **dict.fromkeys(('logit_bias', 'metadata', 'prompt_cache_options', 'chat_template_kwargs'), _off({})),
+  **dict.fromkeys(('mm_processor_kwargs', 'media_io_kwargs', 'kv_transfer_params', 'vllm_xargs'), _off({})),
+  **dict.fromkeys(
+    ('store', 'ignore_eos', 'include_stop_str_in_output', 'use_beam_search', 'early_stopping'), _off(False)
+  ),
+  **dict.fromkeys(('return_token_ids', 'return_tokens_as_token_ids', 'return_full_text', 'watermark'), _off(False)),
+  **dict.fromkeys(('return_token_offsets', 'return_prompt_text', 'return_hidden_states', 'no_stop_trim'), _off(False)),
+  **dict.fromkeys(('skip_special_tokens', 'use_cache'), _off(True)),
+  **dict.fromkeys(('parallel_tool_calls', 'spaces_between_special_tokens', 'include_reasoning'), _off(True, False)),
+  **dict.fromkeys(('tool_choice', 'function_call'), _off('none', 'auto')),
+  **dict.fromkeys(('audio', 'prediction', 'moderation', 'web_search_options'), _off()),
+  'best_of': _off(1),
+  'suffix': _off(''),
+  'response_format': _off({'type': 'text'}),
+  'modalities': _off(['text']),
+  'service_tier': _off('auto', 'default'),
+  'reasoning_effort': _off('none'),
+  'verbosity': _off('medium'),
+  'prompt_cache_retention': _off('in_memory'),
+}
+# The same of messages.
+_MESSAGE_OFF = {
+  **dict.fromkeys(('annotations', 'tool_calls'), _off([])),
+  **dict.fromkeys(('refusal', 'reasoning', 'reasoning_content'), _off('')),
+  **dict.fromkeys(('function_call', 'audio'), _off()),
+}
 # What fields of both kinds of requests may be.
-_SHARED: dict[str, _Rule] = {
+_SHARED: dict[str, Kind] = {
+  **_OFF,
   'model': _TEXT,
-  'temperature': (_real(0, 1e6), 'a number of at least 0'),
-  'top_p': (_real(0, 1, above=0), 'a number above 0 and at most 1'),
-  'top_k': (_whole(-1, 2**31 - 1), 'a whole number of at least 0 (0 keeps all)'),
-  'min_p': (_real(0, 1), 'a number from 0 to 1'),
-  'seed': (_whole(-(2**63), 2**63 - 1), 'a whole number of 64 bits'),
-  'n': (_whole(1, MOST_SAMPLES), _COUNT),
-  'stop': (_is_stop, f'a text, or a list of at most {MOST_STOPS}'),
-  'stream': _BOOL,
-  'stream_options': (_is_stream_options, 'an object with include_usage or continuous_usage_stats'),
+  'temperature': Kind('a number of at least 0', real(0, 1e6).is_valid),
+  'top_p': Kind('a number above 0 and at most 1', _is_top_p),
+  'top_k': Kind('a whole number of at least 0 (0 keeps all)', whole(-1).is_valid),
+  'min_p': Kind('a number from 0 to 1', real(0, 1).is_valid),
+  'seed': Kind('a whole number of 64 bits', whole(-(2**63), 2**63 - 1).is_valid),
+  'n': whole(1, MOST_SAMPLES),
+  'stop': Kind(f'a text, or a list of at most {MOST_STOPS}', _is_stop),
+  'stream': FLAG,
+  'stream_options': Kind('an object with include_usage or continuous_usage_stats', _is_stream_options),
   'max_tokens': _LIMIT,
   'max_new_tokens': _LIMIT,
-  'do_sample': _BOOL,
+  'do_sample': FLAG,
   # They name who asks, and change no answer.
   **dict.fromkeys(('user', 'safety_identifier', 'prompt_cache_key'), _TEXT),
 }
-_COMPLETION: dict[str, _Rule] = _SHARED | {
-  'prompt': (lambda x: True, ''),
-  'logprobs': (_whole(0, MOST_TOP), f'a whole number from 0 to {MOST_TOP}'),
-  'echo': _BOOL,
+_COMPLETION = {
+  **_SHARED,
+  'prompt': ANYTHING,
+  'logprobs': whole(0, MOST_TOP),
+  'echo': FLAG,
+  'add_special_tokens': _off(True),
 }
-_CHAT: dict[str, _Rule] = _SHARED | {
-  'messages': (lambda x: isinstance(x, list) and 1 <= len(x) <= MOST_MESSAGES, f'a list of 1 to {MOST_MESSAGES}'),
+_CHAT = {
+  **_SHARED,
+  'messages': Kind(f'a list of 1 to {MOST_MESSAGES}', lambda x: isinstance(x, list) and 1 <= len(x) <= MOST_MESSAGES),
   'max_completion_tokens': _LIMIT,
-  'logprobs': _BOOL,
-  'top_logprobs': (_whole(0, MOST_TOP), f'a whole number from 0 to {MOST_TOP}'),
+  'logprobs': FLAG,
+  'top_logprobs': whole(0, MOST_TOP),
+  **dict.fromkeys(('echo', 'add_special_tokens', 'continue_final_message'), _off(False)),
+  'add_generation_prompt': _off(True),
 }
-# Fields of this interface and of others' extensions of it that do nothing here, with the values that ask for nothing.
-# Those without such a value always ask for something: empty options of a web search are one with the usual options.
-_OFF: Mapping[str, tuple[Any, ...]] = {
-  **dict.fromkeys(('presence_penalty', 'frequency_penalty', 'min_tokens', 'no_repeat_ngram_size', 'priority'), (0,)),
-  **dict.fromkeys(('mirostat', 'dry_multiplier', 'xtc_probability', 'dynatemp_range', 'penalty_alpha'), (0,)),
-  **dict.fromkeys(('repetition_penalty', 'repeat_penalty', 'length_penalty', 'typical_p'), (1,)),
-  **dict.fromkeys(('num_beams', 'num_return_sequences'), (1,)),
-  **dict.fromkeys(('tools', 'functions', 'stop_token_ids', 'bad_words', 'logits_processors', 'documents'), ([],)),
-  **dict.fromkeys(('logit_bias', 'metadata', 'prompt_cache_options', 'chat_template_kwargs'), ({},)),
-  **dict.fromkeys(('mm_processor_kwargs', 'media_io_kwargs', 'kv_transfer_params', 'vllm_xargs'), ({},)),
-  **dict.fromkeys(('store', 'ignore_eos', 'include_stop_str_in_output', 'use_beam_search', 'early_stopping'), (False,)),
-  **dict.fromkeys(('return_token_ids', 'return_tokens_as_token_ids', 'return_full_text', 'watermark'), (False,)),
-  **dict.fromkeys(('return_token_offsets', 'return_prompt_text', 'return_hidden_states', 'no_stop_trim'), (False,)),
-  **dict.fromkeys(('skip_special_tokens', 'use_cache'), (True,)),
-  **dict.fromkeys(('parallel_tool_calls', 'spaces_between_special_tokens', 'include_reasoning'), (True, False)),
-  **dict.fromkeys(('tool_choice', 'function_call'), ('none', 'auto')),
-  **dict.fromkeys(('audio', 'prediction', 'moderation', 'web_search_options'), ()),
-  'best_of': (1,),
-  'suffix': ('',),
-  'response_format': ({'type': 'text'},),
-  'modalities': (['text'],),
-  'service_tier': ('auto', 'default'),
-  'reasoning_effort': ('none',),
-  'verbosity': ('medium',),
-  'prompt_cache_retention': ('in_memory',),
-}
-_COMPLETION_OFF = {**_OFF, 'add_special_tokens': (True,)}
-_CHAT_OFF = {
-  **_OFF,
-  **dict.fromkeys(('echo', 'add_special_tokens', 'continue_final_message'), (False,)),
-  'add_generation_prompt': (True,),
-}
-_STREAM_OPTIONS_OFF = {'include_obfuscation': (False,)}
-_MESSAGE_OFF = {
-  **dict.fromkeys(('annotations', 'tool_calls'), ([],)),
-  **dict.fromkeys(('refusal', 'reasoning', 'reasoning_content'), ('',)),
-  **dict.fromkeys(('function_call', 'audio'), ()),
-}
-
-
-def _is_off(value: Any, values: tuple[Any, ...]) -> bool:
-  return value is None or any(value == off and isinstance(value, bool) == isinstance(off, bool) for off in values)
 
 
 def check_model(name: str, served: str) -> None:
@@ -196,7 +175,7 @@ def check_model(name: str, served: str) -> None:
     raise RefusedError(message, 'model', 404, 'model_not_found')
 
 
-def parse(body: Any, *, is_chat: bool, model: str) -> Asked:
+def parse(body: Any, *, is_chat: bool, model: str) -> CompletionRequest:
   """Reads the body of a request.
 
   Args:
@@ -209,13 +188,18 @@ def parse(body: Any, *, is_chat: bool, model: str) -> Asked:
   """
   if not isinstance(body, dict):
     raise RefusedError('the body must be a JSON object')
-  known, off = (_CHAT, _CHAT_OFF) if is_chat else (_COMPLETION, _COMPLETION_OFF | {'best_of': (1, body.get('n'))})
+  fields = _CHAT if is_chat else _COMPLETION | {'best_of': _off(1, body.get('n'))}
   given = {name: value for name, value in body.items() if value is not None}
   for name, value in given.items():
-    _check(name, value, known, off)
+    if name not in fields:
+      raise RefusedError(f'unknown field {shown(name)}', name)
+    if not fields[name].is_valid(value):
+      words = fields[name].words
+      wanted = f'must be {words}, got {shown(value)}' if words else 'is not offered here: leave it out'
+      raise RefusedError(f'{name} {wanted}', name)
   check_model(given.get('model', model), model)
   stop, options = given.get('stop', ()), given.get('stream_options', {})
-  asked = Asked(
+  request = CompletionRequest(
     prompts=_messages(given) if is_chat else _prompts(given),
     is_chat=is_chat,
     sampling=_sampling(given),
@@ -229,38 +213,25 @@ def parse(body: Any, *, is_chat: bool, model: str) -> Asked:
     top_logprobs=_top(given, is_chat),
     echo=given.get('echo', False),
   )
-  _check_together(asked, given)
-  return asked
+  _check_together(request, given)
+  return request
 
 
-def _check(name: str, value: Any, known: Mapping[str, _Rule], off: Mapping[str, tuple[Any, ...]]) -> None:
-  if name in known:
-    is_right, wanted = known[name]
-    if not is_right(value):
-      raise RefusedError(f'{name} must be {wanted}, got {shown(value)}', name)
-  elif name in off:
-    if not _is_off(value, off[name]):
-      raise RefusedError(f'{name} is not offered here: leave it out', name)
-  else:
-    raise RefusedError(f'unknown field {shown(name)}', name)
-
-
-def _check_together(asked: Asked, given: Mapping[str, Any]) -> None:
-  if (asked.has_usage or asked.has_usage_in_chunks) and not asked.is_streamed:
+def _check_together(request: CompletionRequest, given: Mapping[str, Any]) -> None:
+  if (request.has_usage or request.has_usage_in_chunks) and not request.is_streamed:
     raise RefusedError('stream_options is for streams', 'stream_options')
-  if given.get('do_sample', asked.sampling.temperature > 0) != (asked.sampling.temperature > 0):
-    raise RefusedError(f'do_sample is {given["do_sample"]}, temperature {asked.sampling.temperature:g}', 'do_sample')
-  if asked.is_streamed and asked.echo:
+  temperature = request.sampling.temperature
+  if given.get('do_sample', temperature > 0) != (temperature > 0):
+    raise RefusedError(f'do_sample is {given["do_sample"]}, temperature {temperature:g}', 'do_sample')
+  if request.is_streamed and request.echo:
     raise RefusedError('echo is not offered for streams', 'echo')
-  if asked.is_streamed and asked.top_logprobs:
-    name = 'top_logprobs' if asked.is_chat else 'logprobs'
+  if request.is_streamed and request.top_logprobs:
+    name = 'top_logprobs' if request.is_chat else 'logprobs'
     raise RefusedError('the likeliest tokens are not offered for streams: ask for 0 of them', name)
-  if asked.max_tokens == 0 and not asked.echo:
+  if request.max_tokens == 0 and not request.echo:
     raise RefusedError('max_tokens 0 is for echo', 'max_tokens')
-  try:
-    check_stop_texts(asked.stop)
-  except ValueError as error:
-    raise RefusedError(str(error), 'stop') from error
+  with refusing('stop'):
+    check_stop_texts(request.stop)
 
 
 def _sampling(given: Mapping[str, Any]) -> SamplingParams:
@@ -291,10 +262,6 @@ def _top(given: Mapping[str, Any], is_chat: bool) -> int | None:
   return given.get('top_logprobs', 0)
 
 
-def _is_ids(x: Any) -> bool:
-  return isinstance(x, list) and bool(x) and all(_whole(0, 2**31 - 1)(token) for token in x)
-
-
 def _prompts(given: Mapping[str, Any]) -> list[Any]:
   if 'prompt' not in given:
     raise RefusedError('prompt is missing', 'prompt')
@@ -302,11 +269,11 @@ def _prompts(given: Mapping[str, Any]) -> list[Any]:
   prompts = [prompt] if isinstance(prompt, str) or _is_ids(prompt) else prompt
   if not isinstance(prompts, list) or not 1 <= len(prompts) <= MOST_PROMPTS:
     raise RefusedError(f'prompt must be a text, token ids, or a list of 1 to {MOST_PROMPTS} of them', 'prompt')
-  if not all(isinstance(each, str) for each in prompts) and not all(map(_is_ids, prompts)):
+  if not all(map(_is_text, prompts)) and not all(map(_is_ids, prompts)):
     raise RefusedError('prompt must be texts, or lists of token ids', 'prompt')
-  for each in prompts:
-    if isinstance(each, str):
-      _check_text(each, 'prompt')
+  with refusing('prompt'):
+    for text in filter(_is_text, prompts):
+      check_unicode(text, 'prompt')
   return prompts
 
 
@@ -327,13 +294,15 @@ def _message(entry: Any, where: str) -> dict[str, str]:
     content = ''.join(_part(part, where) for part in content)
   if not isinstance(content, str):
     raise RefusedError(f'{where}.content must be a text, or a list of texts', f'{where}.content')
-  _check_text(content, f'{where}.content')
+  with refusing(f'{where}.content'):
+    check_unicode(content, f'{where}.content')
   message = {'role': 'system' if role == 'developer' else role, 'content': content}
   if name is None:
     return message
   if not isinstance(name, str):
     raise RefusedError(f'{where}.name must be a text', f'{where}.name')
-  _check_text(name, f'{where}.name')
+  with refusing(f'{where}.name'):
+    check_unicode(name, f'{where}.name')
   return message | {'name': name}
 
 
@@ -347,12 +316,5 @@ def _part(part: Any, where: str) -> str:
 def _check_others(entry: Mapping[str, Any], known: Collection[str], where: str) -> None:
   """Checks that fields of a message that are not known ask for nothing."""
   for name in sorted(set(entry) - set(known)):
-    if not _is_off(entry[name], _MESSAGE_OFF.get(name, ())):
+    if entry[name] is not None and not _MESSAGE_OFF.get(name, _off()).is_valid(entry[name]):
       raise RefusedError(f'{where}.{name_shown(name)} is not offered here', f'{where}.{name}')
-
-
-def _check_text(text: str, field: str) -> None:
-  try:
-    check_unicode(text, field)
-  except ValueError as error:
-    raise RefusedError(str(error), field) from error

@@ -30,10 +30,10 @@ def listen(host: str, port: int) -> socket.socket:
   if not host:
     raise ValueError(f'{where}: name an address, such as 127.0.0.1 or ::1; 0.0.0.0 is for all of this machine')
   try:
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
   except (OSError, UnicodeError) as error:
     raise ValueError(f'{where}: this machine knows no address of that name') from error
-  family, *_, address = min(found, key=lambda each: each[0] != socket.AF_INET)
+  family, *_, address = min(addresses, key=lambda each: each[0] != socket.AF_INET)
   try:
     return socket.create_server(address, family=family)
   except OSError as error:

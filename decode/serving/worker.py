@@ -9,14 +9,14 @@ import functools
 import threading
 import time
 import traceback
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from decode.serving.counters import Metrics
 from decode.serving.faults import EndedError, FullError, failure
-from decode.serving.metrics import Metrics
 from decode.serving.protocol import MOST_TOP
 from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.likelihood import CHUNK, LogLikelihood, log_likelihood
@@ -61,6 +61,8 @@ class Job:
     stop: Texts that end it, or None.
     tell: Called by the thread with a `Piece`, or with the error that ended it.
     is_cancelled: Whether nobody waits for it any more.
+    begun: When it was asked for.
+    stream: The tokens that were handed out, once it has a row.
   """
 
   tokens: Sequence[int]
@@ -71,47 +73,34 @@ class Job:
   tell: Callable[[Piece | Exception], None]
   is_cancelled: bool = False
   begun: float = dataclasses.field(default_factory=time.monotonic)
+  stream: TextStream | None = None
 
 
-class Growing:
-  """A job in its row: what of its tokens was handed out."""
-
-  def __init__(self, job: Job, tokenizer: TokenizerBase):
-    self.job = job
-    self._tokenizer = tokenizer
-    self._stream = TextStream(tokenizer, job.stop)
-
-  @property
-  def num_tokens(self) -> int:
-    """Tokens that were handed out."""
-    return len(self._stream.tokens)
-
-  def take(self, result: Generation, row: int) -> Piece | None:
-    """The piece of new tokens, or None if there are none."""
-    seen = self.num_tokens
-    end = min(int(result.lengths[row]), self.job.max_tokens)
-    text, reason = '', None
-    for place in range(seen, end):  # one by one, since the first that completes a stop text is the last
-      token = int(result.tokens[row, place])
-      is_eos = token in self._tokenizer.eos_ids
-      text += self._stream.add([token])
-      if self._stream.is_stopped or is_eos:
-        end, reason = place + 1, 'stop'
-        break
-    if reason is None and end == self.job.max_tokens:
-      reason = 'length'
-    if end == seen:
-      return None
-    if reason is not None:
-      text += self._stream.finish()
-    return Piece(
-      text,
-      [int(token) for token in result.tokens[row, seen:end]],
-      [float(value) for value in result.logprobs[row, seen:end]],
-      reason,
-      int(result.num_target_calls[row]),
-      int((result.origins[row, :end] == 0).sum()),
-    )
+def _next_piece(job: Job, result: Generation, row: int, eos_ids: Collection[int]) -> Piece | None:
+  """The piece of a job's new tokens, or None if there are none."""
+  assert job.stream is not None
+  seen, end = len(job.stream.tokens), min(int(result.lengths[row]), job.max_tokens)
+  text, reason = '', None
+  for place in range(seen, end):  # one by one, since the first that completes a stop text is the last
+    token = int(result.tokens[row, place])
+    text += job.stream.add([token])
+    if job.stream.is_stopped or token in eos_ids:
+      end, reason = place + 1, 'stop'
+      break
+  if end == seen:
+    return None
+  if reason is None and end == job.max_tokens:
+    reason = 'length'
+  if reason is not None:
+    text += job.stream.finish()
+  return Piece(
+    text,
+    [int(token) for token in result.tokens[row, seen:end]],
+    [float(value) for value in result.logprobs[row, seen:end]],
+    reason,
+    int(result.num_target_calls[row]),
+    int((result.origins[row, :end] == 0).sum()),
+  )
 
 
 # A row with every filter, so that requests with filters compile nothing anew.
@@ -136,7 +125,6 @@ class Worker:
     batch_size: int,
     longest_prompt: int,
     most_waiting: int,
-    rounds_at_a_time: int,
   ):
     """Prepares the rows; `start` begins.
 
@@ -146,14 +134,12 @@ class Worker:
       batch_size: Rows.
       longest_prompt: The most tokens of a prompt.
       most_waiting: Continuations that may wait for a row.
-      rounds_at_a_time: Rounds between two looks at what is new.
     """
     self.metrics, self.longest_prompt, self.most_waiting = Metrics(), longest_prompt, most_waiting
-    self._decoder, self._tokenizer = decoder, tokenizer
-    self._batch_size, self._rounds = batch_size, rounds_at_a_time
+    self._decoder, self._tokenizer, self._batch_size = decoder, tokenizer, batch_size
     self._waiting: collections.deque[Job] = collections.deque()
     self._taken: list[Job] = []  # on their way from the queue into rows
-    self._growing: dict[int, Growing] = {}  # by row
+    self._growing: dict[int, Job] = {}  # by row
     self._tasks: collections.deque[tuple[Callable[[], Any], Callable[[Any], None]]] = collections.deque()
     self._ready = threading.Condition()
     self._is_stopping, self.fault = False, None
@@ -262,8 +248,8 @@ class Worker:
   def _read(self, texts: Sequence[Sequence[int]], num_top: int) -> LogLikelihood:
     """`log_likelihood` by one program, for any text and `num_top`."""
     target, width = self._decoder.target, -(-self._decoder.cache_size // CHUNK) * CHUNK
-    found = log_likelihood(target, texts, num_top=min(MOST_TOP, target.vocab_size), width=width)
-    return found._replace(top_tokens=found.top_tokens[..., :num_top], top_logprobs=found.top_logprobs[..., :num_top])
+    read = log_likelihood(target, texts, num_top=min(MOST_TOP, target.vocab_size), width=width)
+    return read._replace(top_tokens=read.top_tokens[..., :num_top], top_logprobs=read.top_logprobs[..., :num_top])
 
   def _run(self) -> None:
     try:
@@ -292,16 +278,16 @@ class Worker:
     self._pool = self._make_pool()
 
   def _tell_all(self, error: Exception, more: Sequence[Job] = ()) -> None:
-    for job in [*(each.job for each in self._growing.values()), *self._taken, *more]:
+    for job in [*self._growing.values(), *self._taken, *more]:
       self._fail(job, error)
 
-  def _fail(self, job: Job, error: Exception) -> None:
+  def _fail(self, job: Job, error: BaseException) -> None:
     job.is_cancelled = True
-    self._tell(job.tell, error)
+    self._tell(job.tell, failure(error))
 
-  def _tell(self, tell: Callable[[Any], None], found: Any) -> None:
+  def _tell(self, tell: Callable[[Any], None], value: Any) -> None:
     try:
-      tell(found)
+      tell(value)
     except BaseException as error:
       with contextlib.suppress(BaseException):  # the event loop of whoever waited may be gone
         tell(failure(error))
@@ -324,9 +310,10 @@ class Worker:
     """Gives free rows to jobs, together. If that fails, one by one: those that fail alone are told."""
     pool = self._pool
     try:
-      growing: dict[Hashable, Growing] = {job: Growing(job, self._tokenizer) for job in jobs}
+      for job in jobs:
+        job.stream = TextStream(self._tokenizer, job.stop)
       pool.put([Request(job, job.tokens, job.key, job.sampling, job.max_tokens) for job in jobs])
-      self._growing |= {row: growing[own.name] for row, own in pool.owners.items() if own.name in growing}
+      self._growing |= {row: own.name for row, own in pool.owners.items() if own.name in jobs}
     except BaseException as error:
       if any(array.is_deleted() for array in jax.tree.leaves(pool.state) if isinstance(array, jax.Array)):
         raise  # the rows were given to a program that failed
@@ -334,7 +321,7 @@ class Worker:
         del pool.owners[row]
       pool.end(pool.free)
       if len(jobs) == 1:
-        self._fail(jobs[0], failure(error))
+        self._fail(jobs[0], error)
         return
       for job in jobs:
         self._place([job])
@@ -344,10 +331,10 @@ class Worker:
       return
     do, tell = self._tasks[0]
     try:
-      found = do()
+      value = do()
     except BaseException as error:
-      found = failure(error)
-    self._tell(tell, found)
+      value = failure(error)
+    self._tell(tell, value)
     with self._ready:
       self._tasks.popleft()
 
@@ -356,18 +343,18 @@ class Worker:
       return
     pool = self._pool
     try:
-      pool.advance(self._rounds)
+      pool.advance(1)
     except NotFiniteError as error:
-      self._fail(self._growing[error.row].job, error)
+      self._fail(self._growing[error.row], error)
       pool.forgive(error.row)
       del self._growing[error.row]
     result = pool.result()
     ended = []
-    for row, each in list(self._growing.items()):
+    for row, job in list(self._growing.items()):
       try:
-        is_over = self._hand_out(each, result, row)
+        is_over = self._hand_out(job, result, row)
       except BaseException as error:
-        self._fail(each.job, failure(error))
+        self._fail(job, error)
         is_over = True
       if is_over:
         ended.append(row)
@@ -375,19 +362,15 @@ class Worker:
     if ended:
       pool.end(ended)
 
-  def _hand_out(self, each: Growing, result: Generation, row: int) -> bool:
+  def _hand_out(self, job: Job, result: Generation, row: int) -> bool:
     """Tells a job its new tokens; returns whether its row is free now."""
-    piece = None if each.job.is_cancelled else each.take(result, row)
-    is_over = each.job.is_cancelled if piece is None else piece.finish_reason is not None
-    if is_over:
-      self._count(result, row, each.num_tokens)
+    piece = None if job.is_cancelled else _next_piece(job, result, row, self._tokenizer.eos_ids)
+    is_over = job.is_cancelled if piece is None else piece.finish_reason is not None
+    if is_over and job.stream is not None:
+      self.metrics.add('tokens_total', len(job.stream.tokens))
+      self.metrics.add('target_calls_total', int(result.num_target_calls[row]))
+      for depth, number in enumerate(np.asarray(result.accepted_by_depth[row]).tolist(), 1):
+        self.metrics.add('accepted_total', number, depth=str(depth))
     if piece is not None:
-      self._tell(each.job.tell, piece)
+      self._tell(job.tell, piece)
     return is_over
-
-  def _count(self, result: Generation, row: int, num_tokens: int) -> None:
-    metrics = self.metrics
-    metrics.add('tokens_total', num_tokens)
-    metrics.add('target_calls_total', int(result.num_target_calls[row]))
-    for depth, number in enumerate(np.asarray(result.accepted_by_depth[row]).tolist(), 1):
-      metrics.add('accepted_total', number, f'depth="{depth}"')

@@ -98,7 +98,7 @@ def quantize(matrix: np.ndarray, channel_axis: int) -> tuple[np.ndarray, np.ndar
 
 
 def quantized(params: Any) -> Any:
-  """Parameters with every kernel, embedding and output head in int8, made one by one; the others stay as they are.
+  """Parameters with every kernel, embedding and output head in int8.
 
   Those of `CHANNEL_AXES` are quantized, in a nested dict of arrays.
   """

@@ -18,7 +18,7 @@ import safetensors.numpy
 import tiny_hub
 
 import spectr_jax
-from decode import chat, slash_commands
+from decode import chat, conversation
 from decode.experiment.options import DecodeOptions
 from spectr_jax import Decoder, SamplingParams, Session, TokenTree, lookup_beside
 from spectr_jax.io.hub.hub_tokenizer import HubTokenizer
@@ -54,15 +54,17 @@ def _chat(decoder, tokenizer, **options):
   return chat.Chat(Session(decoder, sampling=SamplingParams(top_k=20)), tokenizer, **options)
 
 
-def _answer(target, tokenizer, messages, turn, seed=0):
-  """The tokens of an answer by `generate`, from the whole conversation."""
-  prompt = tokenizer.encode_chat(messages)
-  key = jax.random.fold_in(jax.random.key(seed), turn)
-  found = spectr_jax.generate(
-    key[None], target, None, np.array([prompt]), [len(prompt)], method='autoregressive', max_new_tokens=_NEW,
-    eos_id=tokenizer.eos_ids, sampling=SamplingParams(top_k=20),
+def _generated(target, tokenizer, messages, turn, seed=0, drafter=None, **options):
+  """The tokens of an answer by `generate`, from the whole conversation, and the calls of the target."""
+  prompt, key = tokenizer.encode_chat(messages), jax.random.fold_in(jax.random.key(seed), turn)
+  padded = np.pad([prompt], ((0, 0), (0, _CONTEXT - _NEW - len(prompt))))  # one program for all turns
+  options = {'method': 'autoregressive', 'max_new_tokens': _NEW} | options
+  result = spectr_jax.generate(
+    key[None], target, drafter, padded, [len(prompt)], eos_id=tokenizer.eos_ids, sampling=SamplingParams(top_k=20),
+    **options,
   )  # fmt: skip
-  return [token for token in found.tokens[0, : int(found.lengths[0])].tolist() if token not in tokenizer.eos_ids]
+  tokens = result.tokens[0, : int(result.lengths[0])].tolist()
+  return [token for token in tokens if token not in tokenizer.eos_ids], int(result.num_target_calls[0])
 
 
 @pytest.mark.slow
@@ -71,7 +73,7 @@ def test_turns_continue_the_whole_conversation(decoder, target, tokenizer):
   for turn, text in enumerate(('the owl', 'and then?')):
     messages.append({'role': 'user', 'content': text})
     pieces = list(talk.ask(text))
-    tokens = _answer(target, tokenizer, messages, turn, seed=3)
+    tokens, _ = _generated(target, tokenizer, messages, turn, seed=3)
     messages.append({'role': 'assistant', 'content': ''.join(pieces)})
     assert ''.join(pieces) == tokenizer.decode(tokens)
     assert talk.messages == messages
@@ -88,23 +90,10 @@ def test_turns_with_a_head_are_those_of_a_fresh_start(target, tokenizer, is_besi
   decoder = Decoder.make(target, drafter, cache_size=_CONTEXT, eos_id=tokenizer.eos_ids, **options)
   talk = _chat(decoder, tokenizer)
   for turn, text in enumerate(('the owl', 'and then?', 'the owl')):
-    said = [*talk.messages, {'role': 'user', 'content': text}]
-    prompt, key = tokenizer.encode_chat(said), jax.random.fold_in(jax.random.key(0), turn)
-    pieces = list(talk.ask(text))
-    padded = np.pad([prompt], ((0, 0), (0, _CONTEXT - _NEW - len(prompt))))  # one program for all turns
-    wanted = spectr_jax.generate(
-      key[None],
-      target,
-      drafter,
-      padded,
-      [len(prompt)],
-      eos_id=tokenizer.eos_ids,
-      sampling=SamplingParams(top_k=20),
-      **options,
-    )
-    tokens = [token for token in wanted.tokens[0, : int(wanted.lengths[0])].tolist() if token not in tokenizer.eos_ids]
-    assert ''.join(pieces) == tokenizer.decode(tokens)
-    assert talk.answer.num_target_calls == int(wanted.num_target_calls[0])
+    messages = [*talk.messages, {'role': 'user', 'content': text}]
+    tokens, num_target_calls = _generated(target, tokenizer, messages, turn, drafter=drafter, **options)
+    assert ''.join(talk.ask(text)) == tokenizer.decode(tokens)
+    assert talk.answer.num_target_calls == num_target_calls
 
 
 def test_a_stop_text_ends_the_answer(decoder, tokenizer):
@@ -239,7 +228,7 @@ def test_an_interrupted_answer_is_kept_as_far_as_it_came(decoder, target, tokeni
   assert (out, err.endswith(', interrupted]\n')) == (said + '\n', True)
   # The next answer is that of a fresh start with the same messages.
   messages = [*talk.messages, {'role': 'user', 'content': 'then?'}]
-  assert ''.join(talk.ask('then?')) == tokenizer.decode(_answer(target, tokenizer, messages, 1))
+  assert ''.join(talk.ask('then?')) == tokenizer.decode(_generated(target, tokenizer, messages, 1)[0])
   assert [message['role'] for message in talk.messages] == ['user', 'assistant'] * 2
 
 
@@ -262,21 +251,21 @@ def test_answers_cannot_steer_the_terminal(decoder, tokenizer, monkeypatch, caps
 
 def test_commands_within_a_conversation(decoder, tokenizer):
   talk = _chat(decoder, tokenizer, system='be kind')
-  assert slash_commands.obey(talk, '/stats') == 'no answer yet'
+  assert conversation.obey(talk, '/stats') == 'no answer yet'
   greedy = _chat(decoder, tokenizer, system='be kind')
-  assert slash_commands.obey(greedy, '/temperature 0') == 'temperature 0'
+  assert conversation.obey(greedy, '/temperature 0') == 'temperature 0'
   assert [list(greedy.ask('the owl')) for _ in range(2)][0] != list(talk.ask('the owl'))
   assert greedy.session.sampling == SamplingParams(0.0, top_k=20)
   assert re.fullmatch(
     r'1 answers, 10 tokens, [\d.]+ tokens/s, 1.00 per target call; \d+ of 200 tokens of context',
-    slash_commands.obey(talk, '/stats'),
+    conversation.obey(talk, '/stats'),
   )
-  assert slash_commands.obey(talk, '/reset') == 'a new conversation'
+  assert conversation.obey(talk, '/reset') == 'a new conversation'
   assert talk.messages == [{'role': 'system', 'content': 'be kind'}]
-  slash_commands.obey(talk, '/system  be  brief ')
+  conversation.obey(talk, '/system  be  brief ')
   assert talk.messages == [{'role': 'system', 'content': 'be  brief'}]
-  assert slash_commands.obey(talk, '/draft') == 'no draft: one token per call of the target'
-  assert slash_commands.obey(talk, '/help').count('\n') == 5
+  assert conversation.obey(talk, '/draft') == 'no draft: one token per call of the target'
+  assert conversation.obey(talk, '/help').count('\n') == 5
   for line, message in {
     '/rest': 'there is no command /rest, did you mean /reset[?]; /help lists them',
     '/': 'there is no command /; /help',
@@ -287,7 +276,7 @@ def test_commands_within_a_conversation(decoder, tokenizer):
     '/system a\udcff': 'the system message is not valid Unicode',
   }.items():
     with pytest.raises(ValueError, match=message):
-      slash_commands.obey(talk, line)
+      conversation.obey(talk, line)
 
 
 # Makes stdin, a terminal, the one whose Ctrl-C reaches the command.

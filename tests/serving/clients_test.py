@@ -85,22 +85,9 @@ def test_openai(address, model):
 @pytest.fixture
 def in_process(client):
   """The client of `openai` 3.57 before the tiny pair, whose model has a chat template and special tokens."""
-  import httpx
   import openai
 
-  class Transport(httpx.BaseTransport):
-    def handle_request(self, request):
-      found = client.request(
-        request.method,
-        request.url.raw_path.decode(),
-        content=request.read(),
-        headers={'Content-Type': 'application/json'},
-      )
-      return httpx.Response(found.status_code, content=found.content, headers={'Content-Type': 'application/json'})
-
-  return openai.OpenAI(
-    base_url='http://testserver/v1', api_key='none', max_retries=0, http_client=httpx.Client(transport=Transport())
-  )
+  return openai.OpenAI(base_url='http://testserver/v1', api_key='none', max_retries=0, http_client=client)
 
 
 def test_answers_are_sent_back_as_openai_gives_them(in_process):
@@ -120,14 +107,8 @@ def test_answers_are_sent_back_as_openai_gives_them(in_process):
 def test_log_probabilities_as_openai_reads_them(in_process):
   """Bytes joined as its documentation says give the text."""
   for seed in range(8):
-    found = in_process.chat.completions.create(
-      model='tiny',
-      messages=[{'role': 'user', 'content': 'owl'}],
-      seed=seed,
-      logprobs=True,
-      top_logprobs=5,
-      max_tokens=12,
-    )
+    asked = {'model': 'tiny', 'seed': seed, 'logprobs': True, 'top_logprobs': 5, 'max_tokens': 12}
+    found = in_process.chat.completions.create(messages=[{'role': 'user', 'content': 'owl'}], **asked)
     content = found.choices[0].logprobs.content
     joined = b''.join(bytes(entry.bytes or []) for entry in content)
     assert joined.decode(errors='replace') == found.choices[0].message.content

@@ -2,13 +2,9 @@
 
 import jax
 import pytest
-from starlette.testclient import TestClient
 
-from decode.serving.answer import Served
-from decode.serving.app import make_app
 from spectr_jax.models import transformer
-from tests.serving.served import LONGEST, NEW, make_worker
-from tests.serving.stub import make_stub, make_tokenizer, patch
+from tests.serving.stub import LONGEST, NEW, client_of, make_stub, make_tokenizer, make_worker, patch
 
 
 @pytest.fixture(scope='session')
@@ -37,7 +33,7 @@ def worker(models, tokenizer):
 
 @pytest.fixture(scope='session')
 def client(worker, tokenizer):
-  with TestClient(make_app(Served(worker, tokenizer, 'tiny', NEW))) as client:
+  with client_of(worker, tokenizer) as client:
     yield client
 
 

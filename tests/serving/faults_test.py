@@ -1,6 +1,5 @@
 """A fault costs the request that met it, whatever fails: the thread goes on, and everybody hears of an end."""
 
-import concurrent.futures
 import queue
 import sys
 import threading
@@ -8,22 +7,17 @@ import threading
 import jax
 import numpy as np
 import pytest
-from starlette.testclient import TestClient
 
 from decode.serving import worker as worker_module
-from decode.serving.answer import Served
-from decode.serving.app import make_app
 from decode.serving.faults import EndedError, FailedError
 from decode.serving.worker import Job
 from spectr_jax import SamplingParams
 from spectr_jax.engine.likelihood import LogLikelihood
-from spectr_jax.engine.result import NotFiniteError
 from spectr_jax.engine.stop import StopStrings
-from tests.serving.served import NEW, make_worker
-from tests.serving.stub import BAD_PUT, BAD_ROUND, make_stub, patch, said
+from tests.serving.stub import BAD_PUT, BAD_ROUND, NEW, client_of, make_stub, make_worker, patch, said
 
 
-class _Asked(Job):
+class _AskedJob(Job):
   """A job, and what it was told."""
 
   def __init__(self, tokens, stop=None, sampling=SamplingParams()):  # noqa: B008 - it cannot change
@@ -34,11 +28,11 @@ class _Asked(Job):
     """All tokens, or the error."""
     tokens = []
     while True:
-      found = self.told.get(timeout=20)
-      if isinstance(found, Exception):
-        return found
-      tokens += found.tokens
-      if found.finish_reason is not None:
+      piece = self.told.get(timeout=120)
+      if isinstance(piece, Exception):
+        return piece
+      tokens += piece.tokens
+      if piece.finish_reason is not None:
         return tokens
 
 
@@ -70,7 +64,7 @@ class _Injector:
 def _run_with_fault(tokenizer, place):
   """Runs a worker with a fault at one call; returns the calls that were made, and which jobs failed."""
   worker, injector = make_stub(tokenizer), _Injector(place)
-  jobs = [_Asked([1, 2]), _Asked([3], StopStrings(tokenizer, ['qqq'])), _Asked([5, 6, 7]), _Asked([8])]
+  jobs = [_AskedJob([1, 2]), _AskedJob([3], StopStrings(tokenizer, ['qqq'])), _AskedJob([5, 6, 7]), _AskedJob([8])]
   scored = queue.Queue()
   worker.submit(jobs)
   worker.score([[1, 2, 3]], 2, scored.put)
@@ -84,7 +78,7 @@ def _run_with_fault(tokenizer, place):
     assert isinstance(result, FailedError) or result == said(job.tokens), place
   assert isinstance(scored.get(timeout=20), LogLikelihood | FailedError), place
   num_calls = injector.num_calls
-  later = _Asked([9, 9])
+  later = _AskedJob([9, 9])
   worker.submit([later])
   assert later.result() == said([9, 9]), place
   assert worker.is_alive
@@ -107,15 +101,15 @@ def test_a_fault_at_any_call_fails_no_more_than_its_requests(monkeypatch, tokeni
 
 
 def test_what_fails_alone_is_told_alone(stub):
-  bad, good, worse, other = _Asked([BAD_PUT]), _Asked([1]), _Asked([BAD_ROUND]), _Asked([2])
-  odd, beside = _Asked([3]), _Asked([4])
+  bad, good, worse, other = _AskedJob([BAD_PUT]), _AskedJob([1]), _AskedJob([BAD_ROUND]), _AskedJob([2])
+  odd, beside = _AskedJob([3]), _AskedJob([4])
   odd.max_tokens = None  # what it is told cannot be made
   stub.submit([odd, beside, bad, good, worse, other])
   stub.start()
   assert isinstance(odd.result(), FailedError)
   assert beside.result() == said([4])
   assert isinstance(bad.result(), FailedError)
-  assert isinstance(worse.result(), NotFiniteError)
+  assert 'not finite' in str(worse.result())
   assert (good.result(), other.result()) == (said([1]), said([2]))
 
 
@@ -132,12 +126,12 @@ def test_rows_that_a_failed_program_took_are_made_anew(models, tokenizer, monkey
     put(self, requests)
 
   monkeypatch.setattr(worker_module.Pool, 'put', put_once_badly)
-  first, second = _Asked([1, 2]), _Asked([1, 2])
+  first, second = _AskedJob([1, 2]), _AskedJob([1, 2])
   worker.submit([first])
   worker.start()
   try:
     assert isinstance(first.result(), FailedError)
-    unknown, ill = _Asked([1, 10**6]), _Asked([1, 2], sampling=SamplingParams(1.0, top_p=1e-300))
+    unknown, ill = _AskedJob([1, 10**6]), _AskedJob([1, 2], sampling=SamplingParams(1.0, top_p=1e-300))
     worker.submit([unknown, second, ill])
     assert len(second.result()) > 1
     assert isinstance(unknown.result(), FailedError)
@@ -146,8 +140,39 @@ def test_rows_that_a_failed_program_took_are_made_anew(models, tokenizer, monkey
     worker.stop()
 
 
+def test_cancelled_jobs_free_their_rows(models, tokenizer):
+  worker = make_worker(models, tokenizer, batch_size=1)
+  never, second, running, last = (_AskedJob([1, 2], sampling=SamplingParams(0.5)) for _ in range(4))
+  worker.submit([never, second])
+  never.is_cancelled = True  # while it waits: it never has a row
+  worker.start()
+  try:
+    assert len(second.result()) <= NEW
+    assert never.told.empty()
+    # In its row: the next one takes it.
+    worker.submit([running])
+    running.told.get(timeout=120)
+    running.is_cancelled = True
+    worker.submit([last])
+    assert last.told.get(timeout=120).tokens
+  finally:
+    worker.stop()
+
+
+def test_the_end_is_told(stub):
+  waiting = _AskedJob([1, 2])
+  stub.submit([waiting])
+  stub.stop()  # before it began
+  stub.start()
+  assert 'ending' in str(waiting.result())
+  stub._thread.join(20)
+  assert not stub.is_alive
+  with pytest.raises(EndedError):
+    stub.score([[1, 2]], 0, print)
+
+
 def test_a_thread_that_cannot_go_on_says_so(stub, monkeypatch, tokenizer):
-  waiting, scored = [_Asked([1]), _Asked([2]), _Asked([3])], queue.Queue()
+  waiting, scored = [_AskedJob([1]), _AskedJob([2]), _AskedJob([3])], queue.Queue()
   stub.submit(waiting)
   stub.score([[1, 2]], 0, scored.put)
 
@@ -164,40 +189,10 @@ def test_a_thread_that_cannot_go_on_says_so(stub, monkeypatch, tokenizer):
   assert not stub.is_alive
   assert 'lost' in str(stub.fault)
   with pytest.raises(EndedError):
-    stub.submit([_Asked([1])])
-  client = TestClient(make_app(Served(stub, tokenizer, 'tiny', NEW)))
+    stub.submit([_AskedJob([1])])
+  client = client_of(stub, tokenizer)
   assert client.get('/health').status_code == 503
   assert client.post('/v1/completions', json={'prompt': 'owl'}).status_code == 503
-
-
-_TINY = 1e-300, 5e-324, 1e-46, 1e-60, 2e-46
-_WRONG = [
-  *({'top_p': value} for value in _TINY),
-  *({name: sign * value} for name in ('temperature', 'min_p', 'top_p') for value in (1e-300, 1e300) for sign in (-1, 1)
-    if sign < 0 or value > 1),
-  {'top_p': 1 + 1e-12},
-  {'min_p': 1.0000001},
-  {'presence_penalty': 1e-300},
-  {'repetition_penalty': 1 + 1e-12},
-]  # fmt: skip
-
-
-def test_values_are_checked_as_they_are_used(stub, tokenizer):
-  stub.start()
-  client = TestClient(make_app(Served(stub, tokenizer, 'tiny', NEW)))
-  for values in _WRONG:
-    response = client.post('/v1/completions', json={'prompt': 'owl'} | values)
-    assert response.status_code == 400, values
-    assert response.json()['error']['param'] == next(iter(values))
-
-
-def test_extreme_values_are_decoded(client):
-  bodies = [{'temperature': value} for value in (*_TINY, 1e-38, 1e-40, 1e6)]
-  bodies += [{'min_p': value} for value in (*_TINY, 1e-40, 1.0)] + [{'top_p': 1.2e-38}]
-  with concurrent.futures.ThreadPoolExecutor(4) as pool:
-    found = list(pool.map(lambda body: client.post('/v1/completions', json={'prompt': 'owl'} | body), bodies))
-  for body, response in zip(bodies, found, strict=True):
-    assert response.status_code == 200, (body, response.text)
 
 
 # Numbers that no type of the machine holds, and texts that are none.
@@ -237,7 +232,7 @@ _HOSTILE_CHATS = [
 
 def test_hostile_bodies_are_refused_in_printable_words(stub, tokenizer):
   stub.start()
-  client = TestClient(make_app(Served(stub, tokenizer, 'tiny', NEW)))
+  client = client_of(stub, tokenizer)
   for path, bodies in (('completions', _HOSTILE), ('chat/completions', _HOSTILE_CHATS)):
     for body in bodies:
       response = client.post(f'/v1/{path}', content=body)

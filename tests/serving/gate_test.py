@@ -13,11 +13,9 @@ from starlette.testclient import TestClient
 
 from decode.serving import gate
 from decode.serving.answer import Served
-from decode.serving.app import make_app
 from decode.serving.gate import host_of
 from decode.serving.worker import Worker
-from tests.serving.served import LONGEST, NEW
-from tests.serving.stub import StubPool
+from tests.serving.stub import LONGEST, NEW, StubPool, client_of, make_app_of
 
 _POST = '/v1/completions'
 _BODY = {'prompt': 'owl', 'max_tokens': 4}
@@ -25,7 +23,10 @@ _BODY = {'prompt': 'owl', 'max_tokens': 4}
 
 def _client(stub, tokenizer, **options):
   stub.start()
-  return TestClient(make_app(Served(stub, tokenizer, 'tiny', NEW, **options)))
+  return client_of(stub, tokenizer, **options)
+
+
+_WRONG_KEYS = '', 'secret', 'Bearer', 'Bearer ', 'Bearersecret', 'Basic secret', 'Bearer Secret', 'Bearer secret x'
 
 
 def test_a_key_is_asked_for_in_any_case_of_its_scheme(stub, tokenizer):
@@ -35,19 +36,10 @@ def test_a_key_is_asked_for_in_any_case_of_its_scheme(stub, tokenizer):
     method, body = ('POST', _BODY) if path == _POST else ('GET', None)
     return client.request(method, path, json=body, headers=[('Authorization', value) for value in given]).status_code
 
-  for path in (_POST, '/v1/models', '/metrics'):
+  for path in (_POST, '/v1/models', '/v1/models/tiny', '/metrics'):
     for right in ('Bearer secret', 'bearer secret', 'BEARER secret', 'bEaReR  secret'):
       assert status(path, right) == 200
-    for wrong in (
-      'secret',
-      'Bearer',
-      'Bearer ',
-      'Bearersecret',
-      'Basic secret',
-      'Bearer Secret',
-      'Bearer secret x',
-      '',
-    ):
+    for wrong in _WRONG_KEYS:
       assert status(path, wrong) == 401, wrong
     assert status(path) == 401
     assert status(path, 'Bearer secret', 'Bearer no') == status(path, 'Bearer secret', 'Bearer secret') == 400
@@ -64,16 +56,9 @@ def test_names_of_hosts():
 
 
 _OWN = 'localhost', 'localhost:8000', '127.0.0.1:8000', '127.1.2.3', '[::1]:8000', 'LOCALHOST', 'a.localhost', 'box.lan'
-_FOREIGN = (
-  'evil.example',
-  'evil.example:8000',
-  'localhost.evil.example',
-  '10.0.0.1',
-  '0.0.0.0',
-  '[::2]',
-  'box.lan.x',
-  '[',
-)
+_OTHERS = (
+  'evil.example', 'evil.example:8000', 'localhost.evil.example', '10.0.0.1', '0.0.0.0', '[::2]', 'box.lan.x', '[',
+)  # fmt: skip
 
 
 def test_pages_of_others_cannot_make_it_work(stub, tokenizer):
@@ -86,14 +71,14 @@ def test_pages_of_others_cannot_make_it_work(stub, tokenizer):
   for own in _OWN:
     assert status(host=own) == 200, own
     assert status(host='localhost', origin=f'http://{own}') == 200, own
-  for foreign in _FOREIGN:
-    assert status(host=foreign) == 403, foreign
-    assert status(host='localhost', origin=f'https://{foreign}') == 403, foreign
-    assert status(host=foreign, origin=f'http://{foreign}') == 403, foreign
+  for other in _OTHERS:
+    assert status(host=other) == 403, other
+    assert status(host='localhost', origin=f'https://{other}') == 403, other
+    assert status(host=other, origin=f'http://{other}') == 403, other
   for origin in ('null', '', 'file://', 'http://', 'localhost', 'http://localhost@evil.example'):
     assert status(host='localhost', origin=origin) == 403, origin
   assert client.get('/v1/models', headers={'host': 'evil.example'}).status_code == 403
-  assert stub.metrics.count('tokens_total') == 4 * 2 * len(_OWN)
+  assert f'spectr_jax_tokens_total {4 * 2 * len(_OWN)}\n' in stub.metrics.render()
 
 
 def test_where_others_may_ask_pages_ask_their_own_host(stub, tokenizer):
@@ -190,8 +175,7 @@ def _asgi(path, body, *, leave_after=None):
 
 def test_metrics_add_up_whatever_comes(stub, tokenizer, monkeypatch):
   monkeypatch.setattr(StubPool, 'seconds', 0.001)
-  served = Served(stub, tokenizer, 'tiny', NEW)
-  app, draws = make_app(served), random.Random(0)
+  app, draws = make_app_of(stub, tokenizer), random.Random(0)
   expected = {'requests': collections.Counter(), 'continuations': collections.Counter()}
   stub.start()
 
@@ -226,16 +210,20 @@ def test_metrics_add_up_whatever_comes(stub, tokenizer, monkeypatch):
   assert stub.is_idle  # whoever left has no row any more
 
 
-def test_a_full_queue_and_an_end_are_counted(stub, tokenizer):
-  client = TestClient(make_app(Served(stub, tokenizer, 'tiny', NEW)))
-  stub.most_waiting = 0
-  assert client.post(_POST, json=_BODY).status_code == 400
+def test_a_full_queue_and_an_end_are_said_and_counted(stub, tokenizer):
+  client = client_of(stub, tokenizer)
+  assert client.get('/health').status_code == 503  # nobody decodes
   stub.most_waiting = 1
   stub._waiting.append(None)
-  assert client.post(_POST, json=_BODY).status_code == 429
+  full = client.post(_POST, json=_BODY)
+  assert (full.status_code, stub.num_waiting) == (429, 1)
+  assert int(full.headers['Retry-After']) > 0
+  many = client.post(_POST, json=_BODY | {'n': 2})
+  assert (many.status_code, many.json()['error']['param']) == (400, 'n')
   stub._waiting.clear()
   stub.stop()
-  assert client.post(_POST, json=_BODY).status_code == 503
+  ended = client.post(_POST, json=_BODY)
+  assert (ended.status_code, ended.json()['error']['message']) == (503, 'the server is ending')
   counts = _check_sums(client.get('/metrics').text)
   assert counts['requests_total']['completions', 'refused'] == 2
   assert counts['requests_total']['completions', 'failed'] == 1
@@ -260,7 +248,7 @@ def test_a_fault_in_a_handler_is_one_line(stub, tokenizer, monkeypatch, capsys):
 
 def test_a_body_that_does_not_come_is_not_waited_for(stub, tokenizer, monkeypatch):
   monkeypatch.setattr(gate, 'READ_SECONDS', 0.2)
-  app, sent = make_app(Served(stub, tokenizer, 'tiny', NEW)), []
+  app, sent = make_app_of(stub, tokenizer), []
 
   async def trickle():
     await asyncio.sleep(0.05)

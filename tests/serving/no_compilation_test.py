@@ -10,7 +10,7 @@ from decode.serving.answer import Served
 from decode.serving.app import make_app
 from spectr_jax.engine.refill import _replace_rows
 from spectr_jax.engine.state import first_state
-from tests.serving.served import NEW, make_worker
+from tests.serving.stub import NEW, make_worker
 
 _FILTERS = {'top_k': 3, 'top_p': 0.5, 'min_p': 0.1}
 _SUBSETS = [

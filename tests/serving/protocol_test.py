@@ -2,7 +2,8 @@
 
 import pytest
 
-from decode.serving.protocol import RefusedError, parse
+from decode.serving.faults import RefusedError
+from decode.serving.protocol import parse
 
 _COMPLETION = {'prompt': 'a'}
 _CHAT = {'messages': [{'role': 'user', 'content': 'a'}]}
@@ -24,13 +25,8 @@ def _parse(body, more):
     {'stop_token_ids': [], 'bad_words': [], 'logits_processors': [], 'min_tokens': 0, 'ignore_eos': False},
     {'skip_special_tokens': True, 'spaces_between_special_tokens': True, 'include_stop_str_in_output': False},
     {'repetition_penalty': 1.0, 'length_penalty': 1.0, 'use_beam_search': False, 'priority': 0, 'best_of': 1},
-    {
-      'chat_template_kwargs': {},
-      'mm_processor_kwargs': {},
-      'documents': [],
-      'vllm_xargs': {},
-      'include_reasoning': True,
-    },
+    {'chat_template_kwargs': {}, 'mm_processor_kwargs': {}, 'documents': [], 'vllm_xargs': {}},
+    {'include_reasoning': True, 'presence_penalty': 0, 'frequency_penalty': 0.0},
     {'num_beams': 1, 'do_sample': True, 'early_stopping': False, 'use_cache': True, 'num_return_sequences': 1},
     {'stop': [], 'logit_bias': {}, 'stream_options': {}, 'top_k': -1, 'suffix': ''},
     {'stream_options': {'include_usage': False, 'continuous_usage_stats': None, 'include_obfuscation': False}},
@@ -42,9 +38,8 @@ def test_what_asks_for_nothing_changes_nothing(body, more):
 
 
 def test_what_asks_for_nothing_in_one_kind_of_request():
-  assert _parse(_CHAT, {'echo': False, 'add_generation_prompt': True, 'continue_final_message': False}) == _parse(
-    _CHAT, {}
-  )
+  nothing = {'echo': False, 'add_generation_prompt': True, 'continue_final_message': False}
+  assert _parse(_CHAT, nothing) == _parse(_CHAT, {})
   for body, add in ((_CHAT, False), (_COMPLETION, True)):
     assert _parse(body, {'add_special_tokens': add}) == _parse(body, {})
     with pytest.raises(RefusedError, match='add_special_tokens is not offered'):
@@ -102,22 +97,26 @@ def test_fields_of_messages():
   assert _messages({'content': parts}) == [{'role': 'user', 'content': 'xy'}]
 
 
+_PART = {'type': 'text', 'text': 'x', 'cache_control': {'type': 'ephemeral'}}
+
+
 @pytest.mark.parametrize(
   ('message', 'field'),
   [
-    ({'name': 3}, 'messages[0].name'),
-    ({'name': '\ud800'}, 'messages[0].name'),
-    ({'annotations': [{}]}, 'messages[0].annotations'),
-    ({'tool_calls': [{}]}, 'messages[0].tool_calls'),
-    ({'audio': {'id': 'a'}}, 'messages[0].audio'),
-    ({'tool_call_id': 'a'}, 'messages[0].tool_call_id'),
-    (
-      {'content': [{'type': 'text', 'text': 'x', 'cache_control': {'type': 'ephemeral'}}]},
-      'messages[0].content.cache_control',
-    ),
+    ({'role': 'tool'}, '.role'), ({'content': 3}, '.content'), ({'content': [{'type': 'image_url'}]}, '.content'),
+    ({'name': 3}, '.name'), ({'name': '\ud800'}, '.name'), ({'annotations': [{}]}, '.annotations'),
+    ({'tool_calls': [1]}, '.tool_calls'), ({'tool_calls': [{}]}, '.tool_calls'), ({'audio': {'id': 'a'}}, '.audio'),
+    ({'tool_call_id': 'a'}, '.tool_call_id'), ({'content': [_PART]}, '.content.cache_control'),
   ],
-)
+)  # fmt: skip
 def test_wrong_fields_of_messages(message, field):
   with pytest.raises(RefusedError) as caught:
     _messages(message)
-  assert caught.value.field == field
+  assert caught.value.field == f'messages[0]{field}'
+
+
+@pytest.mark.parametrize(('given', 'field'), [(None, 'messages'), ([], 'messages'), ([{'role': 'a'}], 'messages[0]')])
+def test_conversations_that_are_none(given, field):
+  with pytest.raises(RefusedError) as caught:
+    _parse(_CHAT, {'messages': given})
+  assert (caught.value.field, caught.value.status) == (field, 400)

@@ -17,7 +17,7 @@ import pytest
 from decode.serving.server import listen
 from tests.serving.stub import BAD_POOL, serve
 
-_BODY = json.dumps({'prompt': 'owl', 'max_tokens': 12}).encode()
+_BODY = {'prompt': 'owl', 'max_tokens': 12}
 
 
 class _Server:
@@ -64,6 +64,12 @@ def _head(length, *lines, path='/v1/completions', method='POST'):
   ).encode()
 
 
+def _request(**more):
+  """A request with its body."""
+  body = json.dumps(_BODY | more).encode()
+  return _head(len(body)) + body
+
+
 def _answer(client):
   """The status and the body of a response, read to the end of its connection or its length."""
   found = b''
@@ -83,24 +89,14 @@ def _answer(client):
 
 def test_it_serves_by_ipv6(start):
   server = start(host='::1', hosts=frozenset())
-  response = httpx.post(f'http://[::1]:{server.port}/v1/completions', content=_BODY)
+  response = httpx.post(f'http://[::1]:{server.port}/v1/completions', json=_BODY)
   assert response.status_code == 200
   assert len(response.json()['choices']) == 1
 
 
 def test_hosts_that_are_none_are_one_line():
-  for host in (
-    'no-such-name.invalid',
-    'a..b',
-    'x' * 300,
-    '1.2.3.4.5',
-    '',
-    '::g',
-    '[::1]',
-    'ü' * 70,
-    'a b',
-    '256.1.1.1',
-  ):
+  unknown = '1.2.3.4.5', '256.1.1.1', '::g', '[::1]', 'no-such-name.invalid', 'a..b', 'a b', 'x' * 300, 'ü' * 70, ''
+  for host in unknown:
     with pytest.raises(ValueError, match='cannot listen on') as found:
       listen(host, 0)
     assert 'Unknown error' not in str(found.value)
@@ -176,8 +172,7 @@ def test_the_end_waits_for_answers(start):
 
   def ask(stream):
     with server.connect() as client:
-      body = json.dumps({'prompt': 'owl', 'max_tokens': 12, 'stream': stream}).encode()
-      client.sendall(_head(len(body)) + body)
+      client.sendall(_request(stream=stream))
       found.append(_answer(client))
 
   asked = [threading.Thread(target=ask, args=(stream,)) for stream in (True, False, True, False)]
@@ -196,8 +191,7 @@ def test_the_end_waits_for_answers(start):
 def test_a_second_signal_ends_it_at_once(start, numbers):
   server = start(seconds=5)
   with server.connect() as client, server.connect() as half:
-    body = json.dumps({'prompt': 'owl', 'max_tokens': 12, 'stream': True}).encode()
-    client.sendall(_head(len(body)) + body)
+    client.sendall(_request(stream=True))
     half.sendall(_head(500) + b'{"pr')
     _is_counted(server, 2)
     server.send(numbers[0])
@@ -215,8 +209,7 @@ def test_a_thread_that_ends_ends_the_process(start):
   server = start()
   with server.connect() as client, server.connect() as half:
     half.sendall(_head(500) + b'{"pr')
-    body = json.dumps({'prompt': [BAD_POOL]}).encode()
-    client.sendall(_head(len(body)) + body)
+    client.sendall(_request(prompt=[BAD_POOL]))
     assert _answer(client)[0] == 500
     code, err = server.end()
   assert code == 3

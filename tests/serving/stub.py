@@ -1,4 +1,4 @@
-"""A worker whose rows need no model: what they say depends on the prompt alone. Nothing is compiled."""
+"""Workers: of a tiny pair, and one whose rows need no model, so that nothing is compiled and the prompt says all."""
 
 import os
 import sys
@@ -7,6 +7,7 @@ import types
 
 import numpy as np
 import tiny_hub
+from starlette.testclient import TestClient
 
 from decode.serving import server as server_module
 from decode.serving import worker as worker_module
@@ -14,11 +15,13 @@ from decode.serving.answer import Served
 from decode.serving.app import make_app
 from decode.serving.server import Server, listen
 from decode.serving.worker import Worker
+from spectr_jax import Decoder, TokenTree
 from spectr_jax.engine.likelihood import LogLikelihood
 from spectr_jax.engine.result import Generation, NotFiniteError
 from spectr_jax.io.hub.hub_tokenizer import HubTokenizer
-from tests.serving.served import EOS, LONGEST, NEW
 
+NEW, LONGEST, ROWS, DEPTH = 12, 60, 3, 2
+EOS = 41
 SIZE, WORDS = 2, 30  # tokens of a round, and ids that are words
 # A prompt that begins with it fails where it is put, in its first round, or ends the thread.
 BAD_PUT, BAD_ROUND, BAD_POOL = 31, 32, 33
@@ -105,12 +108,30 @@ def make_tokenizer():
   )
 
 
+def make_app_of(worker, tokenizer, *, most_new=NEW, **options):
+  """The application of a worker, with further options of `Served`."""
+  return make_app(Served(worker, tokenizer, 'tiny', most_new, **options))
+
+
+def client_of(worker, tokenizer, **options):
+  """A client of the application of a worker, with options of `make_app_of`."""
+  return TestClient(make_app_of(worker, tokenizer, **options))
+
+
+def make_worker(models, tokenizer, *, most_waiting=64, batch_size=ROWS, most_new=NEW, longest=LONGEST):
+  """A worker whose caches hold the longest prompt and its continuation; the two may be longer one by one."""
+  decoder = Decoder.make(
+    *models, method='race_traversal', tree=TokenTree.chains(2, DEPTH), max_new_tokens=most_new,
+    cache_size=LONGEST + NEW, eos_id=tokenizer.eos_ids, logprobs=True,
+  )  # fmt: skip
+  return Worker(decoder, tokenizer, batch_size=batch_size, longest_prompt=longest, most_waiting=most_waiting)
+
+
 def make_stub(tokenizer, *, batch_size=2, most_waiting=64):
   """A worker, where `patch` holds."""
   target = types.SimpleNamespace(vocab_size=tokenizer.vocab_size)
   decoder = types.SimpleNamespace(target=target, cache_size=LONGEST + NEW)
-  sizes = {'batch_size': batch_size, 'longest_prompt': LONGEST, 'most_waiting': most_waiting}
-  return Worker(decoder, tokenizer, rounds_at_a_time=1, **sizes)
+  return Worker(decoder, tokenizer, batch_size=batch_size, longest_prompt=LONGEST, most_waiting=most_waiting)
 
 
 def serve(connection, folder, host, seconds, options):
@@ -130,7 +151,7 @@ def serve(connection, folder, host, seconds, options):
   tokenizer = make_tokenizer()
   worker, sock = make_stub(tokenizer), listen(host, 0)
   worker.start()
-  server = Server(make_app(Served(worker, tokenizer, 'tiny', NEW, **options)), worker)
+  server = Server(make_app_of(worker, tokenizer, **options), worker)
   connection.send(sock.getsockname()[1])
   server.run(sockets=[sock])
   worker.stop()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import bisect
 import collections
+import itertools
 import threading
 
 _SECONDS = 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0
 # Paths whose requests are counted, and their kinds.
 KINDS = {'/v1/completions': 'completions', '/v1/chat/completions': 'chat'}
 OUTCOMES = 'answered', 'refused', 'failed', 'left'
+_THINGS = [(things, kind) for things in ('requests', 'continuations') for kind in KINDS.values()]
 _HELP = {
   'requests_received_total': ('counter', 'Requests, by kind.'),
   'requests_total': ('counter', 'Requests that came to their end, by kind and outcome.'),
@@ -34,28 +36,22 @@ class Metrics:
   def __init__(self):
     self._lock = threading.Lock()
     self._counts: dict[tuple[str, str], float] = collections.defaultdict(float)
-    for things in ('requests', 'continuations'):
-      for kind in KINDS.values():
-        self._counts[f'{things}_received_total', f'kind="{kind}"'] = 0
-        for outcome in OUTCOMES:
-          self._counts[f'{things}_total', f'kind="{kind}",outcome="{outcome}"'] = 0
     self._buckets, self._sum = [0] * (len(_SECONDS) + 1), 0.0
+    for things, kind in _THINGS:
+      self.add(f'{things}_received_total', 0, kind=kind)
+      for outcome in OUTCOMES:
+        self.add(f'{things}_total', 0, kind=kind, outcome=outcome)
 
-  def add(self, name: str, value: float = 1, label: str = '') -> None:
+  def add(self, name: str, value: float = 1, **labels: str) -> None:
     """Adds to a counter.
 
     Args:
       name: Its name, without the prefix.
       value: What is added.
-      label: Its label as it is written, such as `outcome="done"`.
+      **labels: Its labels.
     """
     with self._lock:
-      self._counts[name, label] += value
-
-  def count(self, name: str, label: str = '') -> float:
-    """The value of a counter."""
-    with self._lock:
-      return self._counts[name, label]
+      self._counts[name, _written(**labels)] += value
 
   def observe_first_token(self, seconds: float) -> None:
     """Adds the time that a request waited for its first token."""
@@ -70,24 +66,29 @@ class Metrics:
       **gauges: The gauges that others know.
     """
     with self._lock:
-      counts, buckets, total = dict(self._counts), list(self._buckets), self._sum
-    calls = counts.get(('target_calls_total', ''), 0)
-    values: dict[tuple[str, str], float] = counts | {(name, ''): value for name, value in gauges.items()}
-    values['tokens_per_call', ''] = counts.get(('tokens_total', ''), 0) / calls if calls else 0
-    for things in ('requests', 'continuations'):
-      for kind in KINDS.values():
-        ended = sum(counts[f'{things}_total', f'kind="{kind}",outcome="{outcome}"'] for outcome in OUTCOMES)
-        label = f'kind="{kind}"'
-        values[f'{things}_in_progress', label] = counts[f'{things}_received_total', label] - ended
+      counts, buckets, total = self._counts.copy(), list(self._buckets), self._sum
+    calls = counts['target_calls_total', '']
+    values = counts | {(name, ''): value for name, value in gauges.items()}
+    values['tokens_per_call', ''] = counts['tokens_total', ''] / calls if calls else 0
+    for things, kind in _THINGS:
+      ended = sum(counts[f'{things}_total', _written(kind=kind, outcome=outcome)] for outcome in OUTCOMES)
+      received = counts[f'{things}_received_total', _written(kind=kind)]
+      values[f'{things}_in_progress', _written(kind=kind)] = received - ended
+    sums = list(itertools.accumulate(buckets))
+    for bound, number in zip((*map(str, _SECONDS), '+Inf'), sums, strict=True):
+      values['time_to_first_token_seconds', f'bucket{{le="{bound}"}}'] = number
     lines = []
-    for name, (kind, what) in _HELP.items():
-      lines += [f'# HELP spectr_jax_{name} {what}', f'# TYPE spectr_jax_{name} {kind}']
-      if kind != 'histogram':
-        own = sorted((label, value) for (each, label), value in values.items() if each == name) or [('', 0)]
-        lines += [f'spectr_jax_{name}{f"{{{label}}}" if label else ""} {value:.15g}' for label, value in own]
-      else:
-        sums = [sum(buckets[: place + 1]) for place in range(len(buckets))]
-        for bound, number in zip((*map(str, _SECONDS), '+Inf'), sums, strict=True):
-          lines.append(f'spectr_jax_{name}_bucket{{le="{bound}"}} {number}')
+    for name, (kind, meaning) in _HELP.items():
+      lines += [f'# HELP spectr_jax_{name} {meaning}', f'# TYPE spectr_jax_{name} {kind}']
+      own = [(label, value) for (each, label), value in values.items() if each == name] or [('', 0)]
+      if kind == 'histogram':
+        lines += [f'spectr_jax_{name}_{bucket} {number}' for bucket, number in own]
         lines += [f'spectr_jax_{name}_sum {total:g}', f'spectr_jax_{name}_count {sums[-1]}']
+      else:
+        lines += [f'spectr_jax_{name}{f"{{{label}}}" if label else ""} {value:.15g}' for label, value in sorted(own)]
     return '\n'.join(lines) + '\n'
+
+
+def _written(**labels: str) -> str:
+  """Labels as they are written, such as `outcome="left"`."""
+  return ','.join(f'{name}="{value}"' for name, value in labels.items())
