@@ -42,6 +42,13 @@ class _Source:
   is_transposed: bool
   offset: float
 
+  def stored_rows(self, rows: slice) -> slice | np.ndarray:
+    """The places of some rows, by the hub's order, among those that are stored."""
+    if self.row_axes is None:
+      return rows
+    sizes, exchanged = self.row_axes
+    return np.arange(math.prod(sizes)).reshape(sizes).swapaxes(*exchanged).ravel()[rows]
+
 
 class GgufTensors(Tensors):
   """The tensors of a GGUF file, by the hub's names and in its layout. Reading a part reads no more of the file."""
@@ -99,8 +106,7 @@ class GgufTensors(Tensors):
     source = self._source(name)
     if source.quantization is None or len(source.shape) != 2:
       return None
-    order = source.row_order
-    parts = [source.stored[some if order is None else order.stored(some)] for some in rows]
+    parts = [source.stored[source.stored_rows(some)] for some in rows]
     return np.concatenate(parts) if len(parts) > 1 else parts[0], source.quantization.name
 
   def _source(self, name: str) -> _Source:
@@ -217,10 +223,7 @@ def _is_dequantizable(kind: Any) -> bool:
 
 def _read(source: _Source, index: tuple[slice, ...]) -> np.ndarray:
   """Reads a part, in the file's orientation."""
-  rows: slice | np.ndarray = index[0]
-  if source.row_axes is not None:
-    sizes, exchanged = source.row_axes
-    rows = np.arange(math.prod(sizes)).reshape(sizes).swapaxes(*exchanged).ravel()[rows]
+  rows = source.stored_rows(index[0])
   if source.quantization is None:
     values = source.stored[rows][(slice(None), *index[1:])]
   else:

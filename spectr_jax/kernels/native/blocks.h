@@ -64,41 +64,47 @@ inline void RoundInputs(const float* rows, const BlockProduct& product) {
   product.block_size == 16 ? RoundRows<16>(rows, product) : RoundRows<32>(rows, product);
 }
 
-// The weights of a block and a vector's outputs, and their products with a row's inputs.
-template <class V, int kBits, int kBlock>
-struct Weights {
-  static constexpr int kFours = kBlock / 4, kParts = kBits == 8 && !V::kTakesBytes ? 2 : 1;
-  typename V::Ints of[kParts][kFours];
+// Products of a block: sums of `kNumRows` rows and a panel while the block lasts, in registers. A line is taken apart once
+// for all rows, and an input is read once for all vectors. In 8 bits the two halves of a byte are summed apart where the
+// processor does not multiply by whole bytes.
+template <class V, int kBits, int kNumRows>
+struct BlockSums {
+  static constexpr int kVectors = kPanel / V::kLanes, kParts = kBits == 8 && !V::kTakesBytes ? 2 : 1;
+  typename V::Sums of[kNumRows][kVectors][kParts];
 
-  void Load(const uint8_t* block) {
-    if constexpr (kBits == 4) {
-      for (int i = 0; i < kFours / 2; ++i) {
-        const auto line = V::Load(block + i * kBytesOfLine);
-        of[0][i] = V::Lower(line);
-        of[0][i + kFours / 2] = V::Upper(line);
-      }
-    } else {
-      for (int i = 0; i < kFours; ++i) {
-        const auto line = V::Raised(V::Load(block + i * kBytesOfLine));
-        if constexpr (kParts == 1) {
-          of[0][i] = line;
-        } else {
-          of[0][i] = V::Lower(line);
-          of[1][i] = V::Upper(line);
-        }
-      }
+  BlockSums() {
+    for (int r = 0; r < kNumRows; ++r)
+      for (int v = 0; v < kVectors; ++v)
+        for (int part = 0; part < kParts; ++part) of[r][v][part] = V::NoSums();
+  }
+
+  // Adds the products of four inputs of each row.
+  __attribute__((always_inline)) void Add(const typename V::Ints (&weights)[kVectors], int part, const int8_t* values,
+                                          int64_t stride) {
+    for (int r = 0; r < kNumRows; ++r) {
+      const auto four = V::Broadcast(values + r * stride);
+      for (int v = 0; v < kVectors; ++v) of[r][v][part] = V::Add(of[r][v][part], weights[v], four);
     }
   }
 
-  typename V::Floats Times(const int8_t* values) const {
-    typename V::Sums sums[kParts];
-    for (int part = 0; part < kParts; ++part) sums[part] = V::NoSums();
-    for (int i = 0; i < kFours; ++i) {
-      const auto four = V::Broadcast(values + 4 * i);
-      for (int part = 0; part < kParts; ++part) sums[part] = V::Add(sums[part], of[part][i], four);
+  // Adds a line, of the inputs at `values`, and in 4 bits also of those half a block later.
+  __attribute__((always_inline)) void AddLine(const uint8_t* line, const int8_t* values, int64_t stride,
+                                              int half_a_block) {
+    typename V::Ints lower[kVectors], upper[kVectors];
+    for (int v = 0; v < kVectors; ++v) {
+      const auto bytes = V::Load(line + v * (kBytesOfLine / kVectors));
+      const auto all = kBits == 4 ? bytes : V::Raised(bytes);
+      lower[v] = kBits == 8 && kParts == 1 ? all : V::Lower(all);
+      upper[v] = V::Upper(all);
     }
-    if constexpr (kParts == 1) return V::Total(sums[0]);
-    return V::MultiplyAdd(V::Total(sums[kParts - 1]), V::Set(16), V::Total(sums[0]));
+    Add(lower, 0, values, stride);
+    if constexpr (kBits == 4) Add(upper, 0, values + half_a_block, stride);
+    if constexpr (kParts == 2) Add(upper, 1, values, stride);
+  }
+
+  __attribute__((always_inline)) typename V::Floats Total(int r, int v) const {
+    if constexpr (kParts == 1) return V::Total(of[r][v][0]);
+    return V::MultiplyAdd(V::Total(of[r][v][kParts - 1]), V::Set(16), V::Total(of[r][v][0]));
   }
 };
 
@@ -107,7 +113,7 @@ template <class V, int kBits, int kBlock, class Scale, int kNumRows>
 inline void PanelOfRows(const BlockProduct& product, int64_t row, int64_t panel, float* out, int64_t out_stride) {
   constexpr int kVectors = kPanel / V::kLanes;
   constexpr int64_t kBytes = kPanel * kBlock * kBits / 8;
-  const int64_t num_blocks = product.num_blocks;
+  const int64_t num_blocks = product.num_blocks, stride = num_blocks * kBlock;
   const uint8_t* block = product.weights + panel * num_blocks * kBytes;
   const auto* scales = static_cast<const Scale*>(product.weight_scales) + panel * num_blocks * kPanel;
   const auto* least = static_cast<const Scale*>(product.weight_least) + panel * num_blocks * kPanel;
@@ -115,21 +121,25 @@ inline void PanelOfRows(const BlockProduct& product, int64_t row, int64_t panel,
   for (int r = 0; r < kNumRows; ++r)
     for (int v = 0; v < kVectors; ++v) sums[r][v] = V::Set(0);
   for (int64_t b = 0; b < num_blocks; ++b, block += kBytes) {
-    for (int64_t line = 0; line < kBytes; line += kBytesOfLine) __builtin_prefetch(block + line + 4096);
+    BlockSums<V, kBits, kNumRows> products;
+    const int8_t* values = product.values + row * stride + b * kBlock;
+    for (int64_t line = 0; line < kBytes / kBytesOfLine; ++line) {
+      __builtin_prefetch(block + line * kBytesOfLine + 4096);
+      products.AddLine(block + line * kBytesOfLine, values + 4 * line, stride, kBlock / 2);
+    }
     for (int v = 0; v < kVectors; ++v) {
-      Weights<V, kBits, kBlock> weights;
-      weights.Load(block + v * (kBytesOfLine / kVectors));
-      const auto scale = V::Load(scales + b * kPanel + v * V::kLanes);
+      const int64_t at = b * kPanel + v * V::kLanes;
+      const auto scale = V::Load(scales + at);
       typename V::Floats lowest;
       if constexpr (kBits == 4)
-        lowest = V::Load(least + b * kPanel + v * V::kLanes);
+        lowest = V::Load(least + at);
       else
         lowest = V::Multiply(scale, V::Set(-128));
       for (int r = 0; r < kNumRows; ++r) {
-        const int64_t at = (row + r) * num_blocks + b;
-        const auto products = weights.Times(product.values + at * kBlock);
-        const auto both = V::Multiply(scale, V::Set(product.scales[at]));
-        sums[r][v] = V::MultiplyAdd(lowest, V::Set(product.sums[at]), V::MultiplyAdd(products, both, sums[r][v]));
+        const int64_t own = (row + r) * num_blocks + b;
+        const auto both = V::Multiply(scale, V::Set(product.scales[own]));
+        sums[r][v] = V::MultiplyAdd(lowest, V::Set(product.sums[own]),
+                                    V::MultiplyAdd(products.Total(r, v), both, sums[r][v]));
       }
     }
   }
@@ -149,7 +159,7 @@ inline void PanelOfSomeRows(int64_t num_rows, const BlockProduct& product, int64
 
 template <class V, int kBits, int kBlock, class Scale>
 void ComputeBlocks(const BlockProduct& product, int64_t first, int64_t last) {
-  constexpr int kMostRows = V::kMostRows;
+  constexpr int kMostRows = kBits == 8 && !V::kTakesBytes ? (V::kMostRows + 1) / 2 : V::kMostRows;
   const int64_t num_parts = (product.num_rows + kMostRows - 1) / kMostRows;
   for (int64_t panel = first; panel < last; ++panel) {
     const int64_t rest = product.num_out - panel * kPanel;
@@ -186,7 +196,7 @@ struct BlocksAvx2 {
   using Floats = __m256;
   using Ints = __m256i;
   using Sums = __m256i;
-  static constexpr int kLanes = 8, kMostRows = 4;
+  static constexpr int kLanes = 8, kMostRows = 3;
   static constexpr bool kTakesBytes = false;
   static Floats Set(float x) { return _mm256_set1_ps(x); }
   static Ints Load(const uint8_t* at) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)); }
@@ -204,7 +214,9 @@ struct BlocksAvx2 {
   }
   static Sums NoSums() { return _mm256_setzero_si256(); }
   static Sums Add(Sums sums, Ints weights, Ints four) {
-    return _mm256_add_epi16(sums, _mm256_maddubs_epi16(weights, four));
+    sums = _mm256_add_epi16(sums, _mm256_maddubs_epi16(weights, four));
+    __asm__("" : "+x"(sums));  // or the compiler keeps all products in memory, and adds them last
+    return sums;
   }
   static Floats Total(Sums sums) { return _mm256_cvtepi32_ps(_mm256_madd_epi16(sums, _mm256_set1_epi16(1))); }
   static Floats Multiply(Floats x, Floats y) { return _mm256_mul_ps(x, y); }

@@ -27,7 +27,9 @@ struct BlocksAvx512 {
   }
   static Sums NoSums() { return _mm512_setzero_si512(); }
   static Sums Add(Sums sums, Ints weights, Ints four) {
-    return _mm512_add_epi16(sums, _mm512_maddubs_epi16(weights, four));
+    sums = _mm512_add_epi16(sums, _mm512_maddubs_epi16(weights, four));
+    __asm__("" : "+v"(sums));  // as in blocks.h
+    return sums;
   }
   static Floats Total(Sums sums) { return _mm512_cvtepi32_ps(_mm512_madd_epi16(sums, _mm512_set1_epi16(1))); }
   static Floats Multiply(Floats x, Floats y) { return _mm512_mul_ps(x, y); }
@@ -38,7 +40,11 @@ struct BlocksAvx512 {
 #ifdef __AVX512VNNI__
 struct BlocksVnni : BlocksAvx512 {
   static constexpr bool kTakesBytes = true;
-  static Sums Add(Sums sums, Ints weights, Ints four) { return _mm512_dpbusd_epi32(sums, weights, four); }
+  static Sums Add(Sums sums, Ints weights, Ints four) {
+    sums = _mm512_dpbusd_epi32(sums, weights, four);
+    __asm__("" : "+v"(sums));  // as in blocks.h
+    return sums;
+  }
   static Floats Total(Sums sums) { return _mm512_cvtepi32_ps(sums); }
 };
 #endif
