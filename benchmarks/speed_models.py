@@ -17,6 +17,7 @@ from spectr_jax import Model
 from spectr_jax.draft import Drafter, head_drafter, one_pass_drafter
 from spectr_jax.io.hub.load import read_hub_config
 from spectr_jax.kernels import native
+from spectr_jax.kernels.int8 import BLOCKS
 from spectr_jax.methods import Method
 from spectr_jax.models import causal_lm, head, one_pass
 from spectr_jax.models.causal_lm_config import CausalLMConfig
@@ -115,11 +116,14 @@ class Models:
     return self._random(self.target, 0, self.dtype) if self.draft is not None else self._loaded[0].for_decoding()
 
   def forms(self) -> dict[str, Model]:
-    """The target by the name of its products; one from disk with those of XLA as well."""
+    """The target by the name of its products; one from disk with those of XLA as well, and in the blocks of its file."""
     forms = {native.form() or 'XLA': self.decoding}
     if native.form() and self.draft is None:
       with native.disabled():
         forms['XLA'] = self._loaded[0].for_decoding()
+    if self.draft is None and self.target.endswith('.gguf') and self.weights is None:
+      blocks, _ = spectr_jax.load_model(self.target, dtype=self.dtype, weights=BLOCKS)
+      forms['blocks'] = blocks.for_decoding()
     return forms
 
   @functools.cached_property

@@ -91,7 +91,7 @@ _is_disabled = contextvars.ContextVar('native_is_disabled', default=False)
 
 
 def form() -> str | None:
-  """The form of products for this processor, `avx512_bf16`, `avx512` or `avx2`, or None if there is none."""
+  """The form of products for this processor, `avx512_bf16`, `avx512_vnni`, `avx512`, `avx2` or None."""
   library, _ = _library()
   return None if library is None or _is_disabled.get() else library.spectr_form().decode()
 
@@ -115,7 +115,7 @@ def use_form(name: str) -> bool:
   """Takes another form in place of the processor's best, for tests and comparisons.
 
   Returns:
-    Whether this processor has the form `name`, `avx512_bf16`, `avx512` or `avx2`; if not, nothing changes.
+    Whether this processor has the form `name`, one that `form` names; if not, nothing changes.
   """
   library, _ = _library()
   return library is not None and library.spectr_use_form(name.encode())
