@@ -333,7 +333,7 @@ if __name__ == '__main__':
   _HEAD = flags.DEFINE_bool('head', False, "Whether heads of EAGLE-3's and DSpark's sizes draft as well.")
   _DTYPE = flags.DEFINE_list('dtype', ['bfloat16', 'float32'], 'Types of the target.')
   _DRAFT_DTYPE = flags.DEFINE_string('draft_dtype', None, 'Type of the draft; default that of the target.')
-  _WEIGHTS = flags.DEFINE_enum('weights', None, ['int8'], 'How weights of a model from disk are held.')
+  _WEIGHTS = flags.DEFINE_enum('weights', None, ['int8', 'blocks'], 'How weights of a model from disk are held.')
   _METHOD = flags.DEFINE_list('method', ['race_traversal', 'spectr'], 'Methods of rounds.')
   _BATCH_SIZE = flags.DEFINE_list('batch_size', ['1', '8'], 'Rows.')
   _SHAPES = flags.DEFINE_list('shapes', ['1x4', '4x8', '4x16'], 'Rounds of K drafts of L tokens, KxL.')

@@ -80,7 +80,7 @@ class Models:
     has_head: Whether heads draft as well: one of EAGLE-3's sizes, and one of DSpark's that guesses in one pass.
     dtype: Type of weights and activations of the target.
     draft_dtype: Type of the draft; None for that of the target.
-    weights: `int8`, or None for weights as they are on disk.
+    weights: `int8`, `blocks`, or None for weights as they are on disk.
     num_slots: Tokens that the head of one pass guesses.
     text: Text file that prompts for a model from disk are cut from.
   """
@@ -116,7 +116,7 @@ class Models:
     return self._random(self.target, 0, self.dtype) if self.draft is not None else self._loaded[0].for_decoding()
 
   def forms(self) -> dict[str, Model]:
-    """The target by the name of its products; one from disk with those of XLA as well, and in the blocks of its file."""
+    """The target by the name of its products; one from disk with those of XLA as well, and in its own blocks."""
     forms = {native.form() or 'XLA': self.decoding}
     if native.form() and self.draft is None:
       with native.disabled():
