@@ -67,7 +67,7 @@ _MUTANTS = (
   ('draft_before_top_p', 'spectr_jax/draft/drawing.py', '(probs, laws, first, axis=1)), laws',
    '(probs, jax.nn.softmax(logits.astype(laws.dtype)), first, axis=1)), laws', 'draft/model_drafter_test.py'),
   ('growth_sees_draw', 'spectr_jax/draft/growth.py', 'jnp.where(above < 0, -1, drawn)',
-   'jnp.where((above < 0) | (laws[own, drawn] < 0.3), -1, drawn)', 'draft/growth_test.py draft/drafters_test.py'),
+   'jnp.where((above < 0) | (probs[own, drawn] < 0.3), -1, drawn)', 'draft/growth_test.py draft/drafters_test.py'),
 
   ('cache_rollback', 'spectr_jax/model.py', 'jnp.minimum(self.lengths + num_committed, size)',
    'jnp.minimum(self.lengths + depth, size)', 'model_test.py'),

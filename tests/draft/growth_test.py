@@ -16,7 +16,7 @@ from spectr_jax import METHODS, Decoder, TokenTree, lookup_drafter, model_drafte
 from spectr_jax.draft import Confident, DraftRequest, Estimated, Likeliest, growing
 from spectr_jax.draft.drawing import draw_tree
 from spectr_jax.engine.loop import noise_keys, propose, run_rounds
-from spectr_jax.proposal import Independent
+from spectr_jax.proposal import Independent, WithoutReplacement
 from spectr_jax.sampling import SamplingParams
 from spectr_jax.testing import (
   ContextTables,
@@ -131,6 +131,22 @@ def test_confident_allocation():
   # The more a draft is trusted, the fewer siblings.
   above, _ = Confident(0.95).allocate(laws, jnp.log(jnp.array([0.9, 0.1])), 2)
   np.testing.assert_array_equal(above, [0, 1])
+
+
+@pytest.mark.parametrize('rule', [Independent(), WithoutReplacement()])
+def test_what_is_drawn_has_no_part_in_what_is_kept(rule):
+  """Every slot with a parent has a token, and the first child of each node the draft's distribution."""
+  probs, num_draws = jnp.array([[0.5, 0.3, 0.15, 0.05], [0.1, 0.2, 0.3, 0.4]]), 20_000
+  keys = jax.random.split(jax.random.key(0), num_draws)
+  expand = jax.jit(jax.vmap(lambda key: Confident().expand(key, rule, probs, jnp.log(jnp.full(2, 0.5)), jnp.arange(4))))
+  above, tokens, _ = map(np.asarray, expand(keys))
+  assert (above == above[0]).all()
+  assert set(above[0]) == {0, 1}
+  assert (tokens >= 0).all()
+  for node in range(2):
+    counts = np.bincount(tokens[:, list(above[0]).index(node)], minlength=4)
+    error = np.sqrt(probs[node] * (1 - probs[node]) * num_draws)
+    assert (np.abs(counts - probs[node] * num_draws) < 5 * error).all()
 
 
 # Estimates of a drafter that knows how likely a guess after each token is accepted; the root's comes last.
