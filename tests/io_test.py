@@ -131,7 +131,7 @@ def test_weights_in_int8(saved, tmp_path):
   assert embedding.values.dtype == jnp.int8
   wide = load_model(saved)[0].params['embedding']
   assert np.abs(embedding.dequantized('float32') - wide).max() <= 0.51 * embedding.scale.max()
-  with pytest.raises(ValueError, match='a model with int8 weights is not saved'):
+  with pytest.raises(ValueError, match='a model with weights in int8 or in blocks is not saved'):
     save_model(tmp_path / 'model', model, tokenizer)
   with pytest.raises(ValueError, match='weights must be int8'):
     load_model(saved, weights='int4')

@@ -22,7 +22,7 @@ class DraftContext:
 
   Attributes:
     lengths: int32 `[B]`, committed tokens of each row. The last of them is the root of the next tree.
-    target: The target model, by reference: `embed` and `unembed` share its embedding and its output head.
+    target: The target model, by reference: `embed_fn` and `unembed_fn` share its embedding and its output head.
     tokens: int32 `[B, S]`, the committed tokens; entries behind a row's length are arbitrary. None in `propose` and
       `commit` unless `Drafter.reads_tokens`.
     features: `[B, S, F, D]`, the target's hidden states of the layers `Drafter.feature_layers` at every committed token

@@ -94,6 +94,7 @@ def test_the_table_of_the_library():
     'apply_filters': 'gpu tpu',
     'arrange_packed': 'tpu',
     'attend_packed': 'tpu',
+    'block_product': 'cpu',
     'draw_several': 'tpu',
     'entries_of': 'tpu',
     'fastest_cache_dtype': 'cpu',

@@ -91,7 +91,7 @@ def test_what_is_refused(tokenizer, tmp_path):
   def save(model, spec=spec, **options):
     save_hub_model(tmp_path / 'written', model, tokenizer, spec, **options)
 
-  with pytest.raises(ValueError, match='a model with int8 weights is not saved'):
+  with pytest.raises(ValueError, match='a model with weights in int8 or in blocks is not saved'):
     save(causal_lm(quantized(model.params), dataclasses.replace(config_of(model), weights='int8')))
   for changes in ({'rope_theta': 1e4}, {'num_hidden_layers': 3}, {'tie_word_embeddings': True}):
     with pytest.raises(ValueError, match='config.json would describe another model'):
