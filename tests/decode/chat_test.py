@@ -290,16 +290,15 @@ _AS_A_SHELL = (
 class _Terminal:
   """`decode.chat` with a tiny model in a terminal of its own; its answers come by `process.stdout`."""
 
-  def __init__(self, folder, *, context, max_new_tokens):
+  def __init__(self, folder, *flags, context):
     spec = hub_specs.SPECS['llama'] | {'vocab_size': 301, 'max_position_embeddings': context, 'eos_token_id': 41}
     folder = tiny_hub.write(folder, config=spec, chat_template=tiny_hub.CHAT)
     safetensors.numpy.save_file(tiny_hub.tensors_of(spec), folder / 'model.safetensors')
     self._master, terminal = pty.openpty()
     self._seen = b''
     self.process = commands.start(
-      'decode.chat', f'--target={folder}', f'--max_new_tokens={max_new_tokens}', wrapper=_AS_A_SHELL, stdin=terminal,
-      stderr=terminal,
-    )  # fmt: skip
+      'decode.chat', f'--target={folder}', *flags, wrapper=_AS_A_SHELL, stdin=terminal, stderr=terminal
+    )
     os.close(terminal)
 
   def type(self, text):
@@ -323,8 +322,8 @@ class _Terminal:
 def terminal(tmp_path):
   opened = []
 
-  def start(**options):
-    opened.append(_Terminal(tmp_path / 'hub', **options))
+  def start(*flags, **options):
+    opened.append(_Terminal(tmp_path / 'hub', *flags, **options))
     return opened[0]
 
   yield start
@@ -334,7 +333,7 @@ def terminal(tmp_path):
 
 def test_a_conversation_in_a_terminal(terminal):
   """Ready before it asks, lines that are edited and cleared, commands, and the end by Ctrl-D."""
-  talk = terminal(context=_CONTEXT, max_new_tokens=8)
+  talk = terminal('--max_new_tokens=8', context=_CONTEXT)
   talk.wait_for('Type a message')
   for typed, answer in (
     ('the owx\x7fl\r', 'per target call]'),
@@ -352,7 +351,8 @@ def test_a_conversation_in_a_terminal(terminal):
 
 def test_interrupts_in_a_terminal(terminal):
   """Ctrl-C ends an answer; it clears what is typed, and once more it ends the conversation."""
-  talk = terminal(context=4096, max_new_tokens=2000)
+  # Greedy, since a sample would end the answer soon; and long, since it must last until Ctrl-C comes.
+  talk = terminal('--max_new_tokens=30000', '--temperature=0', context=2**15)
   talk.wait_for('Type a message')
   talk.wait_for('>')
   talk.type('the owl\r')

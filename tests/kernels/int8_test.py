@@ -158,7 +158,5 @@ def test_scales_are_sharded_as_their_channels():
 
 def test_unknown_weights_are_refused():
   config = read_spec(SPECS['llama'])[1]
-  with pytest.raises(
-    ValueError, match="^weights must be int8, blocks, or None for .*; got 'int4'$"
-  ):
+  with pytest.raises(ValueError, match="^weights must be int8, blocks, or None for .*; got 'int4'$"):
     dataclasses.replace(config, weights='int4')

@@ -368,7 +368,5 @@ def test_weights_that_cannot_be_quantized_are_named():
 
 
 def test_unknown_weights(tmp_path):
-  with pytest.raises(
-    ValueError, match="^weights must be int8, blocks, or None for .*; got 'int4'$"
-  ):
+  with pytest.raises(ValueError, match="^weights must be int8, blocks, or None for .*; got 'int4'$"):
     load_model(tmp_path, weights='int4')
