@@ -352,7 +352,7 @@ def test_a_conversation_in_a_terminal(terminal):
 def test_interrupts_in_a_terminal(terminal):
   """Ctrl-C ends an answer; it clears what is typed, and once more it ends the conversation."""
   # Greedy, since a sample would end the answer soon; and long, since it must last until Ctrl-C comes.
-  talk = terminal('--max_new_tokens=30000', '--temperature=0', context=2**15)
+  talk = terminal('--context=30200', '--max_new_tokens=30000', '--temperature=0', context=2**15)
   talk.wait_for('Type a message')
   talk.wait_for('>')
   talk.type('the owl\r')
