@@ -47,11 +47,16 @@ def check_count(name: str, value: int) -> None:
     raise ValueError(f'{name} must be a positive int, got {value!r}')
 
 
+_MOST_NEW_TOKENS = 2**30  # so that the length of a text is a whole number of 32 bits
+
+
 def as_limits(max_new_tokens: ArrayLike, batch_size: int) -> np.ndarray:
   """Limits of new tokens, int32 `[B]`; ValueError for what is neither a positive int nor `[B]` of them."""
-  limits = np.asarray(max_new_tokens)
+  limits = _as_array('max_new_tokens', max_new_tokens)
   if limits.shape not in ((), (batch_size,)) or limits.dtype.kind not in 'iu' or limits.min() < 1:
     raise ValueError(f'max_new_tokens must be a positive int, or [{batch_size}] of them, got {max_new_tokens!r}')
+  if limits.max() > _MOST_NEW_TOKENS:
+    raise ValueError(f'max_new_tokens must be at most {_MOST_NEW_TOKENS:,}, got {limits.max():,}')
   return np.broadcast_to(limits.astype(np.int32), (batch_size,))
 
 

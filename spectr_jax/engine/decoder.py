@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.core import Tracer
 
-from spectr_jax.draft import Drafter, Growth, as_drafter
+from spectr_jax.draft import Drafter, as_drafter
 from spectr_jax.draft.model_drafter import ModelDrafter
 from spectr_jax.engine import checks
 from spectr_jax.engine.result import FAILED_DRAFT, FAILED_TARGET, Generation, NotFiniteError
@@ -194,9 +194,15 @@ class Decoder:
 
 
 def _classes_of(part: Any) -> tuple[type, ...]:
-  """The class of a drafter or a rule of growth, and those of the ones in its fields."""
+  """The classes of the dataclasses that a drafter consists of, in order, those in containers included."""
+  if isinstance(part, Mapping):
+    return tuple(each for inner in part.values() for each in _classes_of(inner))
+  if isinstance(part, list | tuple):
+    return tuple(each for inner in part for each in _classes_of(inner))
+  if not dataclasses.is_dataclass(part):
+    return ()
   own = (getattr(part, field.name) for field in dataclasses.fields(part))
-  return (type(part), *(each for inner in own if isinstance(inner, Drafter | Growth) for each in _classes_of(inner)))
+  return (type(part), *(each for inner in own for each in _classes_of(inner)))
 
 
 def _default_tree(method: Method, drafter: Drafter | None) -> TokenTree:

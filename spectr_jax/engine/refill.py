@@ -186,7 +186,10 @@ class Pool:
     for row, request in zip(tokens, filled):
       row[: len(request.tokens)] = request.tokens
     own = [request.sampling or self._sampling or SamplingParams() for request in filled]
-    limits = [request.max_new_tokens or int(self.decoder.max_new_tokens) for request in filled]
+    limits = [
+      int(self.decoder.max_new_tokens) if request.max_new_tokens is None else request.max_new_tokens
+      for request in filled
+    ]
     rows = jnp.stack([request.key for request in filled]), tokens, np.array([len(each.tokens) for each in filled])
     return rows, {'sampling': SamplingParams.of_rows(own), 'max_new_tokens': np.array(limits)}
 

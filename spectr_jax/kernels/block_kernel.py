@@ -1,8 +1,9 @@
 """Kernels in blocks of 4 or 8 bits, with the numbers that a `.gguf` file has for them, and their products.
 
 Inputs are rounded to 8 bits, each block of a row with a scale of its own, as llama.cpp does: sums over a block are then
-sums of integers, which are exact. A row's product does not depend on the rows beside it, so a model that computes so
-has one distribution, whether a draft guesses ahead or not.
+sums of integers, which are exact. A row's product does not depend on the rows beside it, bit by bit. But what stands
+between products may differ in its last bit where another number of tokens is computed, and then a rounding to 8 bits
+may go the other way: results are equal up to the rounding of inputs, not of floats.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from spectr_jax.kernels.dispatch import operation
 from spectr_jax.model import static_field
 
 _LARGEST = 127  # magnitude of a rounded input
+_LEAST = 1e-30  # largest input of a block below which all are 0; their scale would have no inverse
 
 
 def rounded_inputs(rows: jax.Array, num_blocks: int) -> tuple[jax.Array, jax.Array]:
@@ -35,7 +37,7 @@ def rounded_inputs(rows: jax.Array, num_blocks: int) -> tuple[jax.Array, jax.Arr
   """
   blocks = rows.astype(jnp.float32).reshape(rows.shape[0], num_blocks, -1)
   largest = jnp.max(jnp.abs(blocks), axis=-1)
-  factor = jnp.where(largest > 0, _LARGEST / largest, 0)
+  factor = jnp.where(largest > _LEAST, _LARGEST / largest, 0)
   scale = jnp.where(jnp.isfinite(largest), largest / _LARGEST, jnp.nan)
   return jnp.round(blocks * factor[..., None]), scale
 

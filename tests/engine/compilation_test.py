@@ -132,6 +132,14 @@ def test_programs_are_those_of_a_drafter(tables):
   assert structure_of(model_drafter(tables[1])) == structure_of(tables[1])
   assert structure_of(tables[1]) != structure_of(Other(tables[1]))
 
+  @jax.tree_util.register_dataclass
+  @dataclasses.dataclass(frozen=True)
+  class Beside(ModelDrafter):
+    parts: tuple[ModelDrafter, ...] = ()
+
+  beside = [Beside(tables[1], (kind(tables[1]),)) for kind in (ModelDrafter, Other)]
+  assert structure_of(beside[0]) != structure_of(beside[1])
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize(

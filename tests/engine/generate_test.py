@@ -290,6 +290,8 @@ def test_rows_that_are_done_may_see_anything(cycle):
     ({'prompt_lengths': LENGTHS.astype(np.int64) + 2**32}, 'prompt_lengths must be from'),
     ({'max_new_tokens': 0}, 'max_new_tokens must be a positive int'),
     ({'max_new_tokens': 2.0}, 'max_new_tokens must be a positive int'),
+    ({'max_new_tokens': 2**32 + 5}, 'max_new_tokens must be at most'),
+    ({'max_new_tokens': [[1], [1, 2]]}, 'max_new_tokens must be one array of integers'),
     ({'max_new_tokens': [1, 2]}, r'max_new_tokens must be a positive int, or \[4\] of them'),
     ({'rng_key': np.array([0, 1], np.uint32)}, 'typed key'),
     ({'rng_key': jnp.array([0, 1], jnp.uint32)}, 'typed key'),

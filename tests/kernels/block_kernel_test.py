@@ -106,6 +106,15 @@ def test_inputs_that_are_not_finite_give_nan(kind, bad):
     np.testing.assert_array_equal(product[::2], 0)
 
 
+@pytest.mark.parametrize('largest', [1e-45, 1e-37, 1e-31])
+def test_tiny_inputs_are_zeros(largest):
+  """The inverse of their scale would be infinite."""
+  kernel = packed(_stored('Q8_0', 40, 512), 'Q8_0')
+  rows = jnp.full((1, 512), largest, jnp.float32)
+  np.testing.assert_allclose(kernel.product(rows), 0, atol=1e-25)
+  np.testing.assert_allclose(block_product.plain(rows, kernel.weights, kernel.scales, None, 40), 0, atol=1e-25)
+
+
 def test_kernels_side_by_side():
   first, second = packed(_stored('Q4_1', 32, 256), 'Q4_1'), packed(_stored('Q4_1', 40, 256, seed=1), 'Q4_1')
   rows = _rows(2, 256)

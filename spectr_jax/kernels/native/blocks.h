@@ -38,7 +38,7 @@ inline void Round(const float* row, int8_t* values, float* scale, float* sum) {
     lanes[0] = lanes[i] > lanes[0] ? lanes[i] : lanes[0];
     none[0] += none[i];
   }
-  const __m256 factor = _mm256_set1_ps(lanes[0] > 0 ? 127 / lanes[0] : 0);
+  const __m256 factor = _mm256_set1_ps(lanes[0] > 1e-30f ? 127 / lanes[0] : 0);
   __m256i total = _mm256_setzero_si256();
   for (int i = 0; i < kBlock; i += 8) {
     const __m256i rounded = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(row + i), factor));
