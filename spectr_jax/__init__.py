@@ -11,11 +11,13 @@ from spectr_jax.draft import (
   Estimated,
   Likeliest,
   LookupCorpus,
+  SharedVocabulary,
   growing,
   lookup_beside,
   lookup_corpus,
   lookup_drafter,
   model_drafter,
+  vocabulary_drafter,
 )
 from spectr_jax.engine import (
   ORIGIN_BONUS,
@@ -56,6 +58,7 @@ from spectr_jax.verify import Verification, verify
 
 if TYPE_CHECKING:
   from spectr_jax import testing, theory
+  from spectr_jax.io.fit_draft import fit_draft
   from spectr_jax.io.heads.load import load_drafter
   from spectr_jax.io.heads.save import save_drafter
   from spectr_jax.io.load import load_model
@@ -73,14 +76,14 @@ __all__ = [
   'ORIGIN_DRAFT', 'ORIGIN_CORRECTION', 'ORIGIN_BONUS', 'Statistics', 'NotFiniteError',
   'log_likelihood', 'LogLikelihood',
   # Models and files.
-  'load_model', 'save_model', 'load_drafter', 'save_drafter', 'Tokenizer', 'TextStream',
+  'load_model', 'save_model', 'load_drafter', 'save_drafter', 'fit_draft', 'Tokenizer', 'TextStream',
   'Model', 'ModelOutput', 'KVCache', 'models', 'transformer', 'table',
   # Verification, methods and trees.
   'verify', 'Verification', 'Verifier', 'Verdict', 'METHODS', 'Method', 'get_method', 'register', 'with_children',
   'with_epsilon', 'with_gumbel', 'TokenTree', 'optimal_factors', 'Proposal', 'logits_to_probs', 'theory', 'testing',
   # Drafters.
   'Drafter', 'DraftContext', 'model_drafter', 'lookup_drafter', 'lookup_beside', 'lookup_corpus', 'LookupCorpus',
-  'growing', 'Likeliest', 'Confident', 'Estimated',
+  'growing', 'Likeliest', 'Confident', 'Estimated', 'vocabulary_drafter', 'SharedVocabulary',
   # Round by round, and on many devices.
   'Decoder', 'DecodeState', 'init_decode', 'decode_rounds', 'refill', 'finish', 'sample_keys', 'DecodeSharding',
 ]  # fmt: skip
@@ -92,6 +95,7 @@ __all__ = [
 _LAZY: dict[str, tuple[str, str | None]] = {
   'TextStream': ('spectr_jax.io.text_stream', 'TextStream'),
   'Tokenizer': ('spectr_jax.io.tokenizer', 'Tokenizer'),
+  'fit_draft': ('spectr_jax.io.fit_draft', 'fit_draft'),
   'load_drafter': ('spectr_jax.io.heads.load', 'load_drafter'),
   'load_model': ('spectr_jax.io.load', 'load_model'),
   'save_drafter': ('spectr_jax.io.heads.save', 'save_drafter'),

@@ -284,6 +284,17 @@ def _headline(run: DecodeRun) -> str:
   )
 
 
+def explain_vocabulary(run: DecodeRun) -> Iterator[str]:
+  """A line with what draft and target share, if they have different vocabularies."""
+  shared = run.info['models'].get('draft', {}).get('vocabulary')
+  if shared is not None:
+    yield (
+      f'The draft has another vocabulary: of its {shared["num_draft"]:,} tokens {shared["num_shared"]:,} are among the'
+      f" target's {shared['num_target']:,}, with {shared['share_of_mass']:.1%} of its mass on a sample of text. It guesses"
+      ' these alone.'
+    )
+
+
 def explain_gain(run: DecodeRun) -> Iterator[str]:
   """A line with what the fastest lossless setting that drafts gains, if speeds were compared on enough batches."""
   summaries = run.summaries
@@ -312,6 +323,8 @@ def print_report(run: DecodeRun, console: Console | None = None, *, more: str = 
   for line in explain_gain(run):
     console.print(line + '\n', **print_options)
   console.print(printable(_headline(run)) + '\n', **print_options)
+  for line in explain_vocabulary(run):
+    console.print(line + '\n', **print_options)
   if not console.is_terminal:
     console.width = 1000  # lines of a file need not fit into a window
   if run.predictions:

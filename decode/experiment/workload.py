@@ -23,10 +23,12 @@ from decode.experiment.settings import Setting
 from spectr_jax import Drafter, Generation, Model, SamplingParams, StopStrings, lookup_corpus
 from spectr_jax.auto.trial import Batches, take_keys
 from spectr_jax.draft import as_drafter, lookup_beside, lookup_drafter
+from spectr_jax.draft.vocabulary_drafter import VocabularyDrafter
 from spectr_jax.engine.result import NotFiniteError
 from spectr_jax.engine.sharding import DecodeSharding
+from spectr_jax.io.fit_draft import describe_vocabulary, fit_draft
 from spectr_jax.io.heads.load import HeadFiles, open_head
-from spectr_jax.io.tokenizer import TokenizerBase, check_same_tokens
+from spectr_jax.io.tokenizer import TokenizerBase, first_difference
 from spectr_jax.kernels import native
 from spectr_jax.kernels.int8 import BLOCKS
 from spectr_jax.models.layers import is_quantized
@@ -129,26 +131,41 @@ class Models:
     return min((limit for limit in limits if limit is not None), default=None)
 
 
-def _advice(options: DecodeOptions) -> str:
-  """Advice about models that do not go together, if one of them was not given; else empty."""
-  if options.draft == DecodeOptions.draft:
-    return '; the draft is the shipped one, since none is given: give --draft, or --method=autoregressive'
-  if options.target == DecodeOptions.target:
-    return '; the target is the shipped one, since none is given: give --target'
-  return ''
+def _fit_draft(
+  options: DecodeOptions, draft: Model, own: TokenizerBase, target: Model, tokenizer: TokenizerBase
+) -> tuple[Model | Drafter, dict[str, Any]]:
+  """The draft for the target, and what their vocabularies share if they are not the same.
+
+  Raises:
+    ValueError: Vocabularies share nothing, or differ and the draft is the shipped one, since none is given.
+  """
+  pair = f'{options.target} and {options.draft_model}'
+  if options.draft == DecodeOptions.draft and first_difference(tokenizer, own) is not None:
+    raise ValueError(
+      f'{pair} have different tokenizers; the draft is the shipped one, since none is given: give --draft, or'
+      ' --method=autoregressive'
+    )
+  try:
+    fitted = fit_draft(draft, own, target, tokenizer)
+  except ValueError as error:
+    raise ValueError(f'{pair}: {error}') from error
+  if isinstance(fitted, VocabularyDrafter):
+    return fitted, {'vocabulary': describe_vocabulary(fitted, own)}
+  return fitted, {}
 
 
 def load_models(options: DecodeOptions, sharding: DecodeSharding | None = None) -> Models:
   """The models of a run.
 
-  Vocabularies may be padded to different sizes: the draft's is brought to the target's, whose distribution stays.
+  Vocabularies may be padded to different sizes: the draft's is brought to the target's, whose distribution stays. A
+  draft with another tokenizer guesses the tokens that both have.
 
   Args:
     options: The options.
     sharding: The sharding of decoding; a model that it shards is read shard by shard.
 
   Raises:
-    ValueError: A model or the corpus cannot be read, or the models' tokenizers give an id different meanings.
+    ValueError: A model or the corpus cannot be read, or the models' vocabularies share no token.
   """
   files = Files(options.lookup_corpus)
   documents = read_corpus(files) if files.patterns else []
@@ -163,11 +180,8 @@ def load_models(options: DecodeOptions, sharding: DecodeSharding | None = None) 
   elif path := options.draft_model:
     is_divided = sharding is not None and sharding.is_draft_divided
     draft, own, info['draft'] = _load_model(options, path, mesh if is_divided else None)
-    try:
-      check_same_tokens([(options.target, tokenizer), (path, own)])
-    except ValueError as error:
-      raise ValueError(f'{error}{_advice(options)}') from error
-    draft = draft.with_vocab_size(target.vocab_size)
+    draft, shared = _fit_draft(options, draft, own, target, tokenizer)
+    info['draft'] |= shared
   if options.has_lookup:
     search: dict[str, Any] = {'lookup_max': options.lookup_max, 'lookup_min': options.lookup_min}
     if documents:

@@ -9,6 +9,8 @@ from spectr_jax.draft.lookup import lookup_beside, lookup_drafter
 from spectr_jax.draft.medusa_drafter import medusa_drafter
 from spectr_jax.draft.model_drafter import as_drafter, model_drafter
 from spectr_jax.draft.one_pass_drafter import one_pass_drafter
+from spectr_jax.draft.shared_vocabulary import SharedVocabulary
+from spectr_jax.draft.vocabulary_drafter import vocabulary_drafter
 
 __all__ = [
   'Commitment',
@@ -21,6 +23,7 @@ __all__ = [
   'Growth',
   'Likeliest',
   'LookupCorpus',
+  'SharedVocabulary',
   'as_drafter',
   'growing',
   'head_drafter',
@@ -30,4 +33,5 @@ __all__ = [
   'medusa_drafter',
   'model_drafter',
   'one_pass_drafter',
+  'vocabulary_drafter',
 ]

@@ -141,9 +141,24 @@ class TokenizerBase(abc.ABC):
     """Each token as it stands in the text of all: its name, its bytes and its place."""
     return self._bytes.token_stream()(ids)
 
+  def token_bytes(self, ids: Iterable[int]) -> list[bytes]:
+    """The bytes that each of some ids stands for in the middle of a text; none for special tokens."""
+    return [self._bytes.content(index) for index in ids]
+
   def decode_tokens_stream(self) -> TokenDecoder:
     """A decoder of ids that come in pieces, which gives in a row what `decode_tokens` gives for all ids."""
     return self._bytes.token_stream()
+
+
+def first_difference(first: TokenizerBase, other: TokenizerBase) -> int | None:
+  """The smallest id that two tokenizers give different meanings; None if they agree on all ids that they share."""
+  if first.fingerprint == other.fingerprint:
+    return None
+  for index in range(min(first.vocab_size, other.vocab_size)):
+    one, two = first.token(index), other.token(index)
+    if one != two and one is not None and two is not None:
+      return index
+  return None
 
 
 def check_same_tokens(named: Sequence[tuple[str, TokenizerBase]]) -> None:
@@ -157,15 +172,12 @@ def check_same_tokens(named: Sequence[tuple[str, TokenizerBase]]) -> None:
   """
   (name, first), *others = named
   for other_name, other in others:
-    if first.fingerprint == other.fingerprint:
-      continue
-    for index in range(min(first.vocab_size, other.vocab_size)):
-      one, two = first.token(index), other.token(index)
-      if one != two and one is not None and two is not None:
-        raise ValueError(
-          f'target and draft must share a tokenizer, but id {index} is {one!r} in {name} and {two!r} in {other_name}'
-          f' (fingerprints {first.fingerprint} and {other.fingerprint})'
-        )
+    index = first_difference(first, other)
+    if index is not None:
+      raise ValueError(
+        f'target and draft must share a tokenizer, but id {index} is {first.token(index)!r} in {name} and'
+        f' {other.token(index)!r} in {other_name} (fingerprints {first.fingerprint} and {other.fingerprint})'
+      )
 
 
 class Tokenizer(TokenizerBase):
