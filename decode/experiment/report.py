@@ -290,8 +290,8 @@ def explain_vocabulary(run: DecodeRun) -> Iterator[str]:
   if shared is not None:
     yield (
       f'The draft has another vocabulary: of its {shared["num_draft"]:,} tokens {shared["num_shared"]:,} are among the'
-      f" target's {shared['num_target']:,}, with {shared['share_of_mass']:.1%} of its mass on a sample of text. It guesses"
-      ' these alone.'
+      f" target's {shared['num_target']:,}, with {shared['share_of_mass']:.1%} of its mass on a sample of text. It"
+      ' guesses these alone.'
     )
 
 
