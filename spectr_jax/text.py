@@ -66,7 +66,7 @@ def generate_text(
 
   Args:
     target, draft: As for `generate`.
-    tokenizer: The models' tokenizer, as `load_model` gives it.
+    tokenizer: The target's tokenizer, as `load_model` gives it.
     texts: Texts to continue, or one text. `tokenizer.encode_chat` and `generate_many` are for conversations.
     max_new_tokens: Limit of new tokens per text.
     method: As for `generate`; or `auto` for the method and the tree that are fastest here on the first texts, which

@@ -267,7 +267,7 @@ class Workload(Batches):
   Attributes:
     options: The options.
     draft: None if no method drafts, and a `Drafter` if guesses come from the text or from a head.
-    tokenizer: The models' tokenizer.
+    tokenizer: The target's tokenizer.
     info: The description of the run, see `describe`.
     prompts: The prompts.
   """

@@ -96,7 +96,8 @@ class Decoder:
 
     Args:
       target: The model whose distribution the output has; its parameters may be shapes, to compile only.
-      draft: A model or drafter with the same vocabulary, or None for methods that draft nothing.
+      draft: A model with the same vocabulary, or a drafter (`fit_draft` makes one of any model), or None for methods
+        that draft nothing.
       method: A name of `METHODS`, or a `Method`; None for `race_traversal`, or `autoregressive` without a draft.
       tree: The guesses of a round; None for two drafts of four tokens, or one where the method takes one, or fewer
         tokens where the drafter guesses less far ahead, or four nodes of each of four depths where it grows trees.

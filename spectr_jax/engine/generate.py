@@ -49,7 +49,8 @@ def generate(
     rng_key: One typed key, from which row i takes `fold_in(rng_key, i)`, or a key array `[B]`. With a key array a row's
       tokens depend on its key and prompt alone; up to rounding, its batch and padding have no effect.
     target: The model whose distribution the output has.
-    draft: A model or drafter with the same vocabulary, or None for methods that draft nothing.
+    draft: A model with the same vocabulary, or a drafter (`fit_draft` makes one of any model), or None for methods that
+      draft nothing.
     prompts: Integers `[B, P]`, right-padded; padding is not read. Or B lists of ids, which may differ in length.
       `generate_text` takes texts.
     prompt_lengths: Integers `[B]`, from 1 to P; None for lists of ids, or if all prompts have P tokens.

@@ -92,10 +92,29 @@ def test_results_say_what_type_a_model_computes_in(options, tmp_path, monkeypatc
   assert Workload.load(options).info['models']['target']['dtype'] == 'bfloat16'
 
 
-def test_what_a_tokenizer_means_differently_is_named(options, tmp_path, monkeypatch):
+def test_a_draft_with_another_tokenizer_is_taken(options, tmp_path, monkeypatch):
   other = tiny_hub.write(tmp_path / 'other', tiny_hub.backend(merges=[('h', 'e'), ('a', 'b')]))
   folders = {'target': tmp_path / 'tokenizer', 'draft': other}
   model = _model(0, 320)
   monkeypatch.setattr(spectr_jax, 'load_model', lambda path, **options: (model, load_hub_tokenizer(folders[path])))
-  with pytest.raises(ValueError, match="must share a tokenizer, but id 261 is 'Ġt' in target and 'ab' in draft"):
-    Workload.load(options)
+  found = Workload.load(options)
+  # All bytes, and the one merge that both have.
+  assert found.info['models']['draft']['vocabulary']['num_shared'] == 257
+
+
+@pytest.mark.slow
+def test_a_conversation_with_a_draft_of_another_tokenizer(options, tmp_path, monkeypatch):
+  """Turn by turn, greedy, it is that of the target alone."""
+  other = tiny_hub.write(tmp_path / 'other', tiny_hub.backend(merges=[('h', 'e'), ('a', 'b')]))
+  folders, seeds = {'target': tmp_path / 'tokenizer', 'draft': other}, {'target': 0, 'draft': 1}
+
+  def load(path, **options):
+    return _model(seeds[path], 320), load_hub_tokenizer(folders[path])
+
+  monkeypatch.setattr(spectr_jax, 'load_model', load)
+  said = []
+  for method in ('speculative', 'autoregressive'):
+    changes = {'method': (method,), 'num_drafts': (1,), 'temperature': 0.0, 'prompt': None}
+    talk = chat.start_chat(dataclasses.replace(options, **changes), 96)
+    said.append([''.join(talk.ask(question)) for question in ('the owl', 'the end')])
+  assert said[0] == said[1]

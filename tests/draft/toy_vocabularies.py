@@ -1,5 +1,7 @@
 """Tiny vocabularies that share part of their tokens, and what a draft makes of a text, by Python alone."""
 
+import numpy as np
+
 from spectr_jax.draft.shared_vocabulary import SharedVocabulary
 
 # The target's 5 tokens and the draft's 6: the first three are shared, at other ids; the target's 3 takes two of the
@@ -29,3 +31,12 @@ def restricted(probs):
       found[target] = float(probs[own])
   total = sum(found)
   return [each / total for each in found] if total else [1 / 3, 1 / 3, 1 / 3, 0, 0]
+
+
+def other_vocabulary(*, num_draft, num_target, num_shared, seed=0):
+  """Tables at random: some tokens shared, each of the target's others as one to three of the draft's."""
+  rng = np.random.default_rng(seed)
+  to_target = np.full(num_draft, -1)
+  to_target[rng.choice(num_draft, num_shared, replace=False)] = rng.choice(num_target, num_shared, replace=False)
+  spelled = [rng.integers(0, num_draft, rng.integers(1, 4)).tolist() for _ in range(num_target)]
+  return SharedVocabulary.make(to_target, spelled, bos_id=int(rng.integers(num_draft)))

@@ -293,7 +293,7 @@ def test_grown_trees_in_the_loop():
 
 @pytest.mark.slow
 def test_lookup_beside_it_in_the_loop():
-  drafter = lookup_beside(_drafter(), lookup_max=1)
+  drafter = lookup_beside(_drafter(), lookup_max=1, lookup_min=1)
   assert_engine_is_exact(drafter, 'race_traversal', TokenTree.chains(2, 2), prompts=([1, 4, 1], [4, 3, 4, 3, 4]))
 
 
