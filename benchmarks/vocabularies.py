@@ -133,6 +133,7 @@ def measure(workload: Workload, own: TokenizerBase, every: int) -> dict[str, Any
         'share_of_target_mass': q[is_shared].sum(),
         'kept_concatenated': np.minimum(p, q).sum(),
         'kept_canonical': np.minimum(best, q).sum(),
+        'kept_more_by_canonical': np.minimum(best, q).sum() - np.minimum(p, q).sum(),
         'argmax_concatenated': float(p.argmax() == target.argmax()),
         'argmax_canonical': float(best.argmax() == target.argmax()),
       }

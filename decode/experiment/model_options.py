@@ -60,9 +60,9 @@ class ModelOptions(Record):
   )
   draft: str = option(
     'Models',
-    'The draft: as the target, or the folder of a head on it (EAGLE, DFlash, DSpark, Medusa, MTP), or lookup, or'
-    ' lookup+DRAFT. lookup guesses what followed in the text before, without a model; lookup+DRAFT does so beside the'
-    ' samples of a draft.',
+    'The draft: as the target, of any tokenizer, or the folder of a head on it (EAGLE, DFlash, DSpark, Medusa, MTP), or'
+    ' lookup, or lookup+DRAFT. lookup guesses what followed in the text before, without a model; lookup+DRAFT does so'
+    ' beside the samples of a draft.',
     str(PRETRAINED / 'draft'),
   )
   lookup_max: int = option(

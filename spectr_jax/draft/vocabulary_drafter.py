@@ -80,7 +80,7 @@ class VocabularyDrafter(DrawingDrafter):
     return _State(cache, start, num_read), self.vocabulary.texts(context.tokens, context.lengths, start)
 
   def _call(
-    self, state: _State, texts: DraftTexts, num_new: jax.Array, size: int, num_slots: int
+    self, model: Model, state: _State, texts: DraftTexts, num_new: jax.Array, size: int, num_slots: int
   ) -> tuple[ModelOutput, jax.Array]:
     """A call on the next `num_new` `[B]` tokens of texts, at most `size`, and the pending slots that these are."""
     offsets = jnp.arange(size, dtype=jnp.int32)
@@ -91,14 +91,14 @@ class VocabularyDrafter(DrawingDrafter):
     # Slots behind the new tokens attend to themselves, and nothing attends to them.
     own = slots == offsets[:, None]
     is_before = (slots < offsets[:, None]) & (slots < num_new[:, None, None])
-    return self.model.apply(ids, positions, own | is_before, state.cache), offsets
+    return model.apply(ids, positions, own | is_before, state.cache), offsets
 
   def _read(self, state: _State, texts: DraftTexts, goal: jax.Array, size: int) -> _State:
     """The state with the first `goal` `[B]` tokens of each text in the cache, of which it may lack any number."""
 
     def read(state):
       num_new = jnp.clip(goal - state.num_read, 0, size)
-      output, offsets = self._call(state, texts, num_new, size, size)
+      output, offsets = self._call(self.model, state, texts, num_new, size, size)
       cache = self.model.commit_fn(output.cache, jnp.broadcast_to(offsets, (len(goal), size)), num_new)
       return dataclasses.replace(state, cache=cache, num_read=state.num_read + num_new)
 
@@ -130,6 +130,22 @@ class VocabularyDrafter(DrawingDrafter):
     state = dataclasses.replace(state, cache=self.model.truncate_fn(state.cache, state.num_read))
     return self._read(state, texts, goal, min(size, room))
 
+  def _read_last(
+    self, state: _State, texts: DraftTexts, num_pending: jax.Array, num_slots: int
+  ) -> tuple[Any, jax.Array]:
+    """The cache with the last `num_pending` tokens of each text pending, and the logits `[B, Vd]` after the last.
+
+    A vocabulary may be most of a small model, so its output head runs on the last token alone where that is known.
+    """
+    model, last = self.model, jnp.maximum(num_pending - 1, 0)[:, None, None]
+    unembed = None if model.features_fn is None else model.unembed_fn
+    reader = model if unembed is None else model.with_features((-1,))
+    output, _ = self._call(reader, state, texts, num_pending, _READ, num_slots)
+    if unembed is None or output.features is None:
+      return output.cache, jnp.take_along_axis(output.logits, last, axis=1)[:, 0]
+    hidden = jnp.take_along_axis(output.features[:, :, 0], last, axis=1)
+    return output.cache, unembed(model.params, hidden)[:, 0]
+
   def propose(self, state: _State, context: DraftContext, request: DraftRequest) -> Proposal:
     assert context.tokens is not None
     vocabulary, room = self.vocabulary, self.room(context.tokens.shape[1])
@@ -138,9 +154,7 @@ class VocabularyDrafter(DrawingDrafter):
     state = self._read(state, texts, jnp.maximum(texts.lengths - _READ, 0), _READ)
     num_pending = jnp.clip(texts.lengths - state.num_read, 0, _READ)
     num_slots = _READ + len(request.tree.parent_nodes) - 1
-    output, _ = self._call(state, texts, num_pending, _READ, num_slots)
-    last = jnp.maximum(num_pending - 1, 0)[:, None, None]
-    root_logits = jnp.take_along_axis(output.logits, last, axis=1)[:, 0]
+    cache, root_logits = self._read_last(state, texts, num_pending, num_slots)
     is_read = jnp.arange(_READ) < num_pending[:, None, None]
 
     def score(cache, nodes: ScoredNodes):
@@ -151,7 +165,7 @@ class VocabularyDrafter(DrawingDrafter):
       return output.cache, vocabulary.restrict(output.logits)
 
     logits = vocabulary.restrict(root_logits)
-    proposal, cache = draw_tree(request, logits, output.cache, score, growth=self.growth)
+    proposal, cache = draw_tree(request, logits, cache, score, growth=self.growth)
     return dataclasses.replace(proposal, state=dataclasses.replace(state, cache=cache, num_pending=num_pending))
 
   def commit(self, state: _State, context: DraftContext, commitment: Commitment) -> _State:

@@ -220,7 +220,10 @@ def _check_drafter(target: Model, drafter: Drafter | None, method: Method, tree:
       raise ValueError(f'{method.name} needs a draft model, got None')
     return
   if drafter.vocab_size != target.vocab_size:
-    raise ValueError(f'draft and target must share a vocabulary: {drafter.vocab_size} and {target.vocab_size} tokens')
+    raise ValueError(
+      f'draft and target must share a vocabulary: {drafter.vocab_size} and {target.vocab_size} tokens; fit_draft'
+      ' makes a drafter of a model with another tokenizer'
+    )
   if drafter.max_depth is not None and tree.max_depth > drafter.max_depth:
     raise ValueError(f'this drafter guesses {drafter.max_depth} tokens ahead, and the tree is {tree.max_depth} deep')
   if drafter.gives and not method.takes_given:

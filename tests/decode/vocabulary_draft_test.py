@@ -99,3 +99,17 @@ def test_it_is_served(pair, stranger):
     process.communicate()
     answers.append(answer.json()['choices'][0]['text'])
   assert answers[0] == answers[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('mesh', [['--mesh=data:2'], ['--mesh=model:2'], ['--mesh=model:2', '--draft_mesh=divided']])
+def test_two_devices_decode_like_one(pair, stranger, prompt_file, tmp_path, mesh):
+  models = f'--target={pair["target"]}', f'--draft={stranger}', f'--prompts={prompt_file}'
+  sizes = '--method=race_traversal,spectr', '--num_drafts=2', '--draft_length=2', '--batch_size=2', '--max_new_tokens=6'
+  found = []
+  for number, own in enumerate(([], mesh)):
+    path = tmp_path / f'{number}.jsonl'
+    options = {'num_devices': 1 + number, 'JAX_DEFAULT_MATMUL_PRECISION': 'highest'}
+    commands.succeed('decode.main', *models, *sizes, *own, f'--generations={path}', **options)
+    found.append([json.loads(line) for line in path.read_text().splitlines()])
+  assert found[0] == found[1]
