@@ -8,7 +8,7 @@ from typing import TypeAlias
 import jax
 import jax.numpy as jnp
 
-from spectr_jax.kernels import attention_kernel
+from spectr_jax.kernels import attention_kernel, native
 from spectr_jax.kernels.dispatch import launch, operation
 from spectr_jax.kernels.products import accumulation_dtype
 from spectr_jax.sharding import dividing_axes
@@ -19,6 +19,7 @@ Prefix: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]
 Rotation: TypeAlias = tuple[jax.Array, jax.Array]  # sines and cosines `[B, N, 1, F]`
 _BLOCK_SLOTS = 256  # slots of a cache that a CPU's attention of many queries visits at a time
 _MANY_QUERIES = 24
+_NATIVE_TYPES = jnp.float32, jnp.bfloat16
 CAUSAL_BLOCK = 128  # queries that read the same keys
 
 
@@ -108,6 +109,20 @@ def _takes_prefix(query, new_keys, new_values, mask, prefix, *, soft_cap):
 @tree_attention.form('cpu', takes=_takes_many_queries)
 def _attend_to_blocks(*arguments, soft_cap):
   return _by_heads(_attend_in_blocks, *arguments, soft_cap=soft_cap)
+
+
+def _is_native(query, new_keys, new_values, mask, prefix, *, soft_cap):
+  if prefix is None or soft_cap is not None or dividing_axes() or native.form() is None:
+    return False
+  is_wide = all(array.dtype == jnp.float32 for array in (new_keys, new_values, *prefix[:2]))
+  width = query.shape[-1]
+  return is_wide and query.dtype in _NATIVE_TYPES and width % native.PANEL == 0 and width <= native.WIDEST_HEAD
+
+
+@tree_attention.form('cpu', takes=_is_native)
+def _attend_natively(query, new_keys, new_values, mask, prefix, *, soft_cap):
+  del soft_cap
+  return native.attention(query, new_keys, new_values, mask, *prefix).astype(query.dtype)
 
 
 @tree_attention.form('tpu', takes=_takes_one_query)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spectr_jax.kernels import attention, attention_kernel
+from spectr_jax.kernels import attention, attention_kernel, native
 from spectr_jax.kernels.attention_kernel import attend_by_kernel
 from spectr_jax.kernels.dispatch import tracing_for
 
@@ -236,3 +236,60 @@ def test_causal_attention_in_blocks_is_that_of_all_tokens(num_tokens):
     for attend in (attention.attend_causally, attention.attend)
   )
   jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5), found, expected)
+
+
+@pytest.fixture
+def forms():
+  """The forms in C++ that this processor has, each used from when it is asked for; then its best again."""
+  best = native.form()
+  yield (name for name in ('avx512_bf16', 'avx512', 'avx2') if best and native.use_form(name))
+  if best:
+    native.use_form(best)
+
+
+@pytest.mark.skipif(native.form() is None, reason=f'no products in C++: {native.why_not()}')
+@pytest.mark.parametrize('has_window', [False, True])
+@pytest.mark.parametrize('sizes', _SIZES.values(), ids=_SIZES)
+def test_attention_in_c_is_that_of_every_query(forms, sizes, has_window):
+  """In float32, whatever type queries have; a row does not depend on those beside it, up to rounding of a tile."""
+  inputs = _inputs(batch_size=3, dtype='float32', cache_dtype='float32', has_window=has_window, **sizes)
+  expected = _in_float64(*inputs, None)
+  num_forms = 0
+  for _ in forms:
+    assert attention.tree_attention.form_for(*inputs, soft_cap=None).__name__ == '_attend_natively'
+    found = np.asarray(attention.tree_attention(*inputs, soft_cap=None))
+    np.testing.assert_allclose(found, expected, atol=5e-6)
+    *arrays, prefix = inputs
+    row = [array[1:2] for array in arrays], tuple(array[1:2] for array in prefix)
+    np.testing.assert_array_equal(attention.tree_attention(*row[0], row[1], soft_cap=None), found[1:2])
+    num_forms += 1
+  assert num_forms
+
+
+@pytest.mark.skipif(native.form() is None, reason=f'no products in C++: {native.why_not()}')
+def test_attention_in_c_keeps_nan_and_large_scores(forms):
+  """NaN of a query reaches its own results alone; scores of thousands overflow nothing."""
+  query, *others = _inputs(
+    batch_size=2, num_queries=5, num_heads=2, num_kv_heads=1, head_dim=32, num_new=5, num_slots=300, dtype='float32',
+    cache_dtype='float32', lengths=[300, 40],
+  )  # fmt: skip
+  for _ in forms:
+    found = attention.tree_attention((query * 3000).at[1, 2, 1, 7].set(jnp.nan), *others, soft_cap=None)
+    expected = _in_float64(query * 3000, *others, None)
+    assert np.isnan(found[1, 2, 1]).all()
+    np.testing.assert_allclose(found[0], expected[0], atol=1e-3)
+    np.testing.assert_allclose(found[1, :2], expected[1, :2], atol=1e-3)
+
+
+def test_attention_in_c_takes_what_it_can():
+  """Not a bound on scores, bfloat16 caches, narrow heads, or what a mesh divides."""
+  sizes = dict(batch_size=1, num_queries=2, num_heads=2, num_kv_heads=1, num_new=2, num_slots=8, dtype='float32')
+
+  def is_native(*, head_dim=16, soft_cap=None, cache_dtype='float32'):
+    inputs = _inputs(head_dim=head_dim, cache_dtype=cache_dtype, **sizes)
+    return attention.tree_attention.form_for(*inputs, soft_cap=soft_cap).__name__ == '_attend_natively'
+
+  assert is_native() == (native.form() is not None)
+  assert not any([is_native(head_dim=8), is_native(soft_cap=2.0), is_native(cache_dtype='bfloat16')])
+  with native.disabled():
+    assert not is_native()
