@@ -98,17 +98,9 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def divide_rows(mesh: Mesh, array: jax.Array) -> jax.Array:
-  """Constrains an array to be sharded over `data` by rows, inside of a compiled program.
+  """An array `[B, ...]` sharded over `data` by rows, inside of a compiled program.
 
-  Parameters are sharded over `data` as well. Without the constraint the compiler may conclude from them that every
-  device needs all rows.
-
-  Args:
-    mesh: The mesh.
-    array: `[B, ...]`; the compiler chooses the sharding of the dimensions after B.
-
-  Returns:
-    The array, `[B, ...]`.
+  Parameters are sharded over `data` as well, from which the compiler may conclude that all devices need all rows.
   """
   axes = PartitionSpec(DATA, *(PartitionSpec.UNCONSTRAINED,) * (array.ndim - 1))
   return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, axes))
@@ -149,28 +141,12 @@ def shardings(mesh: Mesh, tree: Any, rules: Rules = TRANSFORMER_RULES) -> Any:
 
 
 def only_over(axis: str, rules: Rules) -> Rules:
-  """The same rules, sharding over one axis alone.
-
-  Args:
-    axis: The axis to keep.
-    rules: Rules as for `shardings`.
-
-  Returns:
-    The rules with None in place of every other axis.
-  """
+  """The same rules for `shardings`, with None in place of every axis but one."""
   return tuple((pattern, tuple(name if name == axis else None for name in axes)) for pattern, axes in rules)
 
 
 def put(tree: Any, places: Any) -> Any:
-  """Moves arrays to their shardings; an array that has its sharding already is not copied.
-
-  Args:
-    tree: Arrays, the same in every process. Tracers stay as they are.
-    places: A tree of shardings, of the same structure.
-
-  Returns:
-    The arrays with these shardings.
-  """
+  """Moves arrays to their shardings; an array that has its sharding already is not copied, and tracers stay."""
 
   def part_by_part(array, place):
     # `jax.device_put` would compare the processes' arrays with one another.
@@ -193,8 +169,7 @@ def put(tree: Any, places: Any) -> Any:
 def automatic_axes() -> dict[str, int]:
   """The mesh axes that are the compiler's in the program that is being traced, with their sizes.
 
-  Along these an array has all of its entries, wherever the compiler puts them. Along the others, those of a
-  `shard_map`, it has those of one device.
+  Along these an array has all of its entries; along the others, those of a `shard_map`, those of one device.
   """
   mesh = jax.sharding.get_abstract_mesh()
   named = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
@@ -207,12 +182,9 @@ def dividing_axes() -> list[str]:
 
 
 def shards_in_program(size: int) -> int:
-  """Equal parts of an axis that may be on different devices, in the program that is being traced.
+  """Equal parts of an axis that may be on different devices in the program that is being traced; 1 if there are none.
 
   Blocks across their borders would be sent between devices.
-
-  Args:
-    size: Size of the axis. If it cannot be divided, it is one part.
   """
   num_shards = math.prod(automatic_axes().values())
   return num_shards if size % num_shards == 0 else 1

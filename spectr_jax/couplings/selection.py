@@ -59,11 +59,7 @@ class Selection(abc.ABC):
 def picked(
   selection: Selection, draft_probs: jax.Array, target_probs: jax.Array, candidates: jax.Array, *rows: jax.Array
 ) -> Pick:
-  """The pick of a selection; `*rows` are `is_valid`, and `is_given` if it takes it.
-
-  Raises:
-    ValueError: It returns no `Pick`, or arrays of other shapes.
-  """
+  """The pick of a selection; `*rows` are `is_valid`, and `is_given` if it takes it. ValueError for other results."""
   own, whole = candidates.shape, target_probs.shape
   pick = selection(draft_probs, target_probs, candidates, *rows)
   return checked_result(selection, pick, Pick, pick_probs=own, probs=whole, candidate_probs=own)

@@ -169,12 +169,9 @@ def table_of(checks: Sequence[Check]) -> str:
 
 
 def worst_of(part: str, compared: str, results: Sequence[ChiSquare], level: float = LEVEL / 2) -> Check:
-  """The smallest p-value of several tests as one comparison.
+  """The smallest p-value of several tests as one comparison; ValueError if there are too few samples.
 
-  They share `level`, by default half of the whole, since two parts of a proof can fail by chance.
-
-  Raises:
-    ValueError: There are too few samples to compare anything.
+  They share `level`, by default half of a proof's, since two of its parts can fail by chance.
   """
   level /= len(results)
   worst = min(results, key=lambda result: result.p_value)

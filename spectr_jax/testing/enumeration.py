@@ -68,16 +68,9 @@ def _all_rounds(
 ):
   """All outcomes of one round after a committed prefix, for each of the G ways to fill the tree.
 
-  Args:
-    draft_table, target_table: `[C, V]`, the distributions after each context.
-    prefix, length: The prefix as a number in base V, and its number of tokens.
-    state: The verifier's state.
-    method, tree, grow_fn, guess_fn, drawn_nodes: As in `joint_law`, static.
-
-  Returns:
-    `[G, N + 1]`, the tokens down to each node as a number in base V; `[G, N + 1, V]`, the joint probability of these
-    guesses, of stopping at this node and of emitting this token; `[G, N + 1, V, ...]`, the verifier's states
-    afterwards; scalar, the largest amount by which the verifier's law fails to be a distribution.
+  Tables are `[C, V]`; `prefix` is a number in base V. Returns the tokens down to each node, such numbers `[G, N + 1]`;
+  the joint probability of these guesses, of stopping at a node and emitting a token, `[G, N + 1, V]`; the states
+  afterwards, `[G, N + 1, V, ...]`; and the most by which the verifier's law fails to be a distribution.
   """
   vocab_size = draft_table.shape[1]
   lowest = -1 if method.proposal_rule.may_run_out or tree.is_grown else 0

@@ -154,11 +154,7 @@ def _trace(method: Method, tree: TokenTree) -> None:
 
 
 def _check_shapes(method: Method, trees: Iterable[TokenTree]) -> None:
-  """Compares, by tracing alone, the shapes of what a method's rule and verifier return with what they must return.
-
-  Raises:
-    ValueError: A type or a shape differs.
-  """
+  """ValueError, by tracing alone, if a method's rule or verifier returns other types or shapes than it must."""
   for tree in trees:
     jax.eval_shape(functools.partial(_trace, method, tree))
 
