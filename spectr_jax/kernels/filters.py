@@ -48,12 +48,10 @@ class Distributions(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Filter:
-  """A filter, which keeps the tokens whose probability is at least a threshold.
+  """A filter, which keeps the tokens whose probability is at least a threshold; with `keeps_all` as its value, all.
 
-  Attributes:
-    keeps_all: The value with which it keeps all tokens.
-    find: The threshold `[..., 1]` of distributions by values `[..., 1]`, given the threshold of the filters before it,
-      or None if it is the first. It may be any number where the value keeps all.
+  `find` gives the threshold `[..., 1]` of distributions by values `[..., 1]` and the threshold of the filters before
+  it, or None if it is the first. It may be any number where the value keeps all.
   """
 
   keeps_all: float
@@ -89,9 +87,7 @@ FILTERS_BY_NAME = {
 def filtered(probs: jax.Array, values: Mapping[str, jax.Array | None]) -> jax.Array:
   """Distributions `[B, N, V]` after the filters of their rows. Rows that use none stay as they are, to the bit.
 
-  Args:
-    probs: `[B, N, V]`, distributions.
-    values: Those of B rows by name of a filter; None for a filter that no row uses.
+  `values` has those of B rows by name of a filter; None for a filter that no row uses.
   """
   names = tuple(name for name in FILTERS_BY_NAME if values[name] is not None)
   if not names:
@@ -104,13 +100,7 @@ def filtered(probs: jax.Array, values: Mapping[str, jax.Array | None]) -> jax.Ar
 
 @operation
 def apply_filters(probs: jax.Array, values: jax.Array, names: tuple[str, ...]) -> jax.Array:
-  """Distributions `[B, N, V]` after F filters, of which all rows use some or none.
-
-  Args:
-    probs: `[B, N, V]`.
-    values: `[B, 1, F]`.
-    names: The filters, in their order.
-  """
+  """Distributions `[B, N, V]` after filters `names` with `values` `[B, 1, F]`, of which all rows use some or none."""
   return _if_any(_keep_plainly, probs, values, names)
 
 
@@ -129,13 +119,9 @@ def _keep_without_asking(probs, values, names):  # a GPU waits for the host at a
 def _find(
   names: tuple[str, ...], distributions: Distributions, values: jax.Array, *, asks: bool = True
 ) -> tuple[jax.Array, jax.Array]:
-  """The threshold of F filters together and the mass from there on, columns; 0 and 1 for a row that uses none.
+  """The threshold of filters with `values` `[..., F]` and the mass from there on, columns; 0 and 1 for a row without.
 
-  Args:
-    names: The filters, in their order.
-    distributions: The distributions.
-    values: `[..., F]`.
-    asks: Whether a filter is left out if no row uses it.
+  A filter that no row uses is left out if `asks`.
   """
   threshold, is_filtered = None, False
   for i, name in enumerate(names):

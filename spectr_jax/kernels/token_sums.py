@@ -56,12 +56,7 @@ def _are_covered(*arrays: jax.Array) -> bool:
 
 
 def _on_each_part(sums, *arrays):
-  """`sums` of the tokens on each device, added up.
-
-  Args:
-    sums: A function of the arrays.
-    *arrays: Arrays `[..., V]`, and the parameters.
-  """
+  """`sums` of the tokens of arrays `[..., V]` on each device, added up; the last array holds the parameters."""
   axes = dividing_axes()
   if not axes:
     return sums(*arrays)
@@ -97,11 +92,8 @@ def sums_of_rows(
 ) -> jax.Array:
   """Sums `[M]` over the tokens of entries with a row of every table each; a TPU's kernel reads rows in place.
 
-  Args:
-    token_fn: Gives one number per token. It must not close over traced values.
-    tables: Arrays `[R, V]`, each with an R of its own.
-    rows: For each table static int `[M]`, the row of every entry.
-    params: `[M, P]`, what the function takes besides.
+  `token_fn` gives one number per token of tables `[R, V]`, each with an R of its own, and of `params` `[M, P]`; it must
+  not close over traced values. `rows` has for each table static int `[M]`, the row of every entry.
   """
   (numbers,) = token_fn(jnp.split(params, params.shape[1], axis=1))([*map(rows_at, tables, rows)])
   return jnp.sum(numbers, axis=1)
