@@ -85,10 +85,7 @@ class Method:
     return self.is_lossless or (self.is_lossless_alone and tree.is_chain)
 
   def tree_for(self, tree: TokenTree | None) -> TokenTree:
-    """The tree the method works on: `tree`, or an empty one if the method drafts nothing.
-
-    Raises ValueError if the method's theory does not cover `tree`.
-    """
+    """The tree the method works on: `tree`, or an empty one if it drafts nothing. ValueError if it has none such."""
     if self.max_drafts == 0:
       return TokenTree()
     if tree is None or not tree.num_nodes:
@@ -127,9 +124,7 @@ _METHODS = (
   _lossless('spectr', Walk(KSeq()), source='SpecTr (Sun et al. 2023), Algorithms 2 and 3'),
   _lossless('specinfer', Walk(Recursive()), source='SpecInfer (Miao et al. 2024), Algorithm 2'),
   _lossless(
-    'batch',
-    Walk(Recursive(), is_pooled=False),
-    source=f'{_THEORETICAL}, Algorithm 4, with its two slips corrected',
+    'batch', Walk(Recursive(), is_pooled=False), source=f'{_THEORETICAL}, Algorithm 4, with its two slips corrected'
   ),
   _lossless(
     'gsd',
@@ -166,9 +161,7 @@ _METHODS = (
   ),
   _lossless('race_block', Block(Race()), source='this library: block verification of the path that a race picks'),
   _lossless(
-    'traversal',
-    Traversal(),
-    source='Weng et al. 2025, "Traversal Verification for Speculative Tree Decoding"',
+    'traversal', Traversal(), source='Weng et al. 2025, "Traversal Verification for Speculative Tree Decoding"'
   ),
   _lossless(
     'univer',

@@ -153,14 +153,8 @@ def _exponentials(key: jax.Array, shape: tuple[int, ...], dtype) -> jax.Array:
 def arrivals(key: jax.Array, probs: jax.Array) -> jax.Array:
   """Arrival times of an exponential race: E_x / p(x) with independent E_x ~ Exp(1) that depend on the key alone.
 
-  The first token to arrive has the distribution `probs`. This is Gumbel-max sampling: -log E is a Gumbel variable.
-
-  Args:
-    key: A typed key.
-    probs: `[V]`.
-
-  Returns:
-    Times `[V]`, inf where the probability is 0.
+  They are `[V]`, inf where the probability is 0. The first token to arrive has the distribution `probs` `[V]`. This is
+  Gumbel-max sampling: -log E is a Gumbel variable.
   """
   exponentials = _exponentials(key, probs.shape, probs.dtype)
   is_possible = probs > 0

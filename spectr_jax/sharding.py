@@ -39,10 +39,7 @@ def _matrix(path: str, axes: tuple[str, str], *, channel_axis: int = 1) -> tuple
 # The end of a parameter's path, and the mesh axis that each of its dimensions is sharded over. Tensor parallelism over
 # `model`: attention by heads, the MLP by hidden units, the embedding by tokens. The other dimension is sharded over
 # `data`, so that every parameter and its optimizer state is stored once.
-_EMBEDDINGS = (
-  *_matrix('embedding', (MODEL, DATA), channel_axis=0),
-  *_matrix('unembedding', (DATA, MODEL)),
-)
+_EMBEDDINGS = (*_matrix('embedding', (MODEL, DATA), channel_axis=0), *_matrix('unembedding', (DATA, MODEL)))
 TRANSFORMER_RULES = (
   *_EMBEDDINGS,
   *_matrix('(qkv|mlp_in)/kernel', (DATA, MODEL)),
@@ -69,9 +66,6 @@ def make_mesh(sizes: Mapping[str, int], devices: Sequence[Device] | None = None)
   Args:
     sizes: Number of devices by axis. A missing axis has 1; at most one may be -1 and takes all remaining devices.
     devices: The devices; all of this run by default. Described devices of a topology to compile for are valid too.
-
-  Returns:
-    The mesh.
 
   Raises:
     ValueError: An axis is unknown, or the sizes do not fit the number of devices.
@@ -113,13 +107,9 @@ def shardings(mesh: Mesh, tree: Any, rules: Rules = TRANSFORMER_RULES) -> Any:
   `data` only saves memory, so a dimension that is not a multiple of that axis stays whole.
 
   Args:
-    mesh: The mesh.
-    tree: Arrays or shapes.
+    tree: Arrays or shapes; the result has a `NamedSharding` for each.
     rules: Pairs of a regular expression and, for each dimension, the mesh axis to shard it over or None. The first
       match applies.
-
-  Returns:
-    A tree of `NamedSharding`.
 
   Raises:
     ValueError: No rule matches an array, or a dimension is not a multiple of the axis `model`.

@@ -183,7 +183,7 @@ class TokenTree:
     return self
 
   def of_row(self, parents: jax.Array | None) -> Tree:
-    """The tree of one row, for `parents` int32 `[N]`: of each node 1..N, a node of the depth above.
+    """The tree of one row, whose nodes 1..N have `parents`, int32 `[N]`, each a node of the depth above.
 
     They are -1 for a slot that the row does not use, which has the token -1 and no children; None for a tree that is
     the same for all rows.

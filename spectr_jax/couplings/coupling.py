@@ -106,11 +106,9 @@ class Coupling(abc.ABC):
   ) -> Outcome:
     """The outcome at one position.
 
-    Args:
-      draft_probs: `[V]`, the distribution p that the candidates were drawn from.
-      target_probs: `[V]`, the distribution q to be emitted.
-      candidates: int32 `[n]`, tokens in the order drawn.
-      is_valid: bool `[n]`, which candidates exist. Any number of them may, at any places.
+    `draft_probs` `[V]` is the distribution p that the candidates, int32 `[n]`, were drawn from, in the order drawn;
+    `target_probs` `[V]` is the distribution q to be emitted. `is_valid`, bool `[n]`, says which candidates exist; any
+    number of them may, at any places.
     """
 
   def numbers(
@@ -144,12 +142,7 @@ class ThresholdCoupling(Coupling):
 
   @abc.abstractmethod
   def outcome(
-    self,
-    draft_probs: jax.Array,
-    target_probs: jax.Array,
-    candidates: jax.Array,
-    is_valid: jax.Array,
-    gamma: jax.Array,
+    self, draft_probs: jax.Array, target_probs: jax.Array, candidates: jax.Array, is_valid: jax.Array, gamma: jax.Array
   ) -> Outcome:
     """The outcome of a call, with the threshold `gamma`, a scalar."""
 

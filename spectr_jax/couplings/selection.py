@@ -88,10 +88,7 @@ class Maximal(Coupling):
 
   def __call__(self, draft_probs, target_probs, candidates, is_valid) -> Outcome:
     accept = jnp.minimum(1, ratio(target_probs[candidates], draft_probs[candidates]))
-    return Outcome(
-      one_after_another(accept, is_valid),
-      positive_part_or(target_probs - draft_probs, target_probs),
-    )
+    return Outcome(one_after_another(accept, is_valid), positive_part_or(target_probs - draft_probs, target_probs))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,9 +121,6 @@ class MaximalAfter(Coupling):
 
   Let pt be the distribution of the picked token. It is accepted with probability min(1, q/pt); otherwise the token is
   drawn from [q - pt]+.
-
-  Attributes:
-    selection: The selection.
   """
 
   selection: Selection

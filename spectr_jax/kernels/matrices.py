@@ -188,9 +188,9 @@ def _joined_for_gpu(params: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _is_packed(node: Any) -> bool:
-  """Whether products with a kernel are those of `native`: it is in float32, and whole on one device.
+  """Whether products with a kernel are those of `native`: it is whole on one device, and in float32.
 
-  Or it is in bfloat16 or int8 where the processor has no units for bfloat16, with which XLA is as fast.
+  It may also be in bfloat16 or int8 where the processor has no units for bfloat16, with which XLA is as fast.
   """
   values = node.values if is_int8(node) else node
   if not isinstance(values, jax.Array) or isinstance(values, Tracer) or len(values.devices()) > 1:

@@ -75,7 +75,7 @@ def fit_race(
 
 @dataclasses.dataclass(frozen=True)
 class Sums:
-  """What the kernel computes in ways of its own."""
+  """Operations on classes that the kernel computes in ways of its own."""
 
   up_to: Callable[[jax.Array], jax.Array]  # cumulative sums over classes
   largest_up_to: Callable[[jax.Array], jax.Array]  # the largest of the values up to each class; none is negative

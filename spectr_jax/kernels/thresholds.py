@@ -40,8 +40,8 @@ def search(
 ) -> jax.Array:
   """The bits of the largest floats from which on there are enough tokens.
 
-  With 16 sections, 15 points lie between them. If 6 of these have enough, the bracket becomes that of points 6 and 7.
-  Rounded sums, too, do not grow as tokens are left out, so those with enough are the first ones.
+  With S = 16 sections, 15 points lie between them. If 6 of these have enough, the bracket becomes that of points 6 and
+  7. Rounded sums, too, do not grow as tokens are left out, so those with enough are the first ones.
 
   Args:
     measure: Takes a function from the numbers of points, from 1 to S - 1, to their bits, in ascending order, and the

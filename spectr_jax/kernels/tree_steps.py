@@ -18,11 +18,7 @@ from spectr_jax.kernels.dispatch import operation
 
 @operation
 def race_credits(
-  is_candidate: jax.Array,
-  is_before: jax.Array,
-  is_sibling: jax.Array,
-  shares: jax.Array,
-  log_ratios: jax.Array,
+  is_candidate: jax.Array, is_before: jax.Array, is_sibling: jax.Array, shares: jax.Array, log_ratios: jax.Array
 ) -> jax.Array:
   """The logarithms of the credits of race traversal by slot, `[L + 1, W]`, -inf for 0.
 

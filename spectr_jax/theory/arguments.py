@@ -69,14 +69,7 @@ def whole_numbers(values, name: str) -> np.ndarray:
 def total_variation(draft_probs, target_probs) -> np.ndarray:
   """The total variation TV(p, q) = 1/2 sum |p - q| = 1 - sum min(p, q).
 
-  Args:
-    draft_probs, target_probs: `[..., V]`, distributions p and q.
-
-  Returns:
-    float64 `[...]`.
-
-  Raises:
-    ValueError: An argument is not a distribution, or the shapes do not fit.
+  It is float64 `[...]` for distributions p and q, `[..., V]`; ValueError for other arguments.
   """
   draft, target = as_pair(draft_probs, target_probs)
   return np.abs(draft - target).sum(axis=-1) / 2

@@ -30,7 +30,7 @@ class Plan:
   """How the contexts of a row share their credit; entries of slots that stand for no context are arbitrary."""
 
   is_before: jax.Array  # bool `[L, W, W]`, at `[d, j, k]` whether k of depth d + 1 is visited before its sibling j
-  num_contestants: jax.Array  # int32 `[R]`, candidates that share; 0 without any, and for nodes of no context
+  num_contestants: jax.Array  # int32 `[R]`, candidates that share; 0 for rows that stand for no context
 
 
 AnyPlan = TypeVar('AnyPlan', bound=Plan)

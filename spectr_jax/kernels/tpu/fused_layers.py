@@ -210,13 +210,7 @@ def _kernel(
 
 
 def apply_layers(
-  fused: FusedLayers,
-  x: jax.Array,
-  positions: jax.Array,
-  mask: jax.Array,
-  cache: FusedCache,
-  *,
-  config: Any,
+  fused: FusedLayers, x: jax.Array, positions: jax.Array, mask: jax.Array, cache: FusedCache, *, config: Any
 ) -> tuple[jax.Array, FusedCache]:
   """All layers and the final norm: `[B, N, D]`, and the cache with the call's tokens pending behind those of before.
 
