@@ -192,17 +192,6 @@ def test_optimal_chains_beat_all_others(num_nodes, max_depth):
   assert num_nodes == 1 or len(shapes) > 1
 
 
-@pytest.mark.parametrize('num_nodes', [1, 7, 8, 30])
-def test_optimal_chains_of_a_closed_form(num_nodes):
-  """Of k drafts, each right with chance a at every token, some one is right for d tokens: 1 - (1 - a^d)^k."""
-  depth, number = np.arange(1, 31)[:, None], np.arange(1, 9)
-  for a in (0.1, 0.5, 0.8, 0.95):
-    table = 1 - (1 - a**depth) ** number
-    best = max(range(1, 9), key=lambda k: sum(1 - (1 - a**d) ** k for d in range(1, num_nodes // k + 1)))
-    tree = TokenTree.optimal_chains(table, num_nodes)
-    assert (tree.num_children[0], tree.max_depth) == (best, num_nodes // best)
-
-
 @pytest.mark.parametrize(
   ('kept', 'arguments', 'shape'),
   [

@@ -143,7 +143,6 @@ def _shuffled(tree, rng, keep_siblings):
 
 
 def _shape(tree, node=0):
-  """A tree up to the order of siblings."""
   first, count = int(tree.first_child[node]), int(tree.num_children[node])
   return tuple(sorted(_shape(tree, child) for child in range(first, first + count)))
 
