@@ -35,14 +35,8 @@ def solve_gamma(draft_probs: jax.Array, target_probs: jax.Array, num_candidates:
   It makes passes that each cut the bracket into equal sections and keep the one with the root. On a mesh a pass is one
   transfer between devices.
 
-  Args:
-    draft_probs: `[V]`.
-    target_probs: `[V]`.
-    num_candidates: n, scalar; may be traced.
-    num_rounds: Rounds of a bisection of the same accuracy: the bracket shrinks to (n - 1) / 2^num_rounds.
-
-  Returns:
-    Scalar in [1, n], 1 for n = 1.
+  `draft_probs` and `target_probs` are `[V]`; n may be traced. The bracket shrinks to (n - 1) / 2^num_rounds, as in so
+  many rounds of a bisection. The result is in [1, n], 1 for n = 1.
   """
   one, number = jnp.ones((), draft_probs.dtype), num_candidates.astype(draft_probs.dtype)
 

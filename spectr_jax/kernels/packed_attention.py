@@ -27,11 +27,9 @@ def attend_packed(
   The kernel for TPUs keeps scores on the chip, where XLA writes them to memory, and so do its gradients. It needs a
   multiple of 128 tokens; other lengths, float64 and other backends take `attend_causally`.
 
-  Args:
-    query: `[B, N, H, head_dim]`, like the result.
-    keys, values: `[B, H, head_dim, N]` and `[B, H, N, head_dim]`.
-    documents: int32 `[B, 1, N]`, the document of each token.
-    mesh: The mesh that rows are sharded over, with heads over `model`; None for one device.
+  `query` is `[B, N, H, head_dim]`, like the result; `keys` and `values` are `[B, H, head_dim, N]` and
+  `[B, H, N, head_dim]`; `documents`, int32 `[B, 1, N]`, is the document of each token. Rows are sharded over the mesh,
+  with heads over `model`; None for one device.
   """
   places = jnp.arange(documents.shape[-1])
   mask = (jnp.swapaxes(documents, 1, 2) == documents) & (places[:, None] >= places)

@@ -36,12 +36,9 @@ def token_sums(
 
   Tokens may be divided over devices by the compiler. Then each adds up its own, and the sums are added.
 
-  Args:
-    plain: `plain(*values, params)`, or `plain(*values)` without parameters, computes the sums.
-    token_fns: For the kernel, each gives some of the sums, in order. Those of one are kept in registers at the same
-      time, so they should be about 16. They must not close over traced values.
-    values: Arrays `[V]`, one number for each token.
-    params: `[P]`, what the functions take besides; None for nothing.
+  `plain(*values, params)`, or `plain(*values)` without parameters `[P]`, computes the sums over arrays `[V]`. For the
+  kernel each of the functions gives some of them, in order; those of one are kept in registers at the same time, so
+  they should be about 16. They must not close over traced values.
   """
   return plain(*values) if params is None else plain(*values, params)
 
