@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,26 +24,29 @@ MOST_TOKENS = 3 * 2**17
 keep_in_rows, find_in_rows = lazy('tpu.filter_rows:keep_in_rows'), lazy('tpu.filter_rows:find_in_rows')
 
 
-class Distributions(Protocol):
-  """Distributions as filters see them. All numbers of a distribution are columns `[..., 1]`."""
+@dataclasses.dataclass(frozen=True)
+class Distributions:
+  """Distributions `[..., V]` as filters see them; all numbers of a distribution are columns `[..., 1]`."""
+
+  probs: Any
 
   def zeros(self) -> jax.Array:
-    """A column of zeros."""
-    ...
+    return jnp.zeros((*self.probs.shape[:-1], 1), self.probs.dtype)
 
   def largest(self) -> jax.Array:
-    """The largest probability."""
-    ...
+    return jnp.max(self.probs, axis=-1, keepdims=True)
 
   def mass_from(self, threshold: jax.Array) -> jax.Array:
     """The mass of the tokens with probability at least a threshold."""
-    ...
+    return jnp.sum(jnp.where(self.probs < threshold, 0, self.probs), axis=-1, keepdims=True)
 
   def largest_threshold(
     self, goal: jax.Array, *, is_weighted: bool, above: tuple[jax.Array, jax.Array] | None = None
   ) -> jax.Array:
     """`thresholds.largest_threshold`, where all arguments are columns."""
-    ...
+    goal = jnp.broadcast_to(goal, (*self.probs.shape[:-1], 1))
+    above = None if above is None else (above[0], above[1][..., 0])
+    return largest_threshold(self.probs, goal[..., 0], is_weighted=is_weighted, above=above)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,29 +146,8 @@ def _keep(probs: jax.Array, threshold: jax.Array, mass: jax.Array) -> jax.Array:
   return jnp.where(probs < threshold, 0, probs) / mass
 
 
-@dataclasses.dataclass(frozen=True)
-class _PlainDistributions:
-  """`Distributions` of an array `[..., V]`."""
-
-  probs: jax.Array
-
-  def zeros(self):
-    return jnp.zeros((*self.probs.shape[:-1], 1), self.probs.dtype)
-
-  def largest(self):
-    return jnp.max(self.probs, axis=-1, keepdims=True)
-
-  def mass_from(self, threshold):
-    return jnp.sum(jnp.where(self.probs < threshold, 0, self.probs), axis=-1, keepdims=True)
-
-  def largest_threshold(self, goal, *, is_weighted, above=None):
-    goal = jnp.broadcast_to(goal, (*self.probs.shape[:-1], 1))
-    above = None if above is None else (above[0], above[1][..., 0])
-    return largest_threshold(self.probs, goal[..., 0], is_weighted=is_weighted, above=above)
-
-
 def _keep_plainly(find, probs, values):
-  return _keep(probs, *find(_PlainDistributions(probs), values))
+  return _keep(probs, *find(Distributions(probs), values))
 
 
 def _takes_rows(probs, values, names):
@@ -209,7 +191,7 @@ def _find_divided(find, axis, probs, values):
   values = jax.lax.dynamic_slice_in_dim(values, jax.lax.axis_index(axis) * own, own)
 
   def find_plainly(parts, values):
-    return jnp.concatenate(find(_PlainDistributions(parts.reshape(own, -1)), values), axis=-1)
+    return jnp.concatenate(find(Distributions(parts.reshape(own, -1)), values), axis=-1)
 
   columns = launch(find_plainly, functools.partial(find_in_rows, find), jnp.swapaxes(parts, 0, 1), values)
   return jax.lax.all_gather(columns, axis, tiled=True)[:num_rows]

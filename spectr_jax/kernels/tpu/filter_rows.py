@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from spectr_jax.kernels.filters import Distributions
 from spectr_jax.kernels.thresholds import search
 from spectr_jax.kernels.tpu.calls import LANES, ROWS, call_kernel
 
@@ -31,10 +31,8 @@ def _num_passes() -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class _KernelDistributions:
-  """`filters.Distributions` of eight rows within a kernel; `ref` refers to their D parts, `[D, 8, V / D]`."""
-
-  ref: Any
+class _KernelDistributions(Distributions):
+  """Distributions of eight rows within a kernel; `probs` refers to their D parts, `[D, 8, V / D]`."""
 
   def _by_lane(self, values_fn, combine, count):
     """Values of all tokens, combined by their place in a register: `count` arrays `[8, 128]`.
@@ -42,12 +40,12 @@ class _KernelDistributions:
     `values_fn` takes the probabilities of some tokens and returns arrays of their shape. `combine` combines two arrays
     that are not negative, in any order; zeros change nothing.
     """
-    num_parts, _, size = self.ref.shape
+    num_parts, _, size = self.probs.shape
     num_chunks = size // _CHUNK
 
     def add(totals, part, places):
       for place in places:
-        values = values_fn(self.ref[part, :, place])
+        values = values_fn(self.probs[part, :, place])
         missing = LANES - values[0].shape[1]
         values = [jnp.pad(x, ((0, 0), (0, missing))) for x in values] if missing else values
         totals = tuple(map(combine, totals, values))
