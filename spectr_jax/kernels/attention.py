@@ -25,12 +25,9 @@ CAUSAL_BLOCK = 128  # queries that read the same keys
 
 @operation
 def rotary_angles(positions: jax.Array, frequencies: jax.Array, *, magnitude: float = 1.0) -> Rotation:
-  """The angles of rotary position embedding, for `rotate` of all layers.
+  """The angles of rotary position embedding at positions `[B, N]`, for `rotate` of all layers.
 
-  Args:
-    positions: int32 `[B, N]`, absolute positions.
-    frequencies: float32 `[F]`, radians per position.
-    magnitude: Factor of the entries that are rotated.
+  `frequencies` `[F]` are in radians per position; `magnitude` is a factor of the entries that are rotated.
   """
   angles = positions[:, :, None, None].astype(jnp.float32) * frequencies
   return magnitude * jnp.sin(angles), magnitude * jnp.cos(angles)
@@ -65,9 +62,6 @@ def attend(
     prefix: None, or the keys, the values and the slots that each query attends to.
     scale: Factor of the queries; None for `head_dim ** -0.5`.
     soft_cap: The bound c of scores s, which become c tanh(s / c); None for no bound.
-
-  Returns:
-    `[B, N, H, head_dim]` in the query's dtype.
   """
   query = query * (query.shape[-1] ** -0.5 if scale is None else scale)
   return tree_attention(query, new_keys, new_values, mask, prefix, soft_cap=soft_cap)
@@ -162,10 +156,7 @@ def _by_heads(attend_fn, query, new_keys, new_values, mask, prefix, *, soft_cap)
 
 
 def attend_causally(query: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array) -> jax.Array:
-  """`attend` where no token attends to a later one: a block of queries reads the keys up to its last.
-
-  Arguments are those of `attend`, of the same N tokens; the mask is False for later ones.
-  """
+  """`attend` of the same N tokens where none attends to a later one: blocks of queries read keys up to their last."""
   blocks = []
   for start in range(0, query.shape[1], CAUSAL_BLOCK):
     end = start + CAUSAL_BLOCK

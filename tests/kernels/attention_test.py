@@ -43,7 +43,6 @@ def _inputs(
 
 
 def _in_float64(query, new_keys, new_values, mask, prefix, soft_cap):
-  """Attention of every query by itself."""
   query, new_keys, new_values, old_keys, old_values = (
     np.asarray(x, np.float64) for x in (query, new_keys, new_values, *prefix[:2])
   )
@@ -64,18 +63,15 @@ def _in_float64(query, new_keys, new_values, mask, prefix, soft_cap):
 
 
 _SIZES = {
-  'a tree of grouped heads': dict(num_queries=9, num_heads=6, num_kv_heads=2, head_dim=16, num_new=9, num_slots=50),
-  'one token': dict(num_queries=1, num_heads=4, num_kv_heads=4, head_dim=16, num_new=1, num_slots=70),
-  'more queries than a program has': dict(
-    num_queries=40, num_heads=4, num_kv_heads=2, head_dim=16, num_new=40, num_slots=30
-  ),
-  'more pending tokens than a block': dict(
-    num_queries=3, num_heads=2, num_kv_heads=1, head_dim=32, num_new=150, num_slots=64
-  ),
-  'slots divided among programs': dict(
-    num_queries=2, num_heads=2, num_kv_heads=1, head_dim=16, num_new=5, num_slots=900
-  ),
-  'wide heads': dict(num_queries=2, num_heads=2, num_kv_heads=1, head_dim=256, num_new=3, num_slots=40),
+  name: dict(zip(('num_queries', 'num_heads', 'num_kv_heads', 'head_dim', 'num_new', 'num_slots'), sizes))
+  for name, sizes in {
+    'a tree of grouped heads': (9, 6, 2, 16, 9, 50),
+    'one token': (1, 4, 4, 16, 1, 70),
+    'more queries than a program has': (40, 4, 2, 16, 40, 30),
+    'more pending tokens than a block': (3, 2, 1, 32, 150, 64),
+    'slots divided among programs': (2, 2, 1, 16, 5, 900),
+    'wide heads': (2, 2, 1, 256, 3, 40),
+  }.items()
 }
 
 
@@ -131,8 +127,7 @@ def test_which_heads_it_takes(head_dim, query_dtype, cache_dtype, is_taken):
   ],
 )
 def test_attention_over_a_cache_is_a_kernel_on_gpus(platform, dtype, has_prefix, has_kernel):
-  sizes = dict(num_queries=9, num_heads=6, num_kv_heads=2, head_dim=16, num_new=9, num_slots=50)
-  query, new_keys, new_values, mask, prefix = _inputs(batch_size=3, **sizes)
+  query, new_keys, new_values, mask, prefix = _inputs(batch_size=3, **_SIZES['a tree of grouped heads'])
   arrays = [x.astype(dtype) for x in (query, new_keys, new_values)]
   prefix = (*(x.astype(dtype) for x in prefix[:2]), prefix[2])
 
@@ -178,20 +173,14 @@ _RAGGED = dict(
 @pytest.mark.parametrize('size', [1, 8, 21, 64])
 @pytest.mark.parametrize('soft_cap', [None, 2.0])
 @pytest.mark.parametrize('has_window', [False, True])
-def test_blocks_of_the_prefix_are_the_whole(monkeypatch, size, soft_cap, has_window):
+@pytest.mark.parametrize(('dtype', 'atol'), [('float32', 2e-6), ('bfloat16', 2e-2)])
+def test_blocks_of_the_prefix_are_the_whole(monkeypatch, size, soft_cap, has_window, dtype, atol):
   monkeypatch.setattr(attention, '_BLOCK_SLOTS', size)
-  inputs = _inputs(**_RAGGED, dtype='float32', has_window=has_window)
+  inputs = _inputs(**_RAGGED, dtype=dtype, has_window=has_window)
   expected = attention._attend(*inputs, soft_cap=soft_cap)
   found = jax.jit(lambda *x: attention._attend_in_blocks(*x, soft_cap=soft_cap))(*inputs)
-  np.testing.assert_allclose(found, expected, atol=2e-6)
-
-
-def test_blocks_multiply_in_the_type_of_the_queries():
-  inputs = _inputs(**_RAGGED)
-  expected = attention._attend(*inputs, soft_cap=None)
-  found = attention._attend_in_blocks(*inputs, soft_cap=None)
-  assert found.dtype == jnp.bfloat16
-  np.testing.assert_allclose(found.astype('float32'), expected.astype('float32'), atol=2e-2)
+  assert found.dtype == dtype  # that of the queries
+  np.testing.assert_allclose(found.astype('float32'), expected.astype('float32'), atol=atol)
 
 
 def test_slots_that_no_query_sees_are_not_visited(monkeypatch):

@@ -126,11 +126,7 @@ def why_not() -> str:
 
 
 def use_form(name: str) -> bool:
-  """Takes another form in place of the processor's best, for tests and comparisons.
-
-  Returns:
-    Whether this processor has the form `name`, one that `form` names; if not, nothing changes.
-  """
+  """Takes a form in place of the processor's best, for tests and comparisons; False if it has none of this name."""
   library, _ = _library()
   return library is not None and library.spectr_use_form(name.encode())
 
@@ -141,14 +137,10 @@ def packs(kernel: jax.Array) -> bool:
 
 
 def pack(kernel: ArrayLike) -> jax.Array:
-  """A kernel in the order in which products read it, made on the host: there is nothing to compute.
+  """A kernel `[in, out]` in the order in which products read it, made on a CPU, for which `packs` is true.
 
-  Args:
-    kernel: `[in, out]` on a CPU, for which `packs` is true.
-
-  Returns:
-    `[ceil(out / 16), in, 16]` in float32, `[ceil(out / 16), in / 2, 16, 2]` in bfloat16, and
-    `[ceil(out / 16), in / 4, 16, 4]` in int8, padded with zeros.
+  It is `[ceil(out / 16), in, 16]` in float32, `[ceil(out / 16), in / 2, 16, 2]` in bfloat16, and
+  `[ceil(out / 16), in / 4, 16, 4]` in int8, padded with zeros.
   """
   place = kernel.sharding if isinstance(kernel, jax.Array) and kernel.committed else None
   kernel = np.asarray(kernel)
@@ -162,15 +154,9 @@ def pack(kernel: ArrayLike) -> jax.Array:
 
 
 def product(rows: jax.Array, panels: jax.Array, num_out: int) -> jax.Array:
-  """The product of rows `[N, in]`, in float32 or bfloat16, and a packed kernel, summed in float32: `[N, out]`.
+  """The product of rows `[N, in]`, in float32 or bfloat16, and what `pack` returned, summed in float32: `[N, out]`.
 
-  Args:
-    rows: The rows.
-    panels: What `pack` returned.
-    num_out: The kernel's outputs.
-
-  Raises:
-    RuntimeError: There is no library, or none for this processor.
+  RuntimeError if there is no library, or none for this processor.
   """
   _load()
   out = jax.ShapeDtypeStruct((rows.shape[0], num_out), jnp.float32)
@@ -180,11 +166,7 @@ def product(rows: jax.Array, panels: jax.Array, num_out: int) -> jax.Array:
 def block_product(
   rows: jax.Array, weights: jax.Array, scales: jax.Array, least: jax.Array | None, num_out: int
 ) -> jax.Array:
-  """`block_products.block_product` on a CPU.
-
-  Raises:
-    RuntimeError: There is no library, or none for this processor.
-  """
+  """`block_products.block_product` on a CPU; RuntimeError if there is no library, or none for this processor."""
   _load()
   out = jax.ShapeDtypeStruct((rows.shape[0], num_out), jnp.float32)
   least = jnp.zeros(0, scales.dtype) if least is None else least
