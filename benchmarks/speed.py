@@ -18,7 +18,8 @@ rounds    rounds of each method with every draft, whole and by parts. Random mod
           and waits for the host, which within a round are hidden in part. So rounds that keep no guess are measured as
           well. What a round takes longer is the share of its verification within the loop
 prompt    time and peak memory of the prefill of one long prompt, in a process of its own
-trees     the target's call on a chain of tokens relative to its call on one; on a CPU with products in C++ and of XLA
+trees     the target's call on a chain of tokens relative to its call on one, and its floor: reading all weights, or
+          multiplying by them; on a CPU with products in C++ and of XLA
 profile   some rounds for one row, recorded by JAX's profiler
 
 What is compared takes turns in one process. Results are written after every measurement. Those that are there are not
@@ -44,6 +45,7 @@ from absl import flags
 from etils import epath
 
 from benchmarks import timing
+from benchmarks.floor import floor_of
 from benchmarks.speed_models import SHAPES, UNVERIFIED, Models, bytes_per_step, read_config
 from common import command_line
 from common.output_files import OutputFiles
@@ -221,7 +223,13 @@ class Bench:
     measured = time_in_turns(calls, self.sizes.num_runs)
     times = {name: timing.spread(seconds) for name, seconds in measured.items()}
     ones = {name: times[f'{name.partition(",")[0]}, tokens: 1']['median'] for name in times}
-    return {'milliseconds': times} | {f'{name} / 1': each['median'] / ones[name] for name, each in times.items()}
+    floor = floor_of(self.models.decoding, self.sizes.num_runs)
+    return (
+      {'milliseconds': times}
+      | {f'{name} / 1': each['median'] / ones[name] for name, each in times.items()}
+      | {f'floor, tokens: {size}': floor.milliseconds(size) for size in TREE_SIZES}
+      | dataclasses.asdict(floor)
+    )
 
   def measure_profile(self, directory: epath.Path) -> Result:
     """Records some rounds of the first method with the first draft for one row, in a directory."""

@@ -24,6 +24,8 @@ from spectr_jax.io.hub.redundant import FREQUENCIES, check_buffers
 from spectr_jax.io.hub.tensors import SafetensorsFolder, Tensors, check_tensors
 from spectr_jax.io.hub.torch_file import TorchFile
 from spectr_jax.io.load import hub_folder
+from spectr_jax.kernels.block_kernel import has_blocks, rounded_to_blocks
+from spectr_jax.kernels.products import LARGE
 from spectr_jax.model import Model
 from spectr_jax.models.one_pass_config import OnePassConfig
 
@@ -150,9 +152,21 @@ def _load_head(layout: Layout, tensors: Tensors, target: Model) -> Drafter:
   _check_beside(layout, tensors, target, ids)
   if not config.has_unembedding:
     params['unembedding'] = output_head_rows(target, ids, layout.param_shapes['unembedding'].dtype)
+  if has_blocks(target.params):
+    params = _in_blocks(params)
   if isinstance(config, OnePassConfig):
     return one_pass_drafter(params, config, target.vocab_size)
   return head_drafter(params, config, target.vocab_size)
+
+
+def _in_blocks(params: dict[str, Any]) -> dict[str, Any]:
+  """The parameters of a head with its large matrices in blocks, which are multiplied as fast as its target's."""
+
+  def convert(keys, leaf):
+    is_product = keys[-1].key in ('kernel', 'unembedding') and leaf.ndim == 2 and leaf.shape[0] % 32 == 0
+    return rounded_to_blocks(np.asarray(leaf, np.float32)) if is_product and leaf.size >= LARGE else leaf
+
+  return jax.tree_util.tree_map_with_path(convert, params)
 
 
 def _load_medusa(spec: Mapping[str, Any], tensors: Tensors, target: Model, dtype: str | None) -> Drafter:

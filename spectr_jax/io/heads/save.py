@@ -22,6 +22,7 @@ from spectr_jax.io.heads.formats import READERS, checked_spec
 from spectr_jax.io.heads.layout import Layout, TargetSizes, is_transposed, names_and_shapes
 from spectr_jax.io.heads.one_pass_formats import one_pass_modules
 from spectr_jax.io.new_files import new_folder
+from spectr_jax.kernels.int8 import check_savable
 from spectr_jax.models.causal_lm_config import CausalLMConfig, Rope
 from spectr_jax.models.head import HeadConfig
 from spectr_jax.models.one_pass_config import OnePassConfig
@@ -259,6 +260,7 @@ def save_drafter(
   if param_dtype not in ('float32', 'bfloat16'):
     raise ValueError(f'param_dtype must be float32 or bfloat16, got {param_dtype!r}')
   content_of, name = _kind_of(drafter)
+  check_savable(drafter.params)
   spec, arrays = content_of(drafter, jnp.dtype(param_dtype))
   owned = ('config.json', *(other for _, _, other in _KINDS))
   with new_folder(path, overwrite=overwrite, owned=lambda _: owned) as folder:
