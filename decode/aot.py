@@ -60,27 +60,17 @@ DraftConfig: TypeAlias = Config | HeadConfig | OnePassConfig
 
 @dataclasses.dataclass(frozen=True)
 class Report(ProgramReport):
-  """The compiler's figures for the loop. Its inputs are weights, caches, keys and tokens.
+  """The compiler's figures for the loop, with the `parts` of one round. Inputs are weights, caches, keys and tokens."""
 
-  `parts` are those of one round.
-
-  Attributes:
-    batch_size: Rows on all devices.
-    target_flops: Floating-point operations per device of the matrix products of a round's target call, by the closed
-      form.
-    autoregressive: Cost of a step of autoregressive decoding with the same target, rows and mesh.
-  """
-
-  batch_size: int
-  target_flops: float
-  autoregressive: Cost
+  batch_size: int  # rows on all devices
+  target_flops: float  # per device, of the matrix products of a round's target call, by the closed form
+  autoregressive: Cost  # of a step with the same target, rows and mesh
 
   def speedup(self, block_efficiency: float) -> float:
     """The speed-up over autoregressive decoding for a given number of tokens per target call."""
     return block_efficiency * self.autoregressive.seconds / self.cost.seconds
 
   def as_dict(self) -> dict[str, Any]:
-    """The report for a file."""
     return super().as_dict() | {'autoregressive_cycles': self.autoregressive.cycles}
 
 
@@ -93,12 +83,7 @@ def abstract_model(config: Config) -> Model:
 
 
 def abstract_head(config: HeadConfig | OnePassConfig, vocab_size: int) -> Drafter:
-  """A head whose parameters are shapes without values.
-
-  Args:
-    config: The head.
-    vocab_size: V, the target's.
-  """
+  """A head whose parameters are shapes without values, on a target of `vocab_size` tokens."""
   if isinstance(config, OnePassConfig):
     return jax.eval_shape(lambda params: one_pass_drafter(params, config, vocab_size), one_pass.param_shapes(config))
   return jax.eval_shape(lambda params: head_drafter(params, config, vocab_size), head.param_shapes(config))
@@ -109,13 +94,7 @@ def abstract_pair(
 ) -> tuple[Model, Model | Drafter | None]:
   """A target and its draft without values, with as many copies of key-value heads as the sharding needs.
 
-  Args:
-    target: Sizes of the target.
-    draft: Sizes of the draft, whose vocabulary is padded or cut to the target's, or of a head; or None.
-    sharding: The sharding.
-
-  Raises:
-    ValueError: Heads cannot be sharded over the mesh.
+  A draft's vocabulary is padded or cut to the target's. A `ValueError` says that heads cannot be sharded.
   """
 
   def make(config, is_divided):
@@ -137,12 +116,7 @@ def _num_params(config: DraftConfig, vocab_size: int) -> int:
 
 
 def matmul_flops(model: Model, num_tokens: int) -> float:
-  """Floating-point operations of the matrix products with a model's parameters, each token with all of them.
-
-  Args:
-    model: The model; its parameters may be shapes.
-    num_tokens: Tokens of all rows.
-  """
+  """Floating-point operations of the matrix products with a model's parameters, each token with all of them."""
   # The output head is the embedding or has its size.
   kernels = [
     math.prod(leaf.shape)
@@ -174,8 +148,7 @@ def analyse(
     target: Sizes of the target. The longest context of a `TransformerConfig` is ignored.
     draft: Sizes of the draft; its vocabulary is padded or cut to the target's. Methods without a draft ignore it.
     batch_size: Rows on all devices.
-    prompt_length: Tokens of the longest prompt.
-    max_new_tokens: The largest number of new tokens. Prompt and new tokens determine the size of a cache.
+    prompt_length, max_new_tokens: The largest numbers of tokens, which determine the size of a cache.
     collective_seconds: Time of a transfer between devices beside that of its bytes, in seconds.
     filters: The filters of the distributions, of `top_k`, `top_p` and `min_p`, which are counted.
 
@@ -234,12 +207,7 @@ def _trips(tree: TokenTree) -> dict[str, int]:
 
 
 def describe(report: Report, block_efficiencies: tuple[float, ...]) -> str:
-  """The report as lines of text.
-
-  Args:
-    report: The report.
-    block_efficiencies: Tokens per target call for which the speed-up is given.
-  """
+  """The report as lines of text, with the speed-up for numbers of tokens per target call."""
   speedups = ', '.join(f'{report.speedup(value):.2f}x at {value:g}' for value in block_efficiencies)
   return report.table(
     f'{"target call":<12} {report.target_flops:12.4g} FLOPs per device and round, attention to the cache left out',
@@ -251,15 +219,7 @@ def describe(report: Report, block_efficiencies: tuple[float, ...]) -> str:
 
 
 def read_config(path: str, dtype: str) -> Config:
-  """The sizes that an option names.
-
-  Args:
-    path: `FILE.py[:ARGUMENT]` of configs/, a folder with `config.json`, or a name `ORG/NAME` on the hub.
-    dtype: The type of weights, caches and activations.
-
-  Raises:
-    ValueError: There is no such file, folder or name, or its content is not known.
-  """
+  """The sizes that an option names: `FILE.py[:ARGUMENT]`, a folder with `config.json`, or `ORG/NAME` on the hub."""
   if path.partition(':')[0].endswith('.py'):
     config = config_flag.load(path)
     if 'model' not in config:
@@ -269,16 +229,7 @@ def read_config(path: str, dtype: str) -> Config:
 
 
 def read_draft(path: str, target: Config, dtype: str) -> DraftConfig:
-  """The sizes of a draft: as of `read_config`, or of a head for the target by the kinds of `configs/head.py`.
-
-  Args:
-    path: As for `read_config`; or an experiment of `train.head`, such as `configs/head.py:dspark`.
-    target: The target's sizes.
-    dtype: The type of weights, caches and activations.
-
-  Raises:
-    ValueError: As for `read_config`, or there is no such head for the target.
-  """
+  """The sizes of a draft: as of `read_config`, or of a head for the target by the kinds of `configs/head.py`."""
   experiment = config_flag.load(path) if path.partition(':')[0].endswith('.py') else {}
   if 'kind' not in experiment:
     return read_config(path, dtype)

@@ -54,9 +54,6 @@ def decode_bulk(
 
   Returns:
     New tokens, target calls, and seconds of decoding including compilation, of this run and process alone.
-
-  Raises:
-    ValueError: Prompts, models, options or the file are unusable; the message says why.
   """
   notify = notify or (lambda what, done, total: None)
   check_measures_nothing(options)

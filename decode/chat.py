@@ -46,14 +46,7 @@ _UNUSED = (
 
 
 def options_of(values: Mapping[str, Any]) -> DecodeOptions:
-  """The options of a conversation; without a draft it decodes autoregressively.
-
-  Args:
-    values: Fields of `DecodeOptions` by name, those that are given and those that have defaults here.
-
-  Raises:
-    ValueError: There is no target, a method lacks its draft, or a value is out of range.
-  """
+  """The options of a conversation, from fields of `DecodeOptions`; without a draft it decodes autoregressively."""
   values = {**values, 'chat': True}
   if 'target' not in values:
     raise ValueError(
@@ -82,16 +75,9 @@ def start_chat(
   *,
   compiles_ahead: bool = False,
 ) -> Chat:
-  """Loads the models of a conversation.
+  """Loads the models of a conversation of at most `context` tokens, those of an answer included.
 
-  Args:
-    options: The options; they name one method, K, L and tree, or `auto`, which chooses them.
-    context: Tokens that the conversation may have, those of an answer included.
-    notify: Called with the current activity, the steps done and the steps in total.
-    compiles_ahead: Whether to compile what answers run, of which there may be several.
-
-  Raises:
-    ValueError: Options or models are unusable; the message says why.
+  With `compiles_ahead` what answers run is compiled, of which there may be several.
   """
   options.check_unused(_UNUSED, 'decode.chat, which answers one user')
   if options.is_auto:
@@ -200,15 +186,7 @@ def _interruptible(chat: Chat) -> Iterator[None]:
 
 
 def print_answer(chat: Chat, text: str) -> None:
-  """Prints the answer to a turn as it comes, and its figures to stderr.
-
-  Args:
-    chat: The conversation.
-    text: The user's message.
-
-  Raises:
-    ValueError: As for `Chat.ask`.
-  """
+  """Prints the answer to a turn as it comes, and its figures to stderr."""
   with _interruptible(chat):
     for new in chat.ask(text):
       print(printable(new), end='', flush=True)
@@ -225,15 +203,7 @@ def print_answer(chat: Chat, text: str) -> None:
 
 
 def talk(chat: Chat, turns: Iterable[str]) -> None:
-  """Answers all turns; those that cannot be answered are reported and left out.
-
-  Args:
-    chat: The conversation.
-    turns: The user's messages.
-
-  Raises:
-    NotFiniteError: A model's logits are not finite.
-  """
+  """Answers all turns; those that cannot be answered are reported and left out."""
   for text in turns:
     try:
       if text.startswith('/') and is_typed():

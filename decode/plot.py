@@ -37,12 +37,9 @@ _ROLES = 'target', 'draft'
 def read_results(path: str) -> tuple[str, list[dict[str, Any]]]:
   """The models of a file of results, JSON or CSV of `decode.main --output`, and its points: settings over all seeds.
 
-  A point has `method`, `shape`, `tokens_per_call`, `tokens_per_second`, `speedup`, which may be None, and the
-  intervals `tokens_per_call_ci95` and `speedup_ci95`, which may be None. Of several seeds the ends are means of those
-  of each seed, so that the interval is wide enough.
-
-  Raises:
-    ValueError: The file holds something else; the message says what is wrong.
+  A point has `method`, `shape`, `tokens_per_call`, `tokens_per_second`, `speedup`, and intervals `tokens_per_call_ci95`
+  and `speedup_ci95`; the last three may be None. Of several seeds the ends are means of those of each seed, so that the
+  interval is wide enough.
   """
   if pathlib.PurePath(path).suffix == '.csv':
     rows = [_unflattened(row) for row in _read_rows(path)]
@@ -140,13 +137,7 @@ def _with_bars(point: Mapping[str, Any], y: str) -> dict[str, Any]:
 def draw(
   files: Sequence[tuple[str, Sequence[Mapping[str, Any]]]], kind: str, models: Sequence[str] | None = None
 ) -> bytes:
-  """A picture of points, in a panel for each file.
-
-  Args:
-    files: Title and points of each, as from `read_results`.
-    kind: `png` or `svg`.
-    models: The names of the models of each; None if they are not known.
-  """
+  """A picture, `png` or `svg`, of files, each a title and points as from `read_results`, in a panel of its own."""
   models = ['' for _ in files] if models is None else models
   is_shared = len(set(models)) == 1
   drawn, axes = plots.panels(len(files), width=4.2)
@@ -171,11 +162,7 @@ def draw(
 
 
 def _draw_figure(path: str, kind: str) -> bytes | None:
-  """The picture of a figure of `decode.reproduce` from its data; None if the file holds results.
-
-  Raises:
-    ValueError: The file is of no figure, or does not have its columns.
-  """
+  """The picture of a figure of `decode.reproduce` from its data; None if the file holds results."""
   rows = _read_rows(path)
   if set(_NUMBERS) <= rows[0].keys():
     return None
@@ -198,9 +185,6 @@ def picture_of(paths: Sequence[str], kind: str) -> bytes:
   """A picture, `png` or `svg`, of files: all of them results, or logs of training, whose names end in `.jsonl`.
 
   The data of a figure is drawn as that figure, alone.
-
-  Raises:
-    ValueError: A file holds something else, or there are files of both kinds.
   """
   are_logs = {pathlib.PurePath(path).suffix == '.jsonl' for path in paths}
   if len(are_logs) > 1:

@@ -64,7 +64,6 @@ _OPTIONS = {
 
 
 def _given_sizes() -> dict:
-  """The sizes that flags set, by name."""
   sizes = {name: flag.value for name, flag in _SIZES.items() if flag.value is not None}
   for name, value in sizes.items():
     if isinstance(value, list):
@@ -74,7 +73,6 @@ def _given_sizes() -> dict:
 
 
 def _given_options() -> dict:
-  """The options of decoding that flags set, by name."""
   options = {name: flag.value for name, flag in _OPTIONS.items() if flag.value is not None}
   if 'temperature' in options:
     options['temperature'] = command_line.parse_numbers('temperature', options['temperature'], float, least=0)
@@ -155,7 +153,6 @@ def _output_files(requests: Mapping[str, Request]) -> OutputFiles:
 
 
 def _inputs(requests: Iterable[Request]) -> dict[str, list[epath.Path]]:
-  """The files that the exhibits read, by flag."""
   inputs = {'target': [], 'draft': [], 'prompts': []}
   for request in requests:
     inputs['target'] += files_of(request.target)
@@ -197,11 +194,7 @@ def _check_name(kind: str, name: str, allowed) -> None:
 
 
 def _names() -> list[str]:
-  """The names of the requested exhibits.
-
-  Raises:
-    ValueError: Both a table and figures are given, or neither, or there is no exhibit of that name.
-  """
+  """The names of the requested exhibits: one table, or figures."""
   if (_TABLE.value is None) == (_FIGURE.value is None):
     raise ValueError('give --table=NAME or --figure=NAME, one of the two')
   if _TABLE.value is not None:

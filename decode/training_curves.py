@@ -20,10 +20,7 @@ _SHARES = 'held_out_overlap', 'held_out_acceptance_'
 def read_steps(path: str) -> list[dict[str, float]]:
   """The metrics of the steps of a log of at most 128 MiB: `step`, and of the others those that are finite numbers.
 
-  An incomplete last line, as of a run that was killed, is left out.
-
-  Raises:
-    ValueError: The file holds something else, or no loss; the message says what is wrong.
+  An incomplete last line, as of a run that was killed, is left out. A log without a loss is a `ValueError`.
   """
   steps, size = [], 0
   with foreign.open_file(path) as file:
@@ -60,10 +57,7 @@ def name_of(path: str) -> str:
 
 
 def draw(runs: Sequence[tuple[str, Sequence[Mapping[str, float]]]], kind: str) -> bytes:
-  """A picture, `png` or `svg`, of the steps of runs by name.
-
-  It shows the losses, and where they were evaluated the shares of guesses that the target keeps.
-  """
+  """A picture, `png` or `svg`, of the losses of runs by name, and of the shares of guesses that the target keeps."""
   shares = {name for _, steps in runs for metrics in steps for name in metrics if name.startswith(_SHARES)}
   figure, axes = plots.panels(1 + bool(shares), width=4.2)
   for (name, steps), color in zip(runs, _colors(len(runs))):

@@ -111,11 +111,7 @@ class PromptOptions(Record):
     return StopStrings(tokenizer, self.stop) if self.stop else None
 
   def read_prompts(self) -> list[Prompt]:
-    """All prompts of the file, or the one text; conversations with `chat`.
-
-    Raises:
-      ValueError: The file is unusable, or has conversations without `chat`.
-    """
+    """All prompts of the file, or the one text; conversations with `chat`, refused without it."""
     path = SHIPPED_PROMPTS if self.prompts is None else self.prompts
     prompts = read_prompts(path) if self.prompt is None else [Prompt(self.prompt)]
     if self.chat:

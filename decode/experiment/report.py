@@ -53,10 +53,7 @@ def _shares(shares: list[float], num_shown: int) -> str:
 
 
 def fitting_table(run: DecodeRun, console: Console) -> Table:
-  """The table of results that fits the console: acceptance by position gives way first, then what lines below say too.
-
-  Whatever gives way, a setting's tree alone may take several lines.
-  """
+  """The table of results that fits the console: acceptance by position gives way first, then what lines say too."""
   forms = [{'num_positions': number} for number in range(_NUM_POSITIONS, -1, -1)]
   for name in ('has_lossless', 'has_ranges', 'has_nodes'):
     forms.append({**forms[-1], name: False})
@@ -125,12 +122,7 @@ _NUM_PREDICTIONS = 12
 
 
 def make_prediction_table(predictions: list[Prediction], *, has_parts: bool = True) -> Table:
-  """A table of the fastest settings by prediction, and of autoregressive decoding.
-
-  Args:
-    predictions: The predictions, the fastest first.
-    has_parts: Whether columns have the times of a round's parts.
-  """
+  """A table of the fastest settings by prediction, and of autoregressive decoding."""
   shown = predictions[:_NUM_PREDICTIONS]
   shown += [each for each in predictions[_NUM_PREDICTIONS:] if not each.setting.tree.num_nodes]
   alone = next(each for each in predictions if not each.setting.tree.num_nodes)
@@ -300,13 +292,7 @@ def explain_gain(run: DecodeRun) -> Iterator[str]:
 
 
 def print_report(run: DecodeRun, console: Console | None = None, *, more: str = '') -> None:
-  """Prints what is gained, the table, explanations for slow settings, and a sample.
-
-  Args:
-    run: The run.
-    console: The console to print to; None for stdout.
-    more: The last line, or nothing.
-  """
+  """Prints what is gained, the table, explanations for slow settings, a sample, and the line `more`."""
   console = console or make_console()
   print_options = {'soft_wrap': not console.is_terminal}  # lines of files are whole, those of windows end between words
   for line in explain_gain(run):

@@ -77,14 +77,7 @@ def bare_panels(
 def panels(
   number: int, *, rows: int = 1, width: float = 3.4, height: float = 3.1, sharey: bool = False
 ) -> tuple[Any, list[Any]]:
-  """A figure and its panels row by row, with a grid; `legend` makes room for itself.
-
-  Args:
-    number: Panels in each row.
-    rows: Rows of panels.
-    width, height: Of a panel, in inches.
-    sharey: Whether all panels have the same vertical axis.
-  """
+  """A figure and its panels row by row, with a grid, each of a size in inches; `legend` makes room for itself."""
   figsize = width * number, height * rows
   figure, axes = bare_panels(number, figsize=figsize, dpi=110, rows=rows, sharey=sharey)
   for each in axes:

@@ -110,10 +110,9 @@ def _latency_table(number: int, role: str, printed: Mapping) -> Table:
 
 
 def _measure_efficiency(columns: Mapping[str, str], request: Request, notify: Notify) -> Results:
-  """Block efficiency by draft, method, K and L.
+  """Block efficiency by draft, method, K and L, beside the published drafts of `columns`.
 
-  Published drafts are by the name of their column. A draft that has the name of a published one is also put beside that
-  one, in the column `paper`.
+  A draft that has the name of a published one is also put beside that one, in the column `paper`.
   """
   results = Results()
   by_name = {name.lower(): printed for name, printed in published.BLOCK_EFFICIENCY.items()}

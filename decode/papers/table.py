@@ -32,25 +32,17 @@ CUT_ROUNDS = 'A round that the limit of new tokens cuts off counts as whole, whi
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Table(Exhibit):
-  """A table of a paper, or a figure that is published as numbers.
-
-  Attributes:
-    setup: Models, texts and settings of the paper.
-    spreads: Meaning of ±, here and in the paper.
-    full: The paper's sizes, as far as it gives them or its tables imply them.
-    panels: The panels of its picture.
-    notes: Further lines for the reader.
-    difference: Differences from the paper's setup that no size shows.
-  """
+  """A table of a paper, or a figure that is published as numbers."""
 
   kind = 'table'
   data_format = 'json'
 
-  setup: str
-  spreads: str
-  full: Mapping[str, int]
+  setup: str  # models, texts and settings of the paper
+  spreads: str  # meaning of ±, here and in the paper
+  full: Mapping[str, int]  # the paper's sizes, as far as it gives them or its tables imply them
   panels: tuple[Panel, ...]
   notes: tuple[str, ...] = ()
+  # from the paper's setup, that no size shows
   difference: str = 'other models and texts, so what compares is the pattern'
 
   def describe(self, request: Request, results: Results) -> list[str]:
@@ -117,8 +109,6 @@ class Table(Exhibit):
     return json.dumps(content, indent=2, allow_nan=False) + '\n'
 
   def read_rows(self, data: str) -> list[Row]:
-    """The rows that `to_data` wrote."""
-
     def cell_of(plain):
       if not isinstance(plain, dict):
         return plain
@@ -170,17 +160,9 @@ def _describe_sets(runs: Sequence[Mapping[str, Any]]) -> list[str]:
 def decode_sets(
   request: Request, notify: Notify, results: Results, *, pick: Pick = take_first, **options
 ) -> Iterator[tuple[str, DecodeRun]]:
-  """Decodes every set of prompts, and records each run in the results.
+  """The name and the run of every set of prompts; each run is recorded in the results.
 
-  Args:
-    request: Models, prompts and sizes.
-    notify: Called with progress.
-    results: Where the description of each run goes.
-    pick: Takes the prompts to decode from those that fit.
-    **options: Fields of `DecodeOptions`, which override those of the request.
-
-  Yields:
-    The name of a set and its run.
+  `options` are fields of `DecodeOptions`, which override those of the request.
   """
   for name, path in request.prompts.items():
     run = run_decode(request.decode_options(prompts=path, **options), _labelled(notify, name), pick)

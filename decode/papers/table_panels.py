@@ -18,23 +18,14 @@ _HATCHES = ('', '//', '..', 'xx', '--', '++', 'oo')
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Panel:
-  """One panel of the picture.
+  """One panel of the picture."""
 
-  Attributes:
-    x: Column of the horizontal axis.
-    y: Columns that are drawn; several only where `kind` is `stack`.
-    by: Columns that tell lines or bars apart: `method` by color, the others by marker or hatch.
-    paper: Column of published values, or None.
-    where: Values that a row must have.
-    kind: `line`, `bar` or `stack`.
-  """
-
-  x: str
-  y: tuple[str, ...]
-  by: tuple[str, ...] = ()
-  paper: str | None = None
-  where: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  kind: str = 'line'
+  x: str  # column of the horizontal axis
+  y: tuple[str, ...]  # columns that are drawn; several only of a `stack`
+  by: tuple[str, ...] = ()  # columns that tell lines or bars apart: `method` by color, the others by look
+  paper: str | None = None  # column of published values
+  where: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # values that a row must have
+  kind: str = 'line'  # `line`, `bar` or `stack`
 
   @property
   def column(self) -> str:
@@ -68,19 +59,12 @@ def _telling_columns(rows: Sequence[Row], panel: Panel) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class _Group:
-  """Rows that are one line, or bars of one look.
-
-  Attributes:
-    name: Its name in the legend.
-    rows: The rows.
-    color: The method's, or a shade where there is no method.
-    look: Index of the marker or hatch.
-  """
+  """Rows that are one line, or bars of one look."""
 
   name: str
   rows: list[Row]
-  color: str
-  look: int
+  color: str  # the method's, or a shade
+  look: int  # index of the marker or hatch
 
 
 def _groups(rows: Sequence[Row], panel: Panel) -> list[_Group]:

@@ -190,11 +190,8 @@ _PAIR_RULES = RULES | {'specinfer': theory.recursive_acceptance}
 def likeliest_tokens(draft_probs: np.ndarray, target_probs: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
   """The tokens among the ten likeliest of draft or target, and both distributions `[V]` restricted to them.
 
-  As in SpecTr, Appendix D.2, where ten of each make the linear program small enough.
-
-  Returns:
-    int `[n]`, tokens by falling probability under the target, and their probabilities under draft and target, float64
-    `[n]` that sum to 1.
+  As in SpecTr, Appendix D.2, where ten of each make the linear program small enough. Returns int `[n]`, by falling
+  probability under the target, and float64 `[n]` that sum to 1 under draft and target.
   """
   kept = np.union1d(*(np.argsort(-probs, kind='stable')[:_NUM_LIKELIEST] for probs in (draft_probs, target_probs)))
   kept = kept[np.argsort(-target_probs[kept], kind='stable')]

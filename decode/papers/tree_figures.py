@@ -106,7 +106,6 @@ def _measure_acceptance(workload: Workload, method: str, width: int) -> np.ndarr
 
 
 def _measure(request: Request, notify: Notify) -> Results:
-  """Rows of both figures."""
   workload = Workload.load(request.decode_options())
   num_nodes = sorted(set(request.sizes.num_nodes))
   rows = []

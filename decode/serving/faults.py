@@ -17,15 +17,7 @@ _RETRY_SECONDS = 2  # that a client is asked to wait for
 
 
 class RequestError(Exception):
-  """What a client hears in place of an answer.
-
-  Attributes:
-    status: The status of the response.
-    kind: The interface's type of the error.
-    field: The field that is wrong, or None.
-    code: The interface's name of the error, or None.
-    headers: Further headers of the response.
-  """
+  """What a client hears in place of an answer: a status, and the interface's type, field and name of the error."""
 
   def __init__(
     self,
@@ -48,7 +40,6 @@ class RequestError(Exception):
     return {'error': {'message': message, 'type': self.kind, 'param': param, 'code': self.code}}
 
   def response(self) -> JSONResponse:
-    """The response."""
     return JSONResponse(self.body, self.status, headers=self.headers)
 
 

@@ -62,11 +62,7 @@ class _Body:
     self._is_over = 'transfer-encoding' not in headers and not self._announced
 
   async def receive(self) -> Message:
-    """What comes next.
-
-    Raises:
-      RefusedError: The body is too large, or did not come in time.
-    """
+    """What comes next; a `RefusedError` if the body is too large, or did not come in time."""
     self._check_size(self._announced)
     try:
       message = await self._next()

@@ -160,11 +160,10 @@ def _names(rounds: list[dict[str, Any]], tokenizer: TokenizerBase) -> dict[str, 
 def describe_trace(trace: Trace, tokenizer: TokenizerBase) -> dict[str, Any]:
   """A run as JSON values.
 
-  Returns:
-    `methods`, the run's own first; `parents` of the tree's nodes 1..N; `names`, the texts of tokens by id; `rounds`,
-    each with the guesses, the nodes that were given, the guesses' probabilities (None under the draft for given ones),
-    the likeliest tokens of every distribution, every method's decisions and their reasons, and the `pieces` of text
-    that the round added.
+  `methods`, the run's own first; `parents` of the tree's nodes 1..N; `names`, the texts of tokens by id; `rounds`,
+  each with the guesses, the nodes that were given, the guesses' probabilities (None under the draft for given ones),
+  the likeliest tokens of every distribution, every method's decisions and their reasons, and the `pieces` of text
+  that the round added.
   """
   rounds = [_round(trace.tree, trace.judges, played) for played in trace.rounds]
   emitted = np.concatenate([played.emitted for played in trace.rounds])
