@@ -27,7 +27,7 @@ from typing import Any, TypeAlias
 import jax
 from absl import flags
 
-from common import command_line
+from common import command_line, config_file
 from common.output_files import OutputFiles
 from decode.experiment.options import DRAFT_MESHES
 from spectr_jax.aot.compile import compile_decode
@@ -38,6 +38,7 @@ from spectr_jax.draft import Drafter, head_drafter, one_pass_drafter
 from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.loop import PARTS, ROUNDS
 from spectr_jax.engine.sharding import DecodeSharding
+from spectr_jax.io.heads.head_sizes import EAGLE3_FIELDS, ONE_PASS_FIELDS, check_fields, head_config, one_pass_config
 from spectr_jax.io.hub.load import read_hub_config
 from spectr_jax.io.load import files_of, hub_folder
 from spectr_jax.kernels.filters import FILTERS, FILTERS_BY_NAME
@@ -52,10 +53,11 @@ from spectr_jax.models.one_pass_config import OnePassConfig
 from spectr_jax.models.transformer import TransformerConfig, init_params, transformer_model
 from spectr_jax.sharding import make_mesh
 from spectr_jax.tree import TokenTree
-from train import config_flag, eagle3_head, head_training, one_pass_head
 
 Config: TypeAlias = TransformerConfig | CausalLMConfig
 DraftConfig: TypeAlias = Config | HeadConfig | OnePassConfig
+# The kinds of heads that are compiled, of `configs/head.py`.
+_HEAD_FIELDS = {'eagle3': EAGLE3_FIELDS, 'dspark': ONE_PASS_FIELDS, 'dflash': ONE_PASS_FIELDS}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +69,6 @@ class Report(ProgramReport):
   autoregressive: Cost  # of a step with the same target, rows and mesh
 
   def speedup(self, block_efficiency: float) -> float:
-    """The speed-up over autoregressive decoding for a given number of tokens per target call."""
     return block_efficiency * self.autoregressive.seconds / self.cost.seconds
 
   def as_dict(self) -> dict[str, Any]:
@@ -221,7 +222,7 @@ def describe(report: Report, block_efficiencies: tuple[float, ...]) -> str:
 def read_config(path: str, dtype: str) -> Config:
   """The sizes that an option names: `FILE.py[:ARGUMENT]`, a folder with `config.json`, or `ORG/NAME` on the hub."""
   if path.partition(':')[0].endswith('.py'):
-    config = config_flag.load(path)
+    config = config_file.load(path)
     if 'model' not in config:
       raise ValueError(f'{path} does not hold the sizes of a model')
     return TransformerConfig(config.vocab_size, max_length=config.seq_len, **{**config.model, 'dtype': dtype})
@@ -230,20 +231,21 @@ def read_config(path: str, dtype: str) -> Config:
 
 def read_draft(path: str, target: Config, dtype: str) -> DraftConfig:
   """The sizes of a draft: as of `read_config`, or of a head for the target by the kinds of `configs/head.py`."""
-  experiment = config_flag.load(path) if path.partition(':')[0].endswith('.py') else {}
+  experiment = config_file.load(path) if path.partition(':')[0].endswith('.py') else {}
   if 'kind' not in experiment:
     return read_config(path, dtype)
-  head_training.check_config(experiment)
+  fields = _HEAD_FIELDS.get(experiment.kind)
+  if fields is None:
+    raise ValueError(f'draft_config: {path} is not compiled here; of heads {", ".join(_HEAD_FIELDS)} are')
+  check_fields(experiment, fields)
   if not isinstance(target, CausalLMConfig):
     raise ValueError(f'draft_config: {path} is for public models, and the target is not one')
   vocab_size = min(experiment.get('vocab_size', target.vocab_size), target.vocab_size)
   experiment.update(vocab_size=vocab_size, dtype=dtype, has_unembedding=False)
   if experiment.kind == 'eagle3':
-    config = eagle3_head.head_config(experiment, target)
-  elif experiment.kind in ('dspark', 'dflash'):
-    config = one_pass_head.one_pass_config(experiment, target, max(experiment.mask_id, 0))
+    config = head_config(experiment, target)
   else:
-    raise ValueError(f'draft_config: {path} is not compiled here; of heads eagle3, dspark and dflash are')
+    config = one_pass_config(experiment, target, max(experiment.mask_id, 0))
   return dataclasses.replace(config, is_reduced=vocab_size < target.vocab_size)
 
 

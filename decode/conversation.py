@@ -21,8 +21,6 @@ from spectr_jax.unicode import check_unicode
 
 @dataclasses.dataclass
 class AnswerStatistics:
-  """The figures of an answer, so far or in the end."""
-
   num_tokens: int = 0
   num_target_calls: int = 0
   seconds: float = 0.0  # the reading of the prompt included

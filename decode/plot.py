@@ -66,7 +66,6 @@ def _read_rows(path: str) -> list[dict[str, Any]]:
 
 
 def _unflattened(row: Mapping[str, Any]) -> dict[str, Any]:
-  """A row of results as JSON has it: an interval is one value."""
   pairs = {name.removesuffix('_low'): name for name in row if name.endswith('_ci95_low')}
   return {**row, **{name: [row[low], row.get(f'{name}_high')] for name, low in pairs.items()}}
 

@@ -62,7 +62,6 @@ def import_module(module: str) -> types.ModuleType:
 
 
 def find_callable(text: str) -> Callable[..., Any]:
-  """The function that `MODULE:FUNCTION` names."""
   module, _, name = text.partition(':')
   if not name.isidentifier():
     raise ValueError(f'callable must be MODULE:FUNCTION, such as examples.rejection_sampling:verify; got {text!r}')

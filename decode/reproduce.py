@@ -194,7 +194,6 @@ def _check_name(kind: str, name: str, allowed) -> None:
 
 
 def _names() -> list[str]:
-  """The names of the requested exhibits: one table, or figures."""
   if (_TABLE.value is None) == (_FIGURE.value is None):
     raise ValueError('give --table=NAME or --figure=NAME, one of the two')
   if _TABLE.value is not None:

@@ -98,7 +98,6 @@ def start_worker(
 
 
 def read_key(given: str | None, path: str | None) -> str | None:
-  """The key that clients must send, given or from a file, or None."""
   if given is not None and path is not None:
     raise ValueError('give --api_key or --api_key_file, not both')
   if path is not None:

@@ -61,7 +61,6 @@ def grid(options: DecodeOptions, max_depth: int | None = None) -> list[Setting]:
 
 
 def read_calibration(path: epath.PathLike) -> Calibration:
-  """Reads a file that `--calibration` wrote."""
   content = read_json(path, 'calibration', '--calibration writes one')
   try:
     content = check_object(content, _FIELDS, 'it')
@@ -80,7 +79,6 @@ def read_calibration(path: epath.PathLike) -> Calibration:
 
 
 def _conditions_of(workload: Workload) -> dict[str, Any]:
-  """The conditions that a calibration depends on, as JSON values."""
   options, info = workload.options, workload.info
   names = 'mesh', 'draft_mesh', 'temperature', 'top_k', 'top_p', 'min_p', 'max_new_tokens'
   return {

@@ -116,7 +116,6 @@ class ModelOptions(Record):
 
   @property
   def has_lookup(self) -> bool:
-    """True if guesses come from the text."""
     return split_draft(self.draft)[0]
 
   @property
@@ -275,7 +274,6 @@ class MethodOptions(Record):
 
   @property
   def is_auto(self) -> bool:
-    """True if `auto` chooses the method."""
     return AUTO in self.method
 
   @property
@@ -304,5 +302,4 @@ class MethodOptions(Record):
 
   @property
   def needs_draft(self) -> bool:
-    """True if any method drafts."""
     return self.is_auto or any(method.max_drafts != 0 for method in self.methods)

@@ -45,7 +45,6 @@ class SamplingOptions(Record):
 
   @property
   def sampling(self) -> SamplingParams:
-    """The sampling parameters, the same for all rows."""
     return SamplingParams(**{name: getattr(self, name) for name in SAMPLING_NAMES})
 
 
@@ -107,7 +106,6 @@ class PromptOptions(Record):
       raise ValueError('system is for --chat, which renders conversations')
 
   def make_stop(self, tokenizer: TokenizerBase) -> StopStrings | None:
-    """The stop texts as the library takes them, or None if there are none."""
     return StopStrings(tokenizer, self.stop) if self.stop else None
 
   def read_prompts(self) -> list[Prompt]:

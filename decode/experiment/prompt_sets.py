@@ -36,8 +36,6 @@ class PublishedPrompt:
 
 @dataclasses.dataclass(frozen=True)
 class PromptSet:
-  """A published set of prompts."""
-
   title: str  # in papers
   ending: str  # of its file's name: `.jsonl`, `.json` or `.tsv`
   form: str  # an entry in words, for messages
@@ -55,7 +53,6 @@ def excerpt(value: Any) -> str:
 
 
 def _field(entry: Any, name: str, kind: type = str) -> Any:
-  """A field of a JSON object, which must have a type."""
   if not isinstance(entry, dict):
     raise ValueError(f'{excerpt(entry)} is not an object')
   if name not in entry:

@@ -98,7 +98,6 @@ def to_csv(run: DecodeRun) -> str:
 
 
 def describe_setting(options: DecodeOptions, setting: Setting) -> dict[str, Any]:
-  """The values that a setting's continuations share, as JSON values."""
   return {
     'method': setting.method.name,
     'is_lossless': setting.method.is_lossless,
@@ -144,7 +143,6 @@ def _numbers(values: np.ndarray) -> list[float | None]:
 def continuation_of(
   measurement: Measurement, row: int, tokenizer: TokenizerBase, stop: StopStrings | None
 ) -> Continuation:
-  """One row of a measurement, without padding."""
   length = measurement.lengths[row]
   return Continuation(
     row,
@@ -173,8 +171,6 @@ def to_jsonl(run: DecodeRun) -> str:
 
 
 class Part(enum.Enum):
-  """The part that an option takes in a continuation."""
-
   RUN = 'of the field `run` of a line'
   SETTING = 'of the setting, which a line describes'
   FIELD = 'a field of a line'
@@ -236,7 +232,6 @@ def _hash(content: Any) -> str:
 
 
 def check_measures_nothing(options: DecodeOptions) -> None:
-  """Refuses options that are for a comparison."""
   for name in options_of(Part.REFUSED):
     if getattr(options, name):
       raise ValueError(f'{name} is for decode.main, which compares settings; decode.bulk measures nothing')

@@ -143,7 +143,6 @@ def make_prediction_table(predictions: list[Prediction], *, has_parts: bool = Tr
 
 
 def explain_choice(predictions: list[Prediction]) -> str:
-  """A sentence that says which setting `auto` chose, and from how many."""
   best, num_seen = predictions[0], sum(each.is_observed for each in predictions)
   return (
     f'auto takes {best.setting}, the fastest of {len(predictions)} lossless settings by prediction; {num_seen} were'
@@ -201,7 +200,6 @@ def explain_hidden_ranges(run: DecodeRun) -> Iterator[str]:
 
 
 def explain_parts(run: DecodeRun) -> Iterator[str]:
-  """One line for each setting whose parts were timed."""
   for setting, summary in run.summaries.items():
     if parts := summary.seconds_per_round:
       each = ', '.join(f'{part} {1e3 * seconds:.2f}' for part, seconds in parts.items() if part != 'round')

@@ -68,8 +68,6 @@ class Summary:
 
 @dataclasses.dataclass(frozen=True)
 class DecodeRun:
-  """All results of a run."""
-
   options: DecodeOptions
   info: dict[str, Any]  # flags, versions, device, models, groups of settings that took turns, as JSON values
   prompts: list[Prompt]
@@ -98,7 +96,6 @@ class DecodeRun:
 
   @property
   def num_batches(self) -> int:
-    """Batches of prompts, the units of intervals of times."""
     return -(-len(self.prompts) // self.options.batch_size)
 
   def _per_prompt(self, values: np.ndarray) -> np.ndarray:
@@ -118,11 +115,9 @@ class DecodeRun:
 
   @property
   def summaries(self) -> dict[Setting, Summary]:
-    """The results of every setting, over all seeds."""
     return {setting: self.summarize(setting) for setting in self.settings}
 
   def summarize(self, setting: Setting, seeds=None) -> Summary:
-    """The results of one setting over some seeds, or all."""
     own, baseline = self._of(setting, seeds), self._of(baseline_of(self.settings), seeds)
     num_rounds, seconds = sum(each.rounds for each in own), sum(each.seconds for each in own)
     speedup, speedup_interval, round_cost = None, None, None

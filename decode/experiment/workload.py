@@ -20,7 +20,7 @@ from common.text_files import Files
 from decode.experiment.options import ROOT, DecodeOptions
 from decode.experiment.prompts import Prompt, encode_prompts, take_first, without_long
 from decode.experiment.settings import Setting
-from spectr_jax import Drafter, Generation, Model, SamplingParams, StopStrings, lookup_corpus
+from spectr_jax import Drafter, Generation, Model, StopStrings, lookup_corpus
 from spectr_jax.auto.trial import Batches, take_keys
 from spectr_jax.draft import as_drafter, lookup_beside, lookup_drafter
 from spectr_jax.engine.result import NotFiniteError
@@ -223,19 +223,19 @@ def _fold_in_indices(seed: jax.Array, indices: jax.Array) -> jax.Array:
   return jax.vmap(lambda index: jax.random.fold_in(key, index))(indices)
 
 
-@dataclasses.dataclass(frozen=True)
+def _rows_of(options: DecodeOptions, num_prompts: int, sharding: DecodeSharding | None) -> int:
+  size = min(options.batch_size, num_prompts)
+  return size if sharding is None else sharding.round_up(size)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload(Batches):
   """Models and P prompts, with the models already sharded over the devices."""
 
   options: DecodeOptions
-  target: Model
-  draft: Model | Drafter | None
   tokenizer: TokenizerBase
   info: dict[str, Any]  # see `describe`
   prompts: list[Prompt]
-  tokens: np.ndarray
-  lengths: np.ndarray
-  sharding: DecodeSharding | None
 
   @classmethod
   def load(cls, options: DecodeOptions, *, is_local: bool = False, pick: Pick = take_first) -> Workload:
@@ -256,32 +256,16 @@ class Workload(Batches):
       target, drafter = sharding.put_models(target, as_drafter(draft))
       draft = drafter.model if drafter is not None and is_model else drafter
     info = describe(options, models.info) | {'num_long_prompts': len(every) - len(fitting)}
-    return cls(options, target, draft, tokenizer, info, prompts, tokens, lengths, sharding)
-
-  @property
-  def batch_size(self) -> int:
-    size = min(self.options.batch_size, len(self.prompts))
-    return size if self.sharding is None else self.sharding.round_up(size)
-
-  @property
-  def max_new_tokens(self) -> int:
-    return self.options.max_new_tokens
-
-  @property
-  def sampling(self) -> SamplingParams:
-    return self.options.sampling
-
-  @property
-  def eos_ids(self) -> tuple[int, ...]:
-    return self.tokenizer.eos_ids
-
-  @property
-  def logprobs(self) -> bool:
-    return self.options.logprobs
+    return cls(
+      target, draft, tokens, lengths, _rows_of(options, len(prompts), sharding), options.max_new_tokens,
+      options.sampling, tokenizer.eos_ids, options.logprobs, sharding,
+      options=options, tokenizer=tokenizer, info=info, prompts=prompts,
+    )  # fmt: skip
 
   def take(self, num_prompts: int) -> Workload:
     firsts = {name: getattr(self, name)[:num_prompts] for name in ('prompts', 'tokens', 'lengths')}
-    return dataclasses.replace(self, **firsts)
+    batch_size = _rows_of(self.options, len(firsts['prompts']), self.sharding)
+    return dataclasses.replace(self, **firsts, batch_size=batch_size)
 
   def keys(self, seed: int) -> jax.Array:
     """One key per prompt."""

@@ -46,7 +46,6 @@ def _call_shapes(sizes: Sizes) -> dict[tuple[int, int, str], tuple[TokenTree, in
 
 
 def _median(values: np.ndarray) -> Value:
-  """The median with the standard deviation over runs."""
   return Value(float(np.median(values)), float(np.std(values, ddof=1)) if len(values) > 1 else None)
 
 

@@ -66,7 +66,6 @@ class Table(Exhibit):
     ]
 
   def _describe_reduction(self, sizes: Sizes, results: Results) -> str:
-    """The sizes that are smaller than the paper's."""
     less = []
     for name, full in self.full.items():
       used = sizes.used[name]
@@ -135,7 +134,6 @@ def _text_of(cell) -> str:
 
 
 def _describe_models(runs: Sequence[Mapping[str, Any]]) -> list[str]:
-  """Each model once, over all runs."""
   return list(
     dict.fromkeys(
       f'{role} {model_title(model, has_dtype=True)}' for run in runs for role, model in run['models'].items()
@@ -186,7 +184,6 @@ def with_interval(mean: float, interval: tuple[float, float] | None) -> Value:
 
 
 def block_efficiency(summary: Summary) -> Value:
-  """Tokens per target call, with the 95% interval over prompts."""
   return with_interval(summary.block_efficiency, summary.interval)
 
 

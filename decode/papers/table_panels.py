@@ -18,8 +18,6 @@ _HATCHES = ('', '//', '..', 'xx', '--', '++', 'oo')
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Panel:
-  """One panel of the picture."""
-
   x: str  # column of the horizontal axis
   y: tuple[str, ...]  # columns that are drawn; several only of a `stack`
   by: tuple[str, ...] = ()  # columns that tell lines or bars apart: `method` by color, the others by look
@@ -29,7 +27,6 @@ class Panel:
 
   @property
   def column(self) -> str:
-    """The only column that is drawn."""
     [column] = self.y
     return column
 

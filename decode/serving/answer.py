@@ -29,8 +29,6 @@ _READERS = 2  # requests that are read, or responses that are written, at once
 
 @dataclasses.dataclass(frozen=True)
 class Served:
-  """What the endpoint serves."""
-
   worker: Worker
   tokenizer: TokenizerBase
   name: str  # the model's
@@ -56,7 +54,6 @@ class Served:
     return self.worker.longest_prompt * max(len(token) for token in tokens if token is not None)
 
   def most_new(self, prompt: Sequence[int]) -> int:
-    """The most new tokens behind a prompt."""
     return self.max_new_tokens if self.together is None else min(self.max_new_tokens, self.together - len(prompt))
 
 
@@ -71,8 +68,6 @@ def _keys(seed: int, num_prompts: int, num_samples: int) -> Iterator[jax.Array]:
 
 @dataclasses.dataclass
 class Choice:
-  """A continuation as it comes."""
-
   index: int
   prompt: Sequence[int]  # ids
   job: Job | None = None
@@ -103,8 +98,6 @@ class _Place(NamedTuple):
 
 
 class Answer:
-  """A request on its way to an answer."""
-
   def __init__(self, served: Served, request: CompletionRequest):
     """Encodes the prompts; a `RefusedError` if they are too long or too many, or ask for too many tokens."""
     self.served, self.request = served, request
@@ -290,7 +283,6 @@ class Answer:
     return text[: len(text) - len(decode(choice.tokens)) + len(choice.text)]
 
   def _places(self, choice: Choice) -> list[_Place]:
-    """All places that the response of a continuation shows."""
     name_all, likelihood = self.served.tokenizer.decode_tokens, choice.likelihood
     if likelihood is None:
       named = zip(choice.tokens, name_all(choice.tokens), choice.logprobs, strict=True)

@@ -48,7 +48,6 @@ class Metrics:
       self._counts[name, _written(**labels)] += value
 
   def observe_first_token(self, seconds: float) -> None:
-    """Adds the time that a request waited for its first token."""
     with self._lock:
       self._buckets[bisect.bisect_left(_SECONDS, seconds)] += 1
       self._sum += seconds

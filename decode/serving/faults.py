@@ -44,15 +44,13 @@ class RequestError(Exception):
 
 
 class RefusedError(RequestError):
-  """A request that is wrong."""
-
   def __init__(self, message: str, field: str | None = None, status: int = 400, code: str | None = None):
     super().__init__(message, status, 'invalid_request_error', field=field, code=code)
 
 
 @contextlib.contextmanager
 def refusing(field: str | None) -> Iterator[None]:
-  """Refuses a request where a check of a field raises ValueError."""
+  """Refuses a request where a check of a field raises `ValueError`."""
   try:
     yield
   except ValueError as error:

@@ -26,7 +26,6 @@ _OPEN = '/health'  # needs no key
 
 
 def is_address(name: str) -> bool:
-  """Whether a name is an address of IPv4 or IPv6."""
   try:
     return bool(ipaddress.ip_address(name))
   except ValueError:
@@ -161,7 +160,6 @@ class Gate:
     return '*' in hosts or (name is not None and (is_loopback(name) or name in hosts))
 
   def _check_key(self, headers: Headers, path: str) -> None:
-    """Refuses requests without the key, where there is one."""
     key, given = self._served.api_key, headers.getlist('authorization')
     if len(given) > 1:
       raise RefusedError('there are several Authorization headers')

@@ -25,8 +25,6 @@ DEFAULT_TOKENS = 16  # of a completion that names no limit, as the interface has
 
 @dataclasses.dataclass(frozen=True)
 class CompletionRequest:
-  """A request."""
-
   prompts: Sequence[Any]  # texts, or ids `[P]` each, to continue; or one conversation
   is_chat: bool
   sampling: SamplingParams  # scalars
@@ -146,7 +144,6 @@ _CHAT = {
 
 
 def check_model(name: str, served: str) -> None:
-  """Refuses the name of a model that is not the one that is served."""
   if name != served:
     message = f'there is no model {shown(name)}; this endpoint serves {served!r}'
     raise RefusedError(message, 'model', 404, 'model_not_found')

@@ -42,8 +42,6 @@ class Piece:
 
 @dataclasses.dataclass(eq=False)
 class Job:
-  """A continuation that is asked for."""
-
   tokens: Sequence[int]  # the prompt's ids
   key: jax.Array  # typed
   sampling: SamplingParams  # scalars
@@ -56,7 +54,6 @@ class Job:
 
 
 def _next_piece(job: Job, result: Generation, row: int, eos_ids: Collection[int]) -> Piece | None:
-  """The piece of a job's new tokens, or None if there are none."""
   assert job.stream is not None
   seen, end = len(job.stream.tokens), min(int(result.lengths[row]), job.max_tokens)
   text, reason = '', None
@@ -161,7 +158,6 @@ class Worker:
 
   @property
   def is_idle(self) -> bool:
-    """Whether nobody waits for anything."""
     return not (self._growing or self._taken or self._waiting or self._tasks)
 
   def submit(self, jobs: Sequence[Job]) -> None:

@@ -164,8 +164,10 @@ def _tables(prompts, **options):
     'draft': np.array([[0.3, 0.3, 0.4], [0.5, 0.1, 0.4], [0.2, 0.7, 0.1]]),
   }
   models = {name: table.table_model(np.log(law).astype(np.float32)) for name, law in laws.items()}
+  options = DecodeOptions(batch_size=400, **options)
   workload = Workload(
-    options=DecodeOptions(batch_size=400, **options), tokenizer=SimpleNamespace(eos_ids=()), info={}, sharding=None,
+    options=options, sampling=options.sampling, max_new_tokens=options.max_new_tokens, info={},
+    batch_size=min(400, len(prompts)), tokenizer=SimpleNamespace(eos_ids=()),
     prompts=[Prompt('x', index, index) for index in range(len(prompts))], tokens=np.array(prompts, np.int32)[:, None],
     lengths=np.ones(len(prompts), np.int32), **models,
   )  # fmt: skip
@@ -229,7 +231,6 @@ def test_files_without_rates_are_refused(tmp_path, content):
 
 @pytest.fixture
 def repeated(pair, tmp_path):
-  """Options of a pair, and of one prompt twelve times."""
   prompts = tmp_path / 'prompts.txt'
   prompts.write_text('the quick brown fox\n' * 12)
   return {**pair, 'prompts': str(prompts), 'batch_size': 12, 'max_new_tokens': 40, 'temperature': 3.0}

@@ -29,7 +29,6 @@ def _num_entries(model):
   [('llama_3_8b', 8_030_261_248, 8), ('llama_3_70b', 70_553_706_496, 8), ('qwen_3_8b', 8_190_735_360, 8)],
 )
 def test_shapes_of_public_models(name, num_params, num_kv_heads):
-  """The numbers of parameters are those that the models' authors count."""
   config = aot.read_config(str(_HUB / name), 'bfloat16')
   assert isinstance(config, CausalLMConfig)
   assert (config.num_params, config.num_kv_heads, config.dtype) == (num_params, num_kv_heads, 'bfloat16')

@@ -26,7 +26,6 @@ def _options(**changes):
 
 @pytest.fixture(scope='module')
 def settings():
-  """The whole grid."""
   return auto_choice.grid(_options())
 
 
@@ -474,7 +473,6 @@ def test_an_interrupted_measurement_goes_on_where_it_was(tmp_path, pair, prompt_
 
 @pytest.fixture
 def few_methods(monkeypatch):
-  """Grids of three methods alone."""
   few = 'autoregressive', 'spectr', 'race'
   methods = {name: dataclasses.replace(method, is_lossless=name in few) for name, method in METHODS.items()}
   monkeypatch.setattr(auto_choice, 'METHODS', methods)

@@ -305,7 +305,6 @@ class _Terminal:
     os.write(self._master, text.encode())
 
   def wait_for(self, text):
-    """What the terminal shows before a text, which it must show within two minutes."""
     while text.encode() not in self._seen:
       assert select.select([self._master], [], [], 120)[0], self._seen
       self._seen += os.read(self._master, 4096)
@@ -332,7 +331,6 @@ def terminal(tmp_path):
 
 
 def test_a_conversation_in_a_terminal(terminal):
-  """Ready before it asks, lines that are edited and cleared, commands, and the end by Ctrl-D."""
   talk = terminal('--max_new_tokens=8', context=_CONTEXT)
   talk.wait_for('Type a message')
   for typed, answer in (
@@ -350,7 +348,6 @@ def test_a_conversation_in_a_terminal(terminal):
 
 
 def test_interrupts_in_a_terminal(terminal):
-  """Ctrl-C ends an answer; it clears what is typed, and once more it ends the conversation."""
   # Greedy, since a sample would end the answer soon; and long, since it must last until Ctrl-C comes.
   talk = terminal('--context=30200', '--max_new_tokens=30000', '--temperature=0', context=2**15)
   talk.wait_for('Type a message')

@@ -20,7 +20,6 @@ def _values(**given):
 
 @pytest.mark.parametrize('kind', _DRAFTS)
 def test_the_default_depends_on_the_device_and_the_kind_of_draft(kind):
-  """On a CPU a single draft of at most four tokens, whose method takes the guesses of its kind."""
   assert set(drafting.ON_CPU) == set(_DRAFTS)
   draft = _DRAFTS[kind]
   assert drafting.kind_of('no/target', draft) == kind

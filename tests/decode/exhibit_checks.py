@@ -56,11 +56,9 @@ def check_figure(name, request, rows):
 
 
 def measure_figure(name, pair=None, prompts='x', **sizes):
-  """The rows of a figure, checked."""
   request = request_of(name, pair, prompts, **sizes)
   return check_figure(name, request, FIGURES[name].run(request, lambda *_: None).rows)
 
 
 def measure_small(name, pair, prompts):
-  """The rows of a figure about a pair of models, with the sizes above."""
   return measure_figure(name, pair, prompts, **SMALL_FIGURES[name])

@@ -26,7 +26,6 @@ def line_of(index, *, settings=SETTINGS, **more):
 
 
 def resume(path, *, settings=SETTINGS, prompts=PROMPTS, entries=()):
-  """Resumes a file, appends to it and returns what it had."""
   with GenerationFile(path, resume=True) as file:
     file.begin(settings, prompts)
     done = set(file.done)

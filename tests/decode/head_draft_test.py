@@ -26,7 +26,6 @@ def options(small_options, tiny_head_file):
 
 @pytest.fixture(scope='module')
 def one_pass_file(tmp_path_factory):
-  """The path of a network that guesses in one pass, for the tiny target."""
   return save_one_pass(tmp_path_factory.mktemp('heads') / 'one_pass')
 
 

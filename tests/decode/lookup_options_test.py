@@ -26,7 +26,6 @@ _SOUGHT = {'num_drafts': (2,), 'draft_length': (2,), 'max_new_tokens': 8, 'looku
 
 @pytest.fixture(scope='module')
 def corpus_files(tmp_path_factory):
-  """Two documents in one file, one in another."""
   directory = tmp_path_factory.mktemp('corpus')
   (directory / 'one.txt').write_text('the quick brown fox\njumps\n\nseven wise owls watch\n')
   with gzip.open(directory / 'two.txt.gz', 'wt') as stream:

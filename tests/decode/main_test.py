@@ -25,7 +25,6 @@ _RESULT_FIELDS = [
 
 @pytest.fixture(scope='module')
 def grid(pair, prompt_file, tmp_path_factory):
-  """Three methods, K in {1, 2}, two seeds, three prompts in batches of two."""
   directory = tmp_path_factory.mktemp('grid')
   ran = commands.run(
     'decode.main', *(f'--{role}={path}' for role, path in pair.items()),
@@ -117,7 +116,6 @@ def test_progress_is_plain_lines(grid):
   ],
 )
 def test_a_command_compiles_few_modules(pair, prompt_file, options, most):
-  """One function per stage, and no operation by itself."""
   arguments = *(f'--{role}={path}' for role, path in pair.items()), f'--prompts={prompt_file}', '--max_new_tokens=9'
   ran = commands.run('decode.main', *arguments, *options, '--draft_length=2', '--verbosity=0', JAX_LOG_COMPILES='true')
   compiled = re.findall(r'Finished XLA compilation of jit\(([^)]*)\)', ran.stderr)

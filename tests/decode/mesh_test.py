@@ -138,7 +138,6 @@ def grouped_pair(tmp_path_factory):
 
 @pytest.mark.slow
 def test_heads_are_copied_where_devices_are_more(tmp_path, grouped_pair):
-  """Two heads of keys and values over eight devices, from folders alone."""
   found = {}
   for mesh, num_devices in (('', 1), ('data:1,model:8', 8)):
     path = tmp_path / f'{num_devices}{mesh}.jsonl'
@@ -213,7 +212,6 @@ def _place_caches(sharding, rows, target_heads, draft_heads):
 
 @pytest.mark.slow
 def test_models_without_rules_stay_whole():
-  """Tables of laws, for one, are not divided; rows are."""
   sharding = DecodeSharding(make_mesh({}, jax.devices()[:1]))
   models = [
     table.table_model(jnp.asarray(np.random.default_rng(seed).normal(size=(6, 6)), jnp.float32)) for seed in (0, 1)

@@ -64,7 +64,6 @@ def test_wrong_arguments_are_one_line(results, tmp_path):
 
 
 def _bars(picture):
-  """The numbers of horizontal and of vertical bars of a picture."""
   return picture.count('id="LineCollection_')
 
 
@@ -97,7 +96,6 @@ def test_intervals_are_bars_and_models_are_named(tmp_path):
 
 
 def test_tables_of_values_are_read_as_results(tmp_path):
-  """What `decode.main --output=FILE.csv` writes, here without a run: the same points as of JSON."""
   intervals = dict.fromkeys(('speedup_ci95_low', 'speedup_ci95_high'), '')
   intervals |= {'block_efficiency_ci95_low': 2.5, 'block_efficiency_ci95_high': 4.5}
   rows = [{**result, **intervals, 'target': 'some/target', 'draft': ''} for result in _RESULTS]

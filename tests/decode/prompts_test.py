@@ -336,7 +336,6 @@ def test_the_number_of_prompts_is_bounded(tmp_path, name, content, message):
 
 
 def test_controls_are_text(tmp_path):
-  """Models have tokens for them, and nothing here gives them a meaning."""
   path = tmp_path / 'a.txt'
   path.write_bytes('a\0b\x1b[2J\r\n\u202e\x85\u2028c\n'.encode())
   assert [prompt.text for prompt in read_prompts(path)] == ['a\0b\x1b[2J', '\u202e\x85\u2028c']

@@ -16,7 +16,6 @@ run_command = functools.partial(commands.run, 'decode.prove')
 
 
 def rows_of(stdout):
-  """The tables' rows, split into cells."""
   rows = [re.split(r'\s{2,}', line) for line in stdout.splitlines()]
   return [row for row in rows if row[-1] in ('pass', 'FAIL')]
 
@@ -91,7 +90,6 @@ _BROKEN = """
 
 @pytest.mark.slow
 def test_what_is_broken_fails_where_it_shows(tmp_path):
-  """A module in the working directory; without a method, all that it registers are proven."""
   write_module(tmp_path / 'broken.py', _BROKEN)
   ran = run_command('--module=broken', '--num_samples=30000', cwd=tmp_path)
   assert ran.returncode == 1

@@ -13,7 +13,6 @@ from decode.experiment.records import OPTIONS, Part, options_of
 
 
 def test_every_option_has_its_part():
-  """A new option must be put into the table: it determines continuations, or it does not."""
   assert set(OPTIONS) == {field.name for field in dataclasses.fields(DecodeOptions)}
 
 

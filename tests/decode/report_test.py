@@ -69,7 +69,6 @@ def test_plain_report_has_no_escape_codes_and_no_folded_rows(run):
   ('length', 'shown'), [(8, ['0.50'] * 8), (9, ['0.50'] * 8 + ['...']), (40, ['0.50'] * 8 + ['...'])]
 )
 def test_deep_trees_fit_into_the_table(run, length, shown):
-  """At most eight positions are printed; JSON has all of them."""
   (setting,) = expand(dataclasses.replace(run.options, method=('speculative',), draft_length=(length,)))
   deep = dataclasses.replace(run.measurements[1], setting=setting, accepted_by_depth=np.full((1, length), 2))
   run = dataclasses.replace(run, settings=[setting], measurements=[deep])
@@ -106,7 +105,6 @@ def _table(run, width):
 
 @pytest.mark.parametrize('width', [60, 80, 120])
 def test_tables_fit_the_terminal_and_keep_what_counts(run, width):
-  """K, L, tokens per call with their interval, and speed are whole; acceptance by position gives way."""
   wide = _with_batches(run, ('race_traversal', 'spectr_gbv'), [0.5, 0.7, 0.6, 0.5], [8, 6, 7, 8])
   lines = _table(wide, width)
   assert max(map(len, lines)) <= width
@@ -155,8 +153,6 @@ def test_ranges_can_be_true(run, num_batches, is_shown):
 
 
 def test_the_first_line_says_what_is_gained(run):
-  """By the fastest setting that is lossless, if there are batches enough; that nothing gains is said as well."""
-
   def first(methods, seconds):
     return _printed(_with_batches(run, methods, seconds, np.full(len(seconds), 8))).splitlines()[0]
 
@@ -248,7 +244,6 @@ def test_what_is_not_lossless_is_said_and_why(run):
 
 
 def test_parts_of_a_round_are_explained(run):
-  """Half a second for four rounds, of which three parts are known."""
   setting = run.settings[1]
   parts = {'draft': 0.05, 'target': 0.06, 'verification': 0.0375}
   run = dataclasses.replace(run, part_seconds={setting: parts})

@@ -37,7 +37,6 @@ def test_progress_reaches_its_total(small_options):
 
 @pytest.mark.slow
 def test_long_grids_are_decoded_in_groups(small_options, monkeypatch):
-  """As many as a process can hold, with the same tokens, and a line that says so."""
   options = small_options('autoregressive', 'speculative', 'spectr', max_new_tokens=4)
   whole = run_decode(options)
   answers = iter([False, True])
@@ -134,7 +133,6 @@ def test_long_prompts_are_left_out_and_counted(small_options, tmp_path):
 
 
 def test_speed_is_compared_batch_by_batch(small_options):
-  """Seconds as given: two batches, the last not full, and two seeds."""
   options = small_options('autoregressive', 'speculative', num_seeds=2)
   run = run_decode(options)
   measurements = []
@@ -153,7 +151,6 @@ def test_speed_is_compared_batch_by_batch(small_options):
   alone = dataclasses.replace(run, options=dataclasses.replace(options, batch_size=1))
 
   def timed(seconds):
-    """With other times of the method that drafts."""
     own = [np.array(seconds if found.setting.method.max_drafts else (4.0, 2.0, 3.0)) for found in measurements]
     times = [{'batch_seconds': each, 'baseline_seconds': np.array([4.0, 2.0, 3.0])} for each in own]
     return dataclasses.replace(alone, measurements=[dataclasses.replace(f, **t) for f, t in zip(measurements, times)])

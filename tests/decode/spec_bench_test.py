@@ -26,7 +26,6 @@ _PROMPTS = {
 
 @pytest.fixture
 def question_file(tmp_path):
-  """Two prompts of each of the categories above."""
   path = tmp_path / 'question.jsonl'
   categories = [category for category in _PROMPTS for _ in range(2)]
   entries = ({'question_id': 7 + i, 'category': name, 'turns': [f'owl {i}']} for i, name in enumerate(categories))
@@ -35,7 +34,6 @@ def question_file(tmp_path):
 
 
 def _made_up_run(options, notify, pick):
-  """A run of what the numbers above say, on the prompts that are picked."""
   del notify
   prompts, settings = pick(options.read_prompts(), options.num_prompts), expand(options)
 
@@ -163,7 +161,6 @@ def test_turns_may_be_rendered_by_the_chat_template(question_file, pair, monkeyp
 
 
 def test_drafts_of_several_kinds_and_temperatures(question_file, monkeypatch):
-  """Each draft has the methods and trees that take its guesses; what is left out is said."""
   asked = []
 
   def run(options, *rest):

@@ -22,13 +22,11 @@ _SMALL = {
 
 
 def _request(name, pair, prompts, **grid):
-  """A small request of a table, on a file of prompts or files by name."""
   used = TABLES[name].sizes.used
   return request_of(name, pair, prompts, **{size: value for size, value in (_SMALL | grid).items() if size in used})
 
 
 def _measure(name, pair, prompts, **grid):
-  """A small request of a table, and its results."""
   request = _request(name, pair, prompts, **grid)
   return request, TABLES[name].run(request, lambda *_: None)
 

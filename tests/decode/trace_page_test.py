@@ -310,7 +310,6 @@ _THEORY = {
 
 
 def test_the_sandbox_computes_what_the_theory_does(page):
-  """The script's rules against the library's on random laws with zeros, and the numbers that are shown."""
   rng = np.random.default_rng(0)
   laws = rng.dirichlet(np.full(7, 0.6), (12, 2))
   laws[rng.random(laws.shape) < 0.1] = 0

@@ -17,7 +17,6 @@ _ROUND = 'speculative_round'
 
 
 def _shown():
-  """The code as a reader copies it from the page."""
   return html.unescape(re.search(r'<code id="reference">(.*?)</code>', trace.make_page({}), re.DOTALL)[1])
 
 

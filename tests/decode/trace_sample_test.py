@@ -26,7 +26,6 @@ def data(sample):
 
 
 def test_the_sample_is_of_the_present_page(sample, data):
-  """All but the data are the skeleton."""
   is_present = sample == trace.make_page(data)  # not in the assert, which would compare both line by line
   assert is_present, 'write it again with the command of docs/commands.md'
   assert len(sample.encode()) < 600_000

@@ -26,7 +26,6 @@ def _options(pair, **more):
 
 @pytest.fixture(scope='module')
 def recorded(pair):
-  """The data of a trace, and the progress that was shown while it was made."""
   seen = []
   with jax.default_matmul_precision('highest'):
     return trace.record_trace(_options(pair), ('speculative',), lambda *args: seen.append(args)), seen
@@ -38,7 +37,6 @@ def traced(recorded):
 
 
 def test_progress_shows_programs_and_then_tokens(recorded):
-  """No step of it lasts long: each program that is compiled has one, and each round moves by its tokens."""
   traced, (loading, *seen) = recorded
   assert loading == ('loading', 0, 1)
   programs = [step for step in seen if step[0].startswith('compiling')]

@@ -22,7 +22,6 @@ _PROMPT = {'prompt': _TEXT, 'seed': 3}
 
 
 def _expected(models, prompt, key, sampling=None, most=NEW):
-  """Tokens by `generate`."""
   padded = np.pad([prompt], ((0, 0), (0, LONGEST - len(prompt))))
   found = spectr_jax.generate(
     key[None], *models, padded, [len(prompt)], method='race_traversal', tree=TokenTree.chains(2, 2),
@@ -151,7 +150,6 @@ def test_a_context_bounds_prompt_and_continuation_together(worker, tokenizer):
 
 @pytest.mark.slow  # other sizes are another program
 def test_a_context_can_be_filled(models, tokenizer):
-  """Whatever part of it the prompt has."""
   room = LONGEST + NEW
   worker = make_worker(models, tokenizer, longest=room - 1, most_new=room - 1)
   worker.start()
@@ -226,7 +224,6 @@ def _check_places(text, logprobs, *, is_cut=False):
 
 
 def _ids_of(names, tokenizer):
-  """Ids by their names."""
   known = {token.name: index for index in range(tokenizer.vocab_size) for token in tokenizer.decode_tokens([index])}
   return [known[name] for name in names]
 
@@ -250,7 +247,7 @@ def test_places_in_texts_and_streams(client, tokenizer):
 
 
 def test_echo_joins_what_a_character_is_divided_in(client, tokenizer):
-  """... between prompt and continuation. Stop texts are looked for in the continuation, and end both."""
+  """Stop texts are looked for in the continuation, and end both."""
   first = tokenizer.encode('é')[:1]
   for seed in range(40):
     body = {'prompt': first, 'seed': seed, 'n': 16, 'max_tokens': NEW, 'echo': True, 'logprobs': 0}
@@ -299,7 +296,6 @@ def test_the_likeliest_have_names_of_their_own(client, worker):
 
 
 def test_special_tokens_are_stop_texts(client, tokenizer):
-  """A special token ends the text, and one behind text with that text; so does the one that ends every text."""
   ends = {}
   for seed in range(8):
     body = {'prompt': 'the owl', 'seed': seed, 'n': 16, 'max_tokens': NEW}

@@ -105,7 +105,6 @@ def test_answers_are_sent_back_as_openai_gives_them(in_process):
 
 
 def test_log_probabilities_as_openai_reads_them(in_process):
-  """Bytes joined as its documentation says give the text."""
   for seed in range(8):
     asked = {'model': 'tiny', 'seed': seed, 'logprobs': True, 'top_logprobs': 5, 'max_tokens': 12}
     found = in_process.chat.completions.create(messages=[{'role': 'user', 'content': 'owl'}], **asked)
@@ -138,7 +137,6 @@ _MORE = {
 
 @pytest.fixture(scope='module')
 def tasks(tmp_path_factory):
-  """A folder of tasks, and one with the tokenizer as `transformers` reads it."""
   folder = tmp_path_factory.mktemp('tasks')
   data = folder / 'questions.jsonl'
   data.write_text(''.join(json.dumps({'question': text, 'choices': own}) + '\n' for text, own in _QUESTIONS))

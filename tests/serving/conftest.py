@@ -14,7 +14,6 @@ def tokenizer():
 
 @pytest.fixture(scope='session')
 def models(tokenizer):
-  """Target and draft."""
   config = transformer.TransformerConfig(
     tokenizer.vocab_size, embed_dim=16, num_layers=1, num_heads=2, mlp_dim=16, max_length=LONGEST + NEW
   )

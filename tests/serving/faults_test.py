@@ -18,14 +18,11 @@ from tests.serving.stub import BAD_PUT, BAD_ROUND, NEW, client_of, make_stub, ma
 
 
 class _AskedJob(Job):
-  """A job, and what it was told."""
-
   def __init__(self, tokens, stop=None, sampling=SamplingParams()):  # noqa: B008 - it cannot change
     self.told = queue.Queue()
     super().__init__(tokens, _KEY, sampling, NEW, stop, self.told.put)
 
   def result(self):
-    """All tokens, or the error."""
     tokens = []
     while True:
       piece = self.told.get(timeout=120)

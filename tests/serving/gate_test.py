@@ -299,7 +299,6 @@ def test_no_prompt_of_the_allowed_tokens_is_too_long(stub, tokenizer):
 
 
 def test_who_is_read_for_long_keeps_nobody_waiting(stub, tokenizer, monkeypatch):
-  """A template that takes long, and two more that wait for it."""
   begun, let_go, ended = threading.Event(), threading.Event(), threading.Event()
 
   def encode_chat(messages):

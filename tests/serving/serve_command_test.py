@@ -51,7 +51,6 @@ def test_no_room_for_a_prompt_is_refused():
 
 @pytest.fixture
 def served():
-  """A server, and its address."""
   process = commands.start('decode.serve', *_SMALL)
   line = process.stdout.readline()
   assert line.startswith('serving draft at http://127.0.0.1:'), line + process.stderr.read()

@@ -21,8 +21,6 @@ _BODY = {'prompt': 'owl', 'max_tokens': 12}
 
 
 class _Server:
-  """A server, its port, and what it printed."""
-
   def __init__(self, folder, *, host='127.0.0.1', seconds=0.0, **options):
     context = commands._fork_server()
     connection, other = context.Pipe()
@@ -39,7 +37,6 @@ class _Server:
     os.kill(self.process.pid, number)
 
   def end(self, timeout=20):
-    """Its exit code, and what it wrote on stderr."""
     self.process.join(timeout)
     assert self.process.exitcode is not None, 'it has not ended'
     return self.process.exitcode, (self._folder / '2').read_text()
@@ -65,7 +62,6 @@ def _head(length, *lines, path='/v1/completions', method='POST'):
 
 
 def _request(**more):
-  """A request with its body."""
   body = json.dumps(_BODY | more).encode()
   return _head(len(body)) + body
 
@@ -149,7 +145,6 @@ def _is_counted(server, number):
 
 
 def test_the_end_waits_for_no_half_request(start):
-  """Half a head, half a body, a body in chunks without end, and a stream that nobody reads."""
   server = start()
   parts = [
     b'POST /v1/comp', _head(500) + b'{"pr', _head(500), _head(10**7) + b'{', _head(500, 'Expect: 100-continue'),
