@@ -36,12 +36,7 @@ from spectr_jax.sharding import is_primary
 
 
 def decode_bulk(
-  options: DecodeOptions,
-  path: str,
-  *,
-  resume: bool = False,
-  rounds_at_a_time: int = 4,
-  notify: Notify | None = None,
+  options: DecodeOptions, path: str, *, resume: bool = False, rounds_at_a_time: int = 4, notify: Notify | None = None
 ) -> tuple[int, int, float]:
   """Continues every prompt with every seed, as many times as there are samples, appending to a file.
 

@@ -69,11 +69,7 @@ def _choose(options: DecodeOptions, notify: Notify) -> tuple[Models, Setting]:
 
 
 def start_chat(
-  options: DecodeOptions,
-  context: int,
-  notify: Notify = lambda what, done, total: None,
-  *,
-  compiles_ahead: bool = False,
+  options: DecodeOptions, context: int, notify: Notify = lambda what, done, total: None, *, compiles_ahead: bool = False
 ) -> Chat:
   """Loads the models of a conversation of at most `context` tokens, those of an answer included.
 

@@ -173,5 +173,5 @@ TABLES = {
       'At temperature 0 candidates drawn alike are equal, so that more of them keep no more.',
       CUT_ROUNDS,
     ),
-  ),
+  )
 }

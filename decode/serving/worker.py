@@ -87,13 +87,7 @@ class Worker:
   """The thread, its rows, and the continuations that wait for one. `fault` is what ended it before it was told to."""
 
   def __init__(
-    self,
-    decoder: Decoder,
-    tokenizer: TokenizerBase,
-    *,
-    batch_size: int,
-    longest_prompt: int,
-    most_waiting: int,
+    self, decoder: Decoder, tokenizer: TokenizerBase, *, batch_size: int, longest_prompt: int, most_waiting: int
   ):
     """Prepares the rows of a decoder of log probabilities as well; `start` begins."""
     self.metrics, self.longest_prompt, self.most_waiting = Metrics(), longest_prompt, most_waiting

@@ -182,9 +182,4 @@ def describe_trace(trace: Trace, tokenizer: TokenizerBase) -> dict[str, Any]:
     }
     for judge in trace.judges
   ]
-  return {
-    'methods': methods,
-    'parents': list(trace.tree.parents),
-    'names': _names(rounds, tokenizer),
-    'rounds': rounds,
-  }
+  return {'methods': methods, 'parents': list(trace.tree.parents), 'names': _names(rounds, tokenizer), 'rounds': rounds}

@@ -125,12 +125,7 @@ def test_a_command_compiles_few_modules(pair, prompt_file, options, most):
 
 
 @pytest.mark.parametrize(
-  'other',
-  [
-    {'seed': 6, 'batch_size': 2},
-    slow({'batch_size': 3}),
-    slow({'batch_size': 1, 'num_prompts': 2}),
-  ],
+  'other', [{'seed': 6, 'batch_size': 2}, slow({'batch_size': 3}), slow({'batch_size': 1, 'num_prompts': 2})]
 )
 def test_tokens_do_not_depend_on_batch_or_grid(grid, pair, prompt_file, other):
   options = {'method': ('spectr',), 'num_drafts': (2,), 'seed': 5}

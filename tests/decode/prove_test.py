@@ -189,12 +189,7 @@ _ALLOWED = ', '.join(METHODS)
     ('import math\n\nmath.sqrt(-1)\n', ['spectr'], 'provable', ['import provable: ValueError: ', 'provable.py:3)']),
     ('import sys\n\nsys.exit("no way")\n', ['spectr'], 'provable', ['SystemExit: no way', 'provable.py:3)']),
     ('def f(:\n', ['spectr'], 'provable', ['cannot import provable: SyntaxError: ', 'provable.py, line 1']),
-    (
-      'import none_such\n',
-      ['spectr'],
-      'provable',
-      ["provable: ModuleNotFoundError: No module named 'none_such'"],
-    ),
+    ('import none_such\n', ['spectr'], 'provable', ["provable: ModuleNotFoundError: No module named 'none_such'"]),
     (_TAKEN, ['spectr'], 'provable', ["ValueError: there is another method named 'spectr'", 'provable.py:4)']),
     (_MISMATCH, [], 'provable', ['children are drawn independent, not without_replacement', 'provable.py:4)']),
     ('', ['spectr'], 'prove_missing', ['there is no prove_missing here']),

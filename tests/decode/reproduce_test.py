@@ -96,10 +96,7 @@ _BAD = [
     '--table=gbv_table1 --draft=lookup,pretrained/draft,lookup+pretrained/draft,own=lookup+pretrained/draft',
     'this table has one draft, got lookup, draft, lookup+draft, own',
   ),
-  (
-    '--table=spec_bench',
-    'this table is about the tasks of Spec-Bench: give one file, as --prompts=spec_bench:FILE',
-  ),
+  ('--table=spec_bench', 'this table is about the tasks of Spec-Bench: give one file, as --prompts=spec_bench:FILE'),
   ('--table=gbv_table1 --prompts=humanevil:a', "prompts: there is no set 'humanevil'; "),
   (
     '--table=gbv_table1 --prompts=mgsm:mgsm_de.tsv,mgsm:mgsm_en.tsv',
