@@ -140,22 +140,11 @@ def analyse(
   collective_seconds: float = COLLECTIVE_SECONDS,
   filters: Collection[str] = (),
 ) -> Report:
-  """Compiles the loop of a method and that of autoregressive decoding.
+  """Compiles the loop of a method and that of autoregressive decoding, on a mesh whose devices may be absent ones.
 
-  Args:
-    sharding: The mesh, whose devices may be descriptions of absent ones.
-    method: A method or its name.
-    tree: The tree of guesses.
-    target: Sizes of the target. The longest context of a `TransformerConfig` is ignored.
-    draft: Sizes of the draft; its vocabulary is padded or cut to the target's. Methods without a draft ignore it.
-    batch_size: Rows on all devices.
-    prompt_length, max_new_tokens: The largest numbers of tokens, which determine the size of a cache.
-    collective_seconds: Time of a transfer between devices beside that of its bytes, in seconds.
-    filters: The filters of the distributions, of `top_k`, `top_p` and `min_p`, which are counted.
-
-  Raises:
-    ValueError: The method does not take the tree, rows or heads cannot be sharded over the mesh, the texts are longer
-      than a public model's context, or the program does not fit.
+  Prompt and new tokens determine the size of a cache; the longest context of a `TransformerConfig` is ignored, and so
+  is the draft by methods without one. `filters`, of `top_k`, `top_p` and `min_p`, are counted. A `ValueError` says what
+  cannot be sharded, does not fit into a context or the memory, or that the method does not take the tree.
   """
   cache_size = prompt_length + max_new_tokens
   model, small = abstract_pair(target, draft, sharding)

@@ -110,10 +110,7 @@ def is_typed() -> bool:
 
 
 def _line_editor() -> Callable[[], str]:
-  """Reads a line that the user edits, with its end; an empty text at the end of the input.
-
-  Ctrl-C clears what is typed, and on an empty line it interrupts.
-  """
+  """Reads a line that the user edits, with its end; empty at the end. Ctrl-C clears it, or else interrupts."""
   from prompt_toolkit import PromptSession
   from prompt_toolkit.filters import Condition, is_searching
   from prompt_toolkit.key_binding import KeyBindings

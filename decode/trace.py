@@ -91,12 +91,8 @@ def record_trace(options: DecodeOptions, compare: tuple[str, ...] = (), notify: 
     raise ValueError(f'{setting.method.name} drafts nothing: there is nothing to trace')
   kinds = {'gives': options.has_lookup, 'mixes': options.has_lookup and bool(options.draft_model)}
   others = choose_others(compare, setting.method, setting.tree, **kinds)
-  if options.mesh or options.num_seeds > 1 or options.num_samples > 1:
-    raise ValueError('a trace is of one seed and sample, on one device: leave out mesh, num_seeds and num_samples')
-  if options.stop:
-    raise ValueError('stop is for decode.main and decode.bulk; a trace shows rounds to their ends')
-  if options.logprobs:
-    raise ValueError("logprobs is for decode.main and decode.bulk; a trace shows the target's probabilities anyway")
+  unused = 'mesh', 'num_seeds', 'num_samples', 'stop', 'logprobs'
+  options.check_unused(unused, 'decode.trace, which shows whole rounds of one seed and sample on one device')
   notify('loading', 0, 1)
   work = Workload.load(dataclasses.replace(options, num_prompts=1))
   trace = trace_decode(

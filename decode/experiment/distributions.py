@@ -17,10 +17,7 @@ from spectr_jax.sharding import fetch
 
 @jax.jit(static_argnames='num_new')
 def distributions_after(model: Model, prompts, lengths, tokens, sampling: SamplingParams, *, num_new: int) -> jax.Array:
-  """The distributions `[B, num_new, V]` of a model's tokens after each prompt, given the previous tokens.
-
-  Prompts are int32 `[B, P]`, right-padded, with lengths `[B]`; `tokens` is int32 `[B, num_new]`, those after each.
-  """
+  """The distributions `[B, num_new, V]` of the `tokens` `[B, num_new]` after prompts `[B, P]` of `lengths`."""
   batch_size, longest = prompts.shape
   cache = model.init_cache_fn(batch_size, longest)
   # The call starts with the prompt's last token, which gives the first distribution.

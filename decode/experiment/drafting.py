@@ -71,10 +71,7 @@ def _in_words(name: str) -> str:
 
 
 def describe_in_help(*, without_draft: str = '', takes_auto: bool = False) -> None:
-  """Lets the flags of `Drafting` have no default of their own, and `--help` say which they get.
-
-  `without_draft` is the method where no draft is given; `takes_auto` says whether the command takes `auto`.
-  """
+  """Lets the flags of `Drafting` have no default of their own, and `--help` say which they get."""
   first = f'{without_draft} without --draft, else ' if without_draft else ''
   auto = ', or auto, the one predicted to be the fastest' if takes_auto else ''
   texts = {

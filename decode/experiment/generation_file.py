@@ -153,15 +153,9 @@ class GenerationFile:
     process: int = 0,
     num_processes: int = 1,
   ) -> None:
-    """Reads the continuations that are there, and cuts an incomplete one.
+    """Reads the continuations that are there, and cuts an incomplete one; nothing of what is not this run's.
 
-    Args:
-      settings: Values that every line has, so that no file mixes runs; `run` holds those that are for this alone.
-      prompts: What the continuations of this run say of their prompts, by index.
-      process, num_processes: Which part of how many this file is.
-
-    Raises:
-      ValueError: The file holds something else, and nothing is cut; or it cannot be written.
+    Every line has the `settings`, so that no file mixes runs, and says of its prompt what `prompts` have by index.
     """
     if self._file is None:
       self._open(self._closed, os.O_CREAT | os.O_EXCL)

@@ -136,11 +136,7 @@ class ModelOptions(Record):
   def make_sharding(self, batch_size: int, *, is_local: bool = False) -> DecodeSharding | None:
     """The sharding of batches of so many rows over the devices; None for one device.
 
-    With `is_local` each process decodes by itself, on its own devices.
-
-    Raises:
-      ValueError: There is no such mesh here, rows cannot be sharded over it, or several processes work together without
-        a mesh.
+    With `is_local` each process decodes by itself, on its own devices. Several that work together need a mesh.
     """
     if not self.mesh:
       if jax.process_count() > 1 and not is_local:

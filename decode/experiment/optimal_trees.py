@@ -44,10 +44,7 @@ def has_independent_children(method: Method) -> bool:
 
 
 def is_chosen_by_bound(method: Method) -> bool:
-  """Tells whether `bound_kept` chooses a method's tree.
-
-  Methods that try every branch come close to that bound, which is one for independent children.
-  """
+  """Tells whether `bound_kept` chooses a method's tree: those that try every branch come close to it."""
   return method.tries_every_branch and has_independent_children(method)
 
 

@@ -258,13 +258,7 @@ def encode_prompts(
   vocab_size: int | None = None,
   multiple: int = 16,
 ) -> tuple[np.ndarray, np.ndarray]:
-  """The prompts' int32 ids `[B, P]`, right-padded, and lengths `[B]`; with bos if the tokenizer wants it.
-
-  P is a multiple of `multiple`, so that other prompts rarely need another compilation.
-
-  Raises:
-    ValueError: A prompt is too long, has no token, or has one that the target does not have; the message names it.
-  """
+  """The prompts' int32 ids `[B, P]`, right-padded to a `multiple`, and lengths `[B]`; `ValueError`s name bad ones."""
   limit = longest_prompt(max_new_tokens, max_length)
   rows = _encode(prompts, tokenizer)
   for prompt, row in zip(prompts, rows):

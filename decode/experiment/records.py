@@ -229,9 +229,3 @@ def describe_prompt(prompt: Prompt) -> dict[str, Any]:
 def _hash(content: Any) -> str:
   """The first 16 hexadecimal digits of a SHA-256 of a JSON value."""
   return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def check_measures_nothing(options: DecodeOptions) -> None:
-  for name in options_of(Part.REFUSED):
-    if getattr(options, name):
-      raise ValueError(f'{name} is for decode.main, which compares settings; decode.bulk measures nothing')

@@ -30,12 +30,12 @@ from spectr_jax.engine.program_memory import in_groups
 from spectr_jax.sharding import fetch
 
 
-def _measure_node_costs(workload: Workload, trees: list[TokenTree], num_runs: int = 15) -> dict[int, float]:
+def _measure_node_costs(workload: Workload, trees: list[TokenTree]) -> dict[int, float]:
   """Median time of a target call on each tree with its root, relative to a call on a single token."""
   num_rows = workload.batch_size * workload.options.num_samples
   shapes = {tree.num_nodes + 1: (tree, num_rows) for tree in (TokenTree(), *trees)}
   calls = timing.forward_calls(workload.target, shapes, cache_size=workload.cache_size, sharding=workload.sharding)
-  times = timing.time_in_turns(calls, num_runs)
+  times = timing.time_in_turns(calls, 15)
   medians = {size: float(np.median(seconds)) for size, seconds in times.items()}
   return {size: median / medians[1] for size, median in medians.items()}
 

@@ -110,11 +110,7 @@ def _check_size(num_nodes: int, what: str) -> None:
 
 
 def settings_of(method: Method, options: MethodOptions, *, skip_unfit: bool = False) -> list[Setting]:
-  """The settings of a method: one for every tree of the options, or with `skip_unfit` those that it can use.
-
-  Raises:
-    ValueError: A tree is too large, or the method's theory does not cover it.
-  """
+  """The settings of a method: one for every tree of the options, or with `skip_unfit` those that it can use."""
   if method.max_drafts == 0:
     return [Setting(method)]
   settings = []

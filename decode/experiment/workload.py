@@ -239,10 +239,7 @@ class Workload(Batches):
 
   @classmethod
   def load(cls, options: DecodeOptions, *, is_local: bool = False, pick: Pick = take_first) -> Workload:
-    """Reads models, and `options.num_prompts` of the prompts that fit, which `pick` takes.
-
-    With `is_local` each of several processes decodes by itself, on its own devices.
-    """
+    """Reads models, and the prompts that `pick` takes; with `is_local` for each of several processes alone."""
     every = options.read_prompts()
     sharding = options.make_sharding(options.batch_size, is_local=is_local)
     models = load_models(options, sharding)
@@ -278,11 +275,7 @@ class Workload(Batches):
   def generate(
     self, setting: Setting, keys: jax.Array, rows: np.ndarray, *, statistics: bool = False, num_samples: int = 1
   ) -> Generation:
-    """Decodes prompts `rows` int `[B]` with `keys` `[P]`; stop texts end no row whose statistics are wanted.
-
-    Raises:
-      ValueError: A model gives logits that are not finite; the message names setting and prompt.
-    """
+    """Decodes prompts `rows` int `[B]` with `keys` `[P]`; stop texts end no row whose statistics are wanted."""
     try:
       return spectr_jax.generate(
         take_keys(keys, rows),

@@ -70,10 +70,7 @@ def _rows_by_task(prompts: Sequence[Prompt]) -> dict[str, np.ndarray]:
 
 
 def _speed_columns(run: DecodeRun, setting: Setting) -> Row:
-  """Speed and speed-up by Spec-Bench's definition: means over prompts of each prompt's tokens per second.
-
-  The run's batches are one prompt each.
-  """
+  """Speed and speed-up by Spec-Bench's definition: means of each prompt's tokens per second, in batches of one."""
   speeds, others = ((tokens / seconds, np.ones(len(tokens))) for tokens, seconds in run.batch_speeds(setting))
   interval = (
     metrics.compare(speeds, others)[1:] if len(run.prompts) >= metrics.MIN_UNITS and setting.tree.num_nodes else None

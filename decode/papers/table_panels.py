@@ -142,13 +142,6 @@ def _draw_stacks(axes, panel: Panel, rows: Sequence[Row]) -> None:
 _DRAW = {'line': _draw_lines, 'bar': _draw_bars, 'stack': _draw_stacks}
 
 
-def _name_axes(axes, panel: Panel) -> None:
-  if panel.kind == 'stack':
-    axes.set(ylabel=panel.x, xlabel=f'{", ".join(panel.y)}, seconds per prompt')
-  else:
-    axes.set(xlabel=panel.x, ylabel=', '.join(panel.y))
-
-
 def draw(panels: Sequence[Panel], rows: Sequence[Row], *, title: str, footer: str, kind: str = 'png') -> bytes:
   """A picture of the panels, side by side, between a title and a footer, as `png` or `svg`."""
   figure, axes = plots.bare_panels(len(panels), figsize=(max(7, 5.5 * len(panels)), 5.5), dpi=120)
@@ -156,7 +149,10 @@ def draw(panels: Sequence[Panel], rows: Sequence[Row], *, title: str, footer: st
     shown = [row for row in rows if all(row.get(column) == value for column, value in panel.where.items())]
     if shown:
       _DRAW[panel.kind](each, panel, shown)
-    _name_axes(each, panel)
+    if panel.kind == 'stack':
+      each.set(ylabel=panel.x, xlabel=f'{", ".join(panel.y)}, seconds per prompt')
+    else:
+      each.set(xlabel=panel.x, ylabel=', '.join(panel.y))
     each.grid(alpha=0.3)
   crosses = 'crosses: the paper' if any(panel.paper for panel in panels) else None
   axes[-1].legend(fontsize=6, loc='center left', bbox_to_anchor=(1, 0.5), title=crosses, title_fontsize=6)

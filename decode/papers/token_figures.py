@@ -268,17 +268,9 @@ def acceptance_on_text(
 ) -> tuple[np.ndarray, np.ndarray, dict[tuple[int, str], np.ndarray]]:
   """Acceptance at every position of the target's own continuations, from the distributions of both models.
 
-  Args:
-    workload: Models and prompts.
-    seed: Seed of the continuations.
-    rules: By name a function of draft and target distributions, n, and the given token, if there is one.
-    num_drafts: Numbers n of drawn candidates.
-    given: A given token beside them: 'text', the text's next one, or 'draft', the draft's likeliest; or 'none'.
-    notify: Called with progress.
-
-  Returns:
-    Which positions there are, bool `[prompts, max_new_tokens]`; at these 1 - TV; and the acceptance by n and rule,
-    float64 of the same shape.
+  `rules` are by name functions of draft and target distributions, n, and the token that is `given`, if there is one:
+  'text', the text's next one, or 'draft', the draft's likeliest. Returns which positions there are, bool `[prompts,
+  max_new_tokens]`; at these 1 - TV; and the acceptance by n and rule, float64 of the same shape.
   """
   tokens = target_texts(workload, seed)
   overlaps = np.zeros(tokens.shape)

@@ -17,11 +17,7 @@ _TICK = 0.1  # seconds
 
 
 def listen(host: str, port: int) -> socket.socket:
-  """A socket that listens, before models are loaded; port 0 is a free one.
-
-  Raises:
-    ValueError: Somebody listens there already, or there is no such address.
-  """
+  """A socket that listens, before models are loaded; port 0 is a free one. A `ValueError` says why it cannot."""
   where = f'cannot listen on {host}:{port}'
   if not host:
     raise ValueError(f'{where}: name an address, such as 127.0.0.1 or ::1; 0.0.0.0 is for all of this machine')

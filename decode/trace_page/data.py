@@ -133,10 +133,7 @@ def _round(tree: TokenTree, judges: tuple[Judge, ...], played: TracedRound) -> d
 
 
 def pieces_of_tokens(tokens: np.ndarray, tokenizer: TokenizerBase) -> list[str]:
-  """The text that each of the tokens, int `[T]`, adds. The concatenation of the pieces is the whole text.
-
-  The token that completes a character adds all of its bytes.
-  """
+  """The text that each of the tokens `[T]` adds; the one that completes a character adds all of its bytes."""
   whole, pieces, begin = tokenizer.decode(tokens), [], 0
   for end in range(1, len(tokens) + 1):
     known = len(os.path.commonprefix([whole, tokenizer.decode(tokens[:end])])) if end < len(tokens) else len(whole)

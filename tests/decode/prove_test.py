@@ -159,9 +159,10 @@ def test_a_verifier_that_raises(tmp_path):
   assert error.endswith(f'({tmp_path / "raises.py"}:10)')
 
 
-def test_bad_flags_end_in_a_line():
+def test_bad_flags_end_in_a_line_and_methods_are_found_once():
   line = commands.refuse('decode.prove', '--num_samples=many', '--method=spectr')
   assert line.startswith('error: flag --num_samples=many')
+  assert [method.name for method in find_methods(['spectr', 'block', 'spectr'], None)] == ['spectr', 'block']
 
 
 _TAKEN = """
@@ -210,7 +211,3 @@ def test_what_is_refused(tmp_path, monkeypatch, text, names, module, parts):
   assert '\n' not in str(caught.value)
   assert set(METHODS) == before
   sys.modules.pop('provable', None)
-
-
-def test_methods_are_found_once():
-  assert [method.name for method in find_methods(['spectr', 'block', 'spectr'], None)] == ['spectr', 'block']

@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from spectr_jax.models import transformer
-from tests.serving.stub import LONGEST, NEW, client_of, make_stub, make_tokenizer, make_worker, patch
+from tests.serving.stub import LONGEST, NEW, client_of, make_stub, make_tokenizer, make_worker, patch, running
 
 
 @pytest.fixture(scope='session')
@@ -24,10 +24,8 @@ def models(tokenizer):
 
 @pytest.fixture(scope='session')
 def worker(models, tokenizer):
-  worker = make_worker(models, tokenizer)
-  worker.start()
-  yield worker
-  worker.stop()
+  with running(make_worker(models, tokenizer)) as worker:
+    yield worker
 
 
 @pytest.fixture(scope='session')

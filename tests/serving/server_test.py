@@ -68,12 +68,12 @@ def _request(**more):
 
 def _answer(client):
   """The status and the body of a response, read to the end of its connection or its length."""
-  found = b''
-  while b'\r\n\r\n' not in found:
+  read = b''
+  while b'\r\n\r\n' not in read:
     part = client.recv(2**16)
-    assert part, found
-    found += part
-  head, _, body = found.partition(b'\r\n\r\n')
+    assert part, read
+    read += part
+  head, _, body = read.partition(b'\r\n\r\n')
   length = re.search(rb'content-length: (\d+)', head)
   while length is None or len(body) < int(length[1]):
     part = client.recv(2**16)
@@ -93,10 +93,10 @@ def test_it_serves_by_ipv6(start):
 def test_hosts_that_are_none_are_one_line():
   unknown = '1.2.3.4.5', '256.1.1.1', '::g', '[::1]', 'no-such-name.invalid', 'a..b', 'a b', 'x' * 300, 'ü' * 70, ''
   for host in unknown:
-    with pytest.raises(ValueError, match='cannot listen on') as found:
+    with pytest.raises(ValueError, match='cannot listen on') as caught:
       listen(host, 0)
-    assert 'Unknown error' not in str(found.value)
-    assert '\n' not in str(found.value)
+    assert 'Unknown error' not in str(caught.value)
+    assert '\n' not in str(caught.value)
   with pytest.raises(ValueError, match=r'192\.0\.2\.1:0: Cannot assign'):
     listen('192.0.2.1', 0)
   for host in ('127.0.0.1', '::1', 'localhost', '::'):
@@ -114,8 +114,8 @@ def test_refusals_reach_who_sends_much(start):
       with server.connect() as client:
         client.sendall(_head(size, *lines, *more))
         client.sendall(b' ' * size)  # as clients do that read nothing before all is sent
-        found, body = _answer(client)
-        assert found == status
+        answered, body = _answer(client)
+        assert answered == status
         assert json.loads(body)['error']['message']
   for path, method, status in (('/v1/models', 'POST', 405), ('/nowhere', 'POST', 404)):
     with server.connect() as client:
@@ -163,12 +163,12 @@ def test_the_end_waits_for_no_half_request(start):
 
 def test_the_end_waits_for_answers(start):
   server = start(seconds=0.2)
-  found = []
+  answers = []
 
   def ask(stream):
     with server.connect() as client:
       client.sendall(_request(stream=stream))
-      found.append(_answer(client))
+      answers.append(_answer(client))
 
   asked = [threading.Thread(target=ask, args=(stream,)) for stream in (True, False, True, False)]
   for each in asked:
@@ -178,8 +178,8 @@ def test_the_end_waits_for_answers(start):
   assert server.end()[0] == 0
   for each in asked:
     each.join(20)
-  assert [status for status, _ in found] == [200] * 4
-  assert sum(b'[DONE]' in body for _, body in found) == 2
+  assert [status for status, _ in answers] == [200] * 4
+  assert sum(b'[DONE]' in body for _, body in answers) == 2
 
 
 @pytest.mark.parametrize('numbers', [(signal.SIGTERM,) * 2, (signal.SIGINT,) * 2, (signal.SIGTERM, signal.SIGINT)])

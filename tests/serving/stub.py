@@ -1,5 +1,6 @@
 """Workers: of a tiny pair, and one whose rows need no model, so that nothing is compiled and the prompt says all."""
 
+import contextlib
 import os
 import sys
 import time
@@ -92,10 +93,17 @@ def patch(patcher):
   patcher.setattr(worker_module, 'log_likelihood', read)
 
 
-def make_tokenizer():
-  return HubTokenizer.from_parts(
-    tiny_hub.backend(), bos_id=None, eos_ids=(EOS,), add_bos=False, chat_template=tiny_hub.CHAT
-  )
+def make_tokenizer(template=tiny_hub.CHAT):
+  return HubTokenizer.from_parts(tiny_hub.backend(), bos_id=None, eos_ids=(EOS,), add_bos=False, chat_template=template)
+
+
+@contextlib.contextmanager
+def running(worker):
+  worker.start()
+  try:
+    yield worker
+  finally:
+    worker.stop()
 
 
 def make_app_of(worker, tokenizer, *, most_new=NEW, **options):
