@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import pathlib
 import re
@@ -15,28 +14,12 @@ from typing import Any
 import ml_collections
 
 from common import command_line
+from common.config_file import load
 from common.help_text import Entry, Section
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _BASE = _ROOT / 'configs' / 'base.py'
 _ASSIGNMENT = re.compile(r'\s*config\.(\w+) = ')
-
-
-def load(path: str) -> ml_collections.ConfigDict:
-  """The configuration that `get_config` of a file returns; a `ValueError` of one line if there is none."""
-  name, *argument = path.split(':', 1)
-  try:
-    spec = importlib.util.spec_from_file_location('checked_config', name)
-    if spec is None:
-      raise ValueError('not a Python file')
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    config = module.get_config(*argument)
-    if not isinstance(config, ml_collections.ConfigDict):
-      raise ValueError(f'get_config returns {type(config).__name__}, not a ConfigDict')
-  except Exception as error:  # the file's code may raise anything
-    raise ValueError(f'cannot load config {path}: {error}') from error
-  return config
 
 
 def _given(argv: Sequence[str]) -> tuple[str | None, list[str]]:

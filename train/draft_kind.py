@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import dataclasses
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar
 
@@ -189,34 +188,6 @@ def cast(params: Mapping[str, Any], shapes: Mapping[str, Any]) -> dict[str, Any]
 def as_float32(params: Any) -> Any:
   """A tree of arrays in float32."""
   return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)
-
-
-def block_config(config, target: CausalLMConfig, *, num_layers: int) -> CausalLMConfig:
-  """The blocks of an experiment's head: those of the target, of another vocabulary and perhaps another MLP.
-
-  Raises:
-    ValueError: The target has fewer tokens, or learned positions.
-  """
-  if config.vocab_size > target.vocab_size:
-    raise ValueError(f'config.vocab_size must be at most {target.vocab_size}, got {config.vocab_size}')
-  if target.rope is None:
-    raise ValueError('a head has rotary positions like its target; this one has learned ones')
-  mlp_dim = config.mlp_dim or target.mlp_dim
-  return dataclasses.replace(
-    target, num_layers=num_layers, vocab_size=config.vocab_size, mlp_dim=mlp_dim, dtype=config.dtype, cache_dtype=None,
-    weights=None, kv_copies=1, windows=(), is_tied=False,
-  )  # fmt: skip
-
-
-def feature_layers(num_layers: int) -> tuple[int, int, int]:
-  """The layers of a target whose inputs EAGLE-3 reads: an early one, one in the middle and a late one.
-
-  Raises:
-    ValueError: There are fewer than 6 layers.
-  """
-  if num_layers < 6:
-    raise ValueError(f'a head reads three layers of a target with at least 6; this one has {num_layers}')
-  return 2, num_layers // 2, num_layers - 3
 
 
 def begin_features(kernel: jax.Array, width: int) -> jax.Array:

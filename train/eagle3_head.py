@@ -11,15 +11,14 @@ import jax.numpy as jnp
 
 from spectr_jax.draft import head_drafter
 from spectr_jax.draft.head_drafter import config_of
-from spectr_jax.io.foreign import whole
-from spectr_jax.io.heads.save import eagle3_spec
+from spectr_jax.io.heads.head_sizes import EAGLE3_FIELDS, head_config
 from spectr_jax.io.load import ModelFiles
 from spectr_jax.kernels.products import accumulation_dtype
 from spectr_jax.model import Model
 from spectr_jax.models import causal_lm, head
 from spectr_jax.models.causal_lm_config import CausalLMConfig
 from spectr_jax.models.head import HeadConfig
-from train.draft_kind import FeatureHead, as_float32, begin_features, block_config, feature_layers
+from train.draft_kind import FeatureHead, as_float32, begin_features
 from train.head_step import Guesses, HeadBatch, guesses_ahead
 
 
@@ -81,15 +80,6 @@ def unrolled_outputs(
   return outputs
 
 
-def head_config(config, target: CausalLMConfig) -> HeadConfig:
-  """The sizes of an experiment's head; a `ValueError` if there is no such head for this target, or no format of it."""
-  width, read = target.embed_dim, feature_layers(target.num_layers)
-  block = block_config(config, target, num_layers=1)
-  own = HeadConfig(block, width, width, read, has_unembedding=config.has_unembedding)
-  eagle3_spec(own, target.vocab_size)  # refuses a head that could not be written
-  return own
-
-
 @dataclasses.dataclass(frozen=True)
 class Eagle3Kind(FeatureHead):
   """A head of EAGLE-3's kind, a `DraftKind`.
@@ -101,7 +91,7 @@ class Eagle3Kind(FeatureHead):
       reads h; else they are random. The output norm begins as the target's in any case.
   """
 
-  fields = dict.fromkeys(('num_unrolled', 'vocab_size'), whole(1)) | {'mlp_dim': whole()}
+  fields = EAGLE3_FIELDS
   config_of = staticmethod(config_of)
   param_shapes = staticmethod(head.param_shapes)
   make_drafter = staticmethod(head_drafter)

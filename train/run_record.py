@@ -14,6 +14,7 @@ from etils import epath
 
 from spectr_jax.io import foreign
 from spectr_jax.io.foreign import Kind, real, whole
+from spectr_jax.io.heads import head_sizes
 from spectr_jax.io.new_files import write_file
 from spectr_jax.sharding import is_primary
 
@@ -47,11 +48,7 @@ _RECORD = {
 
 def check_fields(config, kinds: Mapping[str, Kind]) -> None:
   """Checks the fields that all experiments have, and those of `kinds`; a `ValueError` names the first wrong one."""
-  for name, kind in (_KINDS_OF_RUNS | dict(kinds)).items():
-    if name not in config:
-      raise ValueError(f'config.{name} is missing')
-    if not kind.is_valid(config[name]):
-      raise ValueError(f'config.{name} must be {kind.words}, got {config[name]}')
+  head_sizes.check_fields(config, _KINDS_OF_RUNS | dict(kinds))
   if config.warmup_steps >= config.num_steps:
     raise ValueError(
       f'config.warmup_steps must be below config.num_steps, got {config.warmup_steps} and {config.num_steps}'

@@ -94,11 +94,6 @@ async def _whole(answer: Answer, request: Request) -> Response:
 
 
 def make_app(served: Served) -> Starlette:
-  """The application.
-
-  Args:
-    served: What it serves.
-  """
   worker, own_model = served.worker, {'id': served.name, 'object': 'model', 'created': 0, 'owned_by': 'spectr_jax'}
 
   async def complete(request: Request) -> Response:

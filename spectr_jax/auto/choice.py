@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 from spectr_jax.auto.measurement import predict_settings
 from spectr_jax.auto.prediction import Prediction
 from spectr_jax.auto.setting import Setting, default_settings
-from spectr_jax.auto.trial import Notify, Trial
+from spectr_jax.auto.trial import Batches, Notify
 from spectr_jax.draft import Drafter, as_drafter
 from spectr_jax.engine import checks
 from spectr_jax.engine.sharding import DecodeSharding
@@ -73,7 +73,7 @@ def predict_speeds(
   if sharding is not None:
     target, drafter = sharding.put_models(target, drafter)
   batch_size = min(batch_size, len(tokens))
-  trial = Trial(
+  trial = Batches(
     target=target,
     draft=drafter,
     tokens=tokens,

@@ -35,30 +35,20 @@ def take_keys(keys: jax.Array, rows: jax.Array) -> jax.Array:
   return keys[rows]
 
 
+@dataclasses.dataclass(frozen=True)
 class Batches:
-  """Models and P prompts that are decoded in batches.
-
-  Attributes:
-    target, draft: The models, on their devices.
-    tokens, lengths: The prompts, int32 `[P, longest]`, and their lengths, int32 `[P]`.
-    batch_size: B, rows of a batch.
-    max_new_tokens: Limit of new tokens per row.
-    sampling: Of scalars, for all rows.
-    eos_ids: Ids that end a row.
-    logprobs: Whether runs return log probabilities.
-    sharding: The sharding over devices, or None for one device.
-  """
+  """Models on their devices, and P prompts int32 `[P, longest]` with lengths `[P]` that are decoded in batches."""
 
   target: Model
   draft: Model | Drafter | None
   tokens: np.ndarray
   lengths: np.ndarray
-  batch_size: int
-  max_new_tokens: int
-  sampling: SamplingParams
-  eos_ids: tuple[int, ...]
-  logprobs: bool
-  sharding: DecodeSharding | None
+  batch_size: int  # rows of a batch
+  max_new_tokens: int  # per row
+  sampling: SamplingParams = SamplingParams()  # of scalars, for all rows
+  eos_ids: tuple[int, ...] = ()
+  logprobs: bool = False
+  sharding: DecodeSharding | None = None
 
   @property
   def batches(self) -> list[np.ndarray]:
@@ -107,19 +97,3 @@ class Batches:
     """
     prompts = self.tokens[rows], self.lengths[rows]
     return init_decode(decoder, take_keys(keys, rows), *prompts, num_samples=num_samples, sampling=self.sampling)
-
-
-@dataclasses.dataclass(frozen=True)
-class Trial(Batches):
-  """Prompts that settings are timed on, where there is no run."""
-
-  target: Model
-  draft: Model | Drafter | None
-  tokens: np.ndarray
-  lengths: np.ndarray
-  batch_size: int
-  max_new_tokens: int
-  sampling: SamplingParams = SamplingParams()
-  eos_ids: tuple[int, ...] = ()
-  logprobs: bool = False
-  sharding: DecodeSharding | None = None

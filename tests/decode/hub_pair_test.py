@@ -27,7 +27,6 @@ def _model(seed, vocab_size):
 
 @pytest.fixture
 def options(tmp_path, monkeypatch):
-  """Options of a conversation with the pair."""
   folder = tiny_hub.write(
     tmp_path / 'tokenizer',
     tokenizer_config={'bos_token': '<s>', 'eos_token': '<|im_end|>', 'add_bos_token': False},
@@ -83,7 +82,6 @@ def test_auto_chooses_how_a_conversation_is_decoded(options, tmp_path, monkeypat
 
 
 def test_results_say_what_type_a_model_computes_in(options, tmp_path, monkeypatch):
-  """Which is not that of its caches."""
   config = read_spec(SPECS['llama'])[1]
   config = dataclasses.replace(config, vocab_size=320, context_length=96, dtype='bfloat16', cache_dtype='float32')
   model = causal_lm.causal_lm(causal_lm.init_params(jax.random.key(0), config), config)

@@ -19,13 +19,13 @@ from configs import head as head_experiment
 from spectr_jax import TokenTree
 from spectr_jax.draft import DraftContext, DraftRequest, model_drafter
 from spectr_jax.draft.model_drafter import ModelDrafter
+from spectr_jax.io.heads.head_sizes import feature_layers
 from spectr_jax.io.load import open_model
 from spectr_jax.models import causal_lm, head, one_pass
 from spectr_jax.proposal import Independent
 from spectr_jax.sampling import SamplingParams
 from tests.train.train_test import lines_of
 from train import head_data, head_step
-from train.draft_kind import feature_layers
 from train.eagle3_head import head_config, unrolled_outputs
 from train.head_training import HeadTraining, check_config
 from train.run_record import determining_fields
