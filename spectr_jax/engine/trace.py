@@ -30,7 +30,7 @@ class Judge:
 
   Attributes:
     method: The method.
-    tree: The part that it judges, as a tree of its own with n nodes.
+    tree: The part, as a tree of its own with n nodes.
     nodes: int32 `[n + 1]`, the number of each of its nodes in the whole tree, the root first.
   """
 
