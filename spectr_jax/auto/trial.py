@@ -20,12 +20,6 @@ from spectr_jax.sampling import SamplingParams
 Notify = Callable[[str, int, int], None]
 
 
-def batches_of(num_prompts: int, batch_size: int) -> list[np.ndarray]:
-  """Indices of the prompts of each batch; copies of the last prompt fill the last, and need no more rounds."""
-  starts = range(0, num_prompts, batch_size)
-  return [np.minimum(np.arange(start, start + batch_size), num_prompts - 1) for start in starts]
-
-
 @jax.jit
 def take_keys(keys: jax.Array, rows: jax.Array) -> jax.Array:
   """The keys `[B]` of some of the rows `[P]`, as one program."""
@@ -48,8 +42,9 @@ class Batches:
 
   @property
   def batches(self) -> list[np.ndarray]:
-    """Indices of the prompts of each batch, see `batches_of`."""
-    return batches_of(len(self.tokens), self.batch_size)
+    """Indices of the prompts of each batch; copies of the last prompt fill the last, and need no more rounds."""
+    starts = range(0, len(self.tokens), self.batch_size)
+    return [np.minimum(np.arange(start, start + self.batch_size), len(self.tokens) - 1) for start in starts]
 
   @property
   def cache_size(self) -> int:

@@ -113,9 +113,7 @@ class Confident(Growth):
   threshold: jax.Array | float = 0.0
 
   def allocate(self, probs: jax.Array, chances: jax.Array, num_slots: int) -> tuple[jax.Array, jax.Array]:
-    """The first and the last result of `Growth.expand`, before anything is drawn, by the first two arrays that it
-    takes.
-    """
+    """The first and the last result of `Growth.expand`, by its `probs` and `chances`, before anything is drawn."""
     sureness = jnp.sum(probs**2, axis=1)
     return _allocate(self.acceptance + (1 - self.acceptance) * sureness, chances, num_slots, self.threshold)
 
@@ -146,9 +144,7 @@ class Estimated(Growth):
   reads_estimates = True
 
   def allocate(self, estimates: jax.Array, chances: jax.Array, num_slots: int) -> tuple[jax.Array, jax.Array]:
-    """The first and the last result of `Growth.expand`, before anything is drawn, by the estimates and chances it
-    takes.
-    """
+    """The first and the last result of `Growth.expand`, by its `estimates` and `chances`, before anything is drawn."""
     return _allocate(estimates, chances, num_slots, self.threshold)
 
   def expand(self, key, rule, probs, chances, slots, estimates=None):

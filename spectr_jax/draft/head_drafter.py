@@ -39,7 +39,7 @@ class HeadDrafter(HiddenStatesDrafter):
     batch_size, block = len(context.lengths), self.config.block
     nothing = jnp.zeros((batch_size, block.embed_dim), block.dtype)
     # Without the barrier XLA folds attention over the cache of zeros, which takes longer than the rest of compilation.
-    cache = jax.lax.optimization_barrier(head.init_cache(self.config, batch_size, cache_size))
+    cache = jax.lax.optimization_barrier(block.empty_cache(batch_size, cache_size))
     state = _State(cache, nothing, nothing)
     num_pairs = 0 if context.tokens is None else context.tokens.shape[1] - 1
     return state if num_pairs == 0 else self.extend(state, context, num_pairs)

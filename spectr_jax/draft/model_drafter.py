@@ -139,7 +139,7 @@ class ModelDrafter(DrawingDrafter):
 
 
 def model_drafter(model: Model) -> ModelDrafter:
-  """A drafter that draws depth by depth from a model with the target's vocabulary; it runs on nodes with children."""
+  """A drafter that draws from a model, depth by depth. It has the target's vocabulary, and runs on all parents."""
   return ModelDrafter(model)
 
 

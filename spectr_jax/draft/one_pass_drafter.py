@@ -40,7 +40,7 @@ class OnePassDrafter(HiddenStatesDrafter):
 
   def init(self, context: DraftContext, cache_size: int) -> KVCache:
     # Without the barrier XLA folds attention over the cache of zeros, which takes longer than the rest of compilation.
-    cache = jax.lax.optimization_barrier(one_pass.init_cache(self.config, len(context.lengths), cache_size))
+    cache = jax.lax.optimization_barrier(self.config.backbone.empty_cache(len(context.lengths), cache_size))
     num_read = 0 if context.tokens is None else context.tokens.shape[1] - 1
     return cache if num_read == 0 else self.extend(cache, context, num_read)
 

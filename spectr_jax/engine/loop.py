@@ -36,7 +36,7 @@ from spectr_jax.verify import decide_rows, emitted
 
 # Scopes in compiled programs: of the loop, and of the parts of a round.
 ROUNDS = 'rounds'
-PARTS = DRAFT, TARGET, LAWS, VERIFY, COMMIT = 'draft', 'target', 'laws', 'verify', 'commit'
+PARTS = DRAFT, TARGET, PROBS, VERIFY, COMMIT = 'draft', 'target', 'laws', 'verify', 'commit'
 _PURPOSE_DRAFT, _PURPOSE_VERIFY, _PURPOSE_POSITION = range(3)
 
 
@@ -125,7 +125,7 @@ def judge(
   is_explained: bool = False,
 ) -> tuple[jax.Array, Verdict, Record | None]:
   """The target's distributions `[B, N + 1, V]` by logits of equal shape, the verdicts, and their records or None."""
-  with jax.named_scope(LAWS):
+  with jax.named_scope(PROBS):
     target_probs = in_rows(logits_to_probs(logits, state.sampling))
   with jax.named_scope(VERIFY):
     verdict, record = decide_rows(

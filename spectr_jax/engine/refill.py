@@ -262,13 +262,11 @@ def generate_many(
   rounding.
 
   Args:
-    target: The model whose distribution the output has.
-    draft: A model or drafter, or None for methods that draft nothing.
+    target, draft, method, tree: As for `generate`.
     requests: The prompts, with their names and keys.
     batch_size: B, rows.
     longest_prompt: The most tokens of a prompt.
     max_new_tokens: Limit of new tokens per prompt.
-    method, tree: As for `generate`.
     rounds_at_a_time: Rounds between two checks for rows that are done. More rounds leave rows idle for longer, fewer
       wait for the device more often.
     stop: Texts that end a continuation, or None; looked for every `rounds_at_a_time` rounds.

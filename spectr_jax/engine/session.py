@@ -113,7 +113,7 @@ class Session:
     return self.decoder.cache_size - int(self.decoder.max_new_tokens)
 
   def stream(self, rng_key: jax.Array, prompt: Sequence[int], *, rounds_at_a_time: int = 1) -> Iterator[list[int]]:
-    """Continues a prompt, and yields the new tokens as they come.
+    """Continues a prompt, and yields the new tokens as they come, at least one at a time.
 
     The models read only what follows the beginning that the prompt shares with the text so far. A caller that has seen
     enough may stop: the text ends with the tokens that it was given.
@@ -122,9 +122,6 @@ class Session:
       rng_key: A typed key.
       prompt: Ids, at least one: as a rule the text so far and what follows it.
       rounds_at_a_time: Rounds between two looks at the new tokens.
-
-    Yields:
-      New tokens, at least one.
 
     Raises:
       ValueError: The prompt is empty or too long, or holds an id that is not in the vocabulary.

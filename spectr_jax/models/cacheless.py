@@ -56,13 +56,12 @@ def _put(texts: jax.Array, places: jax.Array, tokens: jax.Array) -> jax.Array:
 
 
 def _fewest_texts(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-  """The fewest paths that hold the path of every token, and where in them the tokens stand, by a mask bool `[N, M]`.
+  """The fewest paths that hold the path of every token, by a mask bool `[N, M]`, and where in them the tokens stand.
 
   A causal network gives the logits after every token of a text at once, so the path of a node comes with that of any
-  node below it. Two chains of two after a root, whose rows are 1, 11, 101, 1101, 10101, take two paths of three.
-
-  Returns int `[T, D]`, the pending tokens of each path in order, -1 after its end; and int `[N, 2]`, the path and the
-  place in it of each token.
+  node below it. Two chains of two after a root, whose rows are 1, 11, 101, 1101, 10101, take two paths of three. The
+  results are int `[T, D]`, the pending tokens of each path, -1 after its end, and int `[N, 2]`, each token's path and
+  place.
   """
   own = [tuple(np.flatnonzero(row).tolist()) for row in mask]
   paths, place_of = [], {}

@@ -216,7 +216,7 @@ class CausalLMConfig:
 
 
 def param_shapes(config: CausalLMConfig) -> dict[str, Any]:
-  """The shapes of all parameters, a nested dict of `jax.ShapeDtypeStruct` and of `Int8Kernel` of these."""
+  """The shapes of all parameters, a nested dict of `jax.ShapeDtypeStruct`, and of `Int8Kernel` of these."""
 
   def array(*shape):
     return jax.ShapeDtypeStruct(shape, config.dtype)

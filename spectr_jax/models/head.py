@@ -239,11 +239,6 @@ def advance(
   return *_finish(params, config, x), kept
 
 
-def init_cache(config: HeadConfig, batch_size: int, cache_size: int) -> KVCache:
-  """An empty cache of the head's keys and values, see `KVCache.empty`."""
-  return config.block.empty_cache(batch_size, cache_size)
-
-
 def apply(
   params: Mapping[str, Any],
   config: HeadConfig,

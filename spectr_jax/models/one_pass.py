@@ -80,11 +80,6 @@ def param_shapes(config: OnePassConfig) -> dict[str, Any]:
   return shapes
 
 
-def init_cache(config: OnePassConfig, batch_size: int, cache_size: int) -> KVCache:
-  """An empty cache of the keys and values of the context, see `KVCache.empty`."""
-  return config.backbone.empty_cache(batch_size, cache_size)
-
-
 def _rotations(config: OnePassConfig, positions: jax.Array) -> list[Any]:
   """The angles of rotary positions of every layer."""
   backbone = config.backbone
