@@ -42,7 +42,7 @@ def run_blocks(
   num_all = num_blocks * num_slots
   positions = jnp.broadcast_to(jnp.arange(size), (batch_size, size))
   # The context stands before the slots among what is pending, since attention to a cache has no gradient.
-  cache = one_pass.init_cache(config, batch_size, 0).with_pending_slots(size + num_all)
+  cache = config.backbone.empty_cache(batch_size, 0).with_pending_slots(size + num_all)
   cache = one_pass.read_context(params, config, features, positions, cache)
   block = jnp.arange(num_all) // num_slots
   own = jnp.broadcast_to(block == block[:, None], (batch_size, num_all, num_all))

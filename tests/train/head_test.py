@@ -125,7 +125,7 @@ def test_training_sees_what_drafting_sees(target):
   def run(embedded, hidden):
     size = embedded.shape[1]
     positions, causal = jnp.broadcast_to(jnp.arange(size), (2, size)), jnp.tril(jnp.ones((size, size), bool))
-    return head.apply(params, config, embedded, hidden, positions, causal, head.init_cache(config, 2, 1))[:2]
+    return head.apply(params, config, embedded, hidden, positions, causal, config.block.empty_cache(2, 1))[:2]
 
   for step, found in enumerate(outputs):
     for place in range(step, size):
