@@ -97,7 +97,6 @@ def compare_predictions(workload: Workload, predictions, notify) -> dict:
 
 
 def print_comparison(comparison: dict) -> None:
-  """Prints a comparison from `compare_predictions`."""
   for row in sorted(comparison['settings'], key=lambda row: -row['measured']):
     predicted, measured = row['predicted'], row['measured']
     ratio = predicted / measured

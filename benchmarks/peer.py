@@ -119,15 +119,8 @@ def sampler(model, prompts: np.ndarray, max_new_tokens: int, **options) -> Calla
 def answer(
   model, rows: Sequence[np.ndarray], max_new_tokens: int, eos_ids: Sequence[int], temperature: float, **options
 ) -> np.ndarray:
-  """Continues B prompts, int `[P]` each, padded on the left, and returns the number of new tokens of each, int `[B]`.
-
-  Args:
-    model: The model.
-    rows: The prompts.
-    max_new_tokens: The most new tokens of each.
-    eos_ids: Tokens that end a continuation, and that count as the last of it.
-    temperature: Sampling temperature; 0 decodes greedily.
-    **options: Further options of the model's `generate`.
+  """The number of new tokens of each of B prompts, int `[P]` each, int `[B]`, with the one of `eos_ids` that may end
+  it. Temperature 0 decodes greedily; `options` are further ones of `generate`.
   """
   longest = max(map(len, rows))
   tokens = np.full((len(rows), longest), eos_ids[0])

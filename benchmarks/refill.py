@@ -28,7 +28,7 @@ _SHORTEST, _LONGEST = 16, 256
 
 
 def make_requests(tokenizer, num_prompts: int) -> list[Request]:
-  """So many prompts of 16 to 256 tokens in random order, each with its own key."""
+  """So many prompts in random order, each with its own key."""
   texts = [prompt.text for prompt in DecodeOptions().read_prompts()]
   ids = np.concatenate([row for row in tokenizer.encode_batch(texts)])
   rng = np.random.default_rng(0)
@@ -42,10 +42,7 @@ def make_requests(tokenizer, num_prompts: int) -> list[Request]:
 
 
 def run_batches(models, requests, batch_size: int, **options) -> dict[int, list[int]]:
-  """Tokens by name of the request, decoded in whole batches one after another, with further options of `generate`.
-
-  The last batch is padded with copies of its last prompt.
-  """
+  """Tokens by name of the request, decoded in whole batches; the last one is padded with copies of its last prompt."""
   decoded = {}
   for first in range(0, len(requests), batch_size):
     part = requests[first : first + batch_size]

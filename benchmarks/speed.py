@@ -62,30 +62,19 @@ Result = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-  """What is measured.
+  """What is measured."""
 
-  Attributes:
-    models: The models, in the first type.
-    parts: Names in `PARTS`.
-    dtypes: Types of weights and activations of the target.
-    methods: Methods of rounds.
-    batch_sizes: Numbers of rows.
-    shapes: K drafts of L tokens of each kind of round; a single draft of the first one's length is compared with the
-      peer, the second shape, if there are several, is profiled.
-    num_runs: Timed runs of each measurement.
-    prompt_length: Tokens of the long prompt.
-    peer_device: Where Hugging Face's transformers run, `cuda` or `cpu`; None to leave them out.
-  """
-
-  models: Models
-  parts: tuple[str, ...] = ('peer', 'steps', 'rounds')
-  dtypes: tuple[str, ...] = ('bfloat16',)
+  models: Models  # in the first type
+  parts: tuple[str, ...] = ('peer', 'steps', 'rounds')  # names in `PARTS`
+  dtypes: tuple[str, ...] = ('bfloat16',)  # of weights and activations of the target
   methods: tuple[str, ...] = ('race_traversal', 'spectr')
-  batch_sizes: tuple[int, ...] = (1,)
+  batch_sizes: tuple[int, ...] = (1,)  # numbers of rows
+  # K drafts of L tokens of each kind of round; a single draft of the first one's length is compared with the peer,
+  # the second one, if there is one, is profiled
   shapes: tuple[tuple[int, int], ...] = ((1, 4),)
   num_runs: int = 5
-  prompt_length: int = 8192
-  peer_device: str | None = None
+  prompt_length: int = 8192  # tokens of the long prompt
+  peer_device: str | None = None  # `cuda` or `cpu`; None leaves transformers out
 
 
 def parse_shapes(texts: Sequence[str]) -> tuple[tuple[int, int], ...]:
@@ -97,9 +86,8 @@ def parse_shapes(texts: Sequence[str]) -> tuple[tuple[int, int], ...]:
 
 
 def measure_prompt(models: Models, length: int) -> Result:
-  """Seconds of the prefill of one prompt, without compilation, and the most memory of the process in bytes.
-
-  It runs in a process of its own, whose peak includes loading and compilation.
+  """Seconds of the prefill of one prompt, without compilation, and the most memory of the process, which is to be its
+  own: the peak includes loading and compilation.
   """
   model, tokens = models.decoding, models.prompts(1, length)
 
@@ -117,12 +105,7 @@ def measure_prompt(models: Models, length: int) -> Result:
 
 
 class Bench:
-  """Everything that is measured in one type.
-
-  Args:
-    sizes: What is measured.
-    dtype: The type of the target.
-  """
+  """Everything that is measured with a target in one type."""
 
   def __init__(self, sizes: Sizes, dtype: str):
     self.sizes, self.models = sizes, dataclasses.replace(sizes.models, dtype=dtype)
@@ -138,10 +121,8 @@ class Bench:
     }
 
   def _peer_calls(self, rows: np.ndarray) -> dict[str, timing.Call]:
-    """Calls of Hugging Face's transformers.
-
-    Raises:
-      ImportError: They are not installed, or torch finds no such device.
+    """Calls of Hugging Face's transformers; an `ImportError` if torch or they are missing, or torch finds no
+    such device.
     """
     from benchmarks import peer
 
@@ -177,7 +158,7 @@ class Bench:
     return {'milliseconds': times} | result
 
   def _round_times(self, batch_size: int, cases: dict[str, tuple]) -> dict[str, timing.Spread]:
-    """Times per round of methods, by name, with a draft and a tree each."""
+    """Times per round by name, each with a draft, a method and a tree."""
     rows = self.models.prompts(batch_size)
     makers = {
       name: functools.partial(lambda *case: (timing.make_decoder(self.models.decoding, *case), rows), *case)
@@ -252,11 +233,8 @@ class Bench:
 
 
 def measurements(sizes: Sizes, directory: epath.Path) -> Iterator[tuple[str, Callable[[], Result]]]:
-  """Everything that is measured, by name. Prompts come first: a new process counts the peak of the one that starts it.
-
-  Args:
-    sizes: What is measured.
-    directory: Where a profile goes.
+  """Everything that is measured, by name. Prompts come first: a new process counts the peak of the one that
+  starts it.
   """
   for dtype in sizes.dtypes if 'prompt' in sizes.parts else ():
     yield (
@@ -290,14 +268,8 @@ def describe_run(sizes: Sizes) -> dict[str, Any]:
 
 
 def run(sizes: Sizes, output: epath.PathLike) -> None:
-  """Measures what the file lacks and prints everything.
-
-  Args:
-    sizes: What is measured.
-    output: The JSON file, which may hold results of an earlier run. A profile goes to a folder of its name.
-
-  Raises:
-    ValueError: The file holds results of other sizes or of another machine, or some measurements failed.
+  """Measures what the file lacks and prints everything; a profile goes to a folder of its name. A `ValueError` if the
+  file holds results of other sizes or of another machine, or some measurements failed.
   """
   path, failed = epath.Path(output), 0
   fields = {'run': object_of({}), 'results': map_of(object_of({}))}
