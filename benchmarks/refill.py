@@ -83,12 +83,9 @@ if __name__ == '__main__':
     target, tokenizer = spectr_jax.load_model(_TARGET.value, dtype=_DTYPE.value)
     models = target, spectr_jax.load_model(_DRAFT.value, dtype=_DTYPE.value)[0]
     requests = make_requests(tokenizer, _NUM_PROMPTS.value)
-    options = {
-      'method': _METHOD.value,
-      'tree': TokenTree.chains(_NUM_DRAFTS.value, _DRAFT_LENGTH.value),
-      'max_new_tokens': _NEW_TOKENS.value,
-      'eos_id': tuple(range(0, target.vocab_size, _STOP.value)),
-    }
+    tree = TokenTree.chains(_NUM_DRAFTS.value, _DRAFT_LENGTH.value)
+    ends = tuple(range(0, target.vocab_size, _STOP.value))
+    options = {'method': _METHOD.value, 'tree': tree, 'max_new_tokens': _NEW_TOKENS.value, 'eos_id': ends}
     ways = {'batches': run_batches, 'refilled': run_refilled}
     few = requests[: 4 * _BATCH_SIZE.value]
     for way in ways.values():

@@ -13,10 +13,10 @@ Parts, of which `--part` chooses some:
 
 peer      autoregressive decoding, and for one row rounds with a draft, prefill included, beside the peer
 steps     a step of autoregressive decoding beside its floor: the time to read the target's weights at the device's rate
-rounds    rounds of each method with every draft, whole and by parts. Random models agree only by chance, so a round is
-          what counts, and not the tokens that it keeps. Parts are programs of their own: on a GPU each has its launch
-          and waits for the host, which within a round are hidden in part. So rounds that keep no guess are measured as
-          well. What a round takes longer is the share of its verification within the loop
+rounds    rounds of each method with every draft, whole and by parts: random models agree only by chance, so the tokens
+          that a round keeps do not count. Parts are programs of their own, with launches and waits that within a round
+          are hidden in part. So rounds that keep no guess are measured as well: what a round takes longer is the share
+          of its verification within the loop
 prompt    time and peak memory of the prefill of one long prompt, in a process of its own
 trees     the target's call on a chain of tokens relative to its call on one; on a CPU with products in C++ and of XLA
 profile   some rounds for one row, recorded by JAX's profiler
@@ -237,12 +237,8 @@ def measurements(sizes: Sizes, directory: epath.Path) -> Iterator[tuple[str, Cal
   starts it.
   """
   for dtype in sizes.dtypes if 'prompt' in sizes.parts else ():
-    yield (
-      f'prompt, {dtype}',
-      functools.partial(
-        timing.in_own_process, measure_prompt, dataclasses.replace(sizes.models, dtype=dtype), sizes.prompt_length
-      ),
-    )
+    arguments = measure_prompt, dataclasses.replace(sizes.models, dtype=dtype), sizes.prompt_length
+    yield f'prompt, {dtype}', functools.partial(timing.in_own_process, *arguments)
   for dtype in sizes.dtypes:
     for name, measure in Bench(sizes, dtype).measurements(directory):
       yield f'{name}, {dtype}', measure
@@ -325,24 +321,15 @@ if __name__ == '__main__':
       draft, parts = None, ('prompt', 'peer', 'steps', 'trees')
     sizes = Sizes(
       models=Models(
-        target=_TARGET.value or _TARGET_CONFIG.value,
-        draft=draft,
-        has_head=_HEAD.value,
-        dtype=_DTYPE.value[0],
-        draft_dtype=_DRAFT_DTYPE.value,
-        weights=_WEIGHTS.value,
-        num_slots=max(length for _, length in shapes),
+        target=_TARGET.value or _TARGET_CONFIG.value, draft=draft, has_head=_HEAD.value, dtype=_DTYPE.value[0],
+        draft_dtype=_DRAFT_DTYPE.value, weights=_WEIGHTS.value, num_slots=max(length for _, length in shapes),
         text=_TEXT.value,
       ),
-      parts=tuple(_PART.value or parts),
-      dtypes=tuple(_DTYPE.value),
-      methods=tuple(_METHOD.value),
-      batch_sizes=command_line.parse_numbers('batch_size', _BATCH_SIZE.value),
-      shapes=shapes,
-      num_runs=_NUM_RUNS.value,
-      prompt_length=_PROMPT_LENGTH.value,
+      parts=tuple(_PART.value or parts), dtypes=tuple(_DTYPE.value), methods=tuple(_METHOD.value),
+      batch_sizes=command_line.parse_numbers('batch_size', _BATCH_SIZE.value), shapes=shapes,
+      num_runs=_NUM_RUNS.value, prompt_length=_PROMPT_LENGTH.value,
       peer_device=(_PEER_DEVICE.value or device) if _PEER.value else None,
-    )
+    )  # fmt: skip
     run(sizes, _OUTPUT.value)
 
   command_line.run(main)

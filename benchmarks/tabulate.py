@@ -114,13 +114,10 @@ def summarize(by_setting: dict[Setting, Counts]) -> str:
   for setting, counts in by_setting.items():
     tokens, calls = counts.arrays()
     record = dataclasses.asdict(setting) | {
-      'seeds': counts.seeds,
-      'block_efficiency': metrics.ratio(tokens, calls),
-      'block_efficiency_ci95': metrics.ratio_interval(tokens, calls),
-      'prompts': list(counts.tokens),
-      'tokens': tokens.tolist(),
-      'target_calls': calls.tolist(),
-    }
+      'seeds': counts.seeds, 'block_efficiency': metrics.ratio(tokens, calls),
+      'block_efficiency_ci95': metrics.ratio_interval(tokens, calls), 'prompts': list(counts.tokens),
+      'tokens': tokens.tolist(), 'target_calls': calls.tolist(),
+    }  # fmt: skip
     lines.append(json.dumps(record))
   return '[\n' + ',\n'.join(lines) + '\n]\n'
 

@@ -126,5 +126,6 @@ def run(main, examples: Sequence[str] = (), *, example: str = 'configs/base.py')
   try:
     check(argv)
   except ValueError as error:
-    sys.exit('error: ' + ' '.join(str(error).split()))
+    command_line.print_error(str(error))
+    sys.exit(1)
   command_line.run(main, examples, sections=lambda: sections_of(_given(argv)[0] or str(_ROOT / example)))

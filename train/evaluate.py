@@ -24,15 +24,9 @@ _MEASURES = {'loss': _sum_of(summed_losses), 'overlap': _sum_of(summed_overlaps)
 
 
 def evaluate(
-  params,
-  text: PackedText,
-  learner: Learner,
-  *,
-  seq_len: int,
-  batch_size: int,
-  max_batches: int | None = None,
+  params, text: PackedText, learner: Learner, *, seq_len: int, batch_size: int, max_batches: int | None = None,
   teacher: Teacher | None = None,
-) -> dict[str, float]:
+) -> dict[str, float]:  # fmt: skip
   """The loss of a model on `text`, in rows of `seq_len` tokens, of which `batch_size` are evaluated at a time.
 
   Of the text at most `max_batches` batches are read, of rows at equal distances. Parameters and batches are on the mesh
@@ -65,13 +59,9 @@ def evaluate(
 
 
 def evaluate_files(
-  model_path: epath.PathLike,
-  patterns: tuple[str, ...],
-  *,
-  seq_len: int | None = None,
-  batch_size: int = 4,
+  model_path: epath.PathLike, patterns: tuple[str, ...], *, seq_len: int | None = None, batch_size: int = 4,
   dtype: str | None = None,
-) -> dict[str, float]:
+) -> dict[str, float]:  # fmt: skip
   """Evaluates a saved model on text prepared as in training: documents end at blank lines and are packed.
 
   By itself `seq_len` is the length that the model was trained at, and `dtype` the model's own. Tokens at the end that

@@ -182,13 +182,9 @@ def _given_messages(tokenizer: TokenizerBase, frame, config, texts: Sequence[str
 
 
 def generate_shard(
-  model: Model,
-  tokenizer: TokenizerBase,
-  config,
-  layers: Sequence[int],
-  key: jax.Array,
+  model: Model, tokenizer: TokenizerBase, config, layers: Sequence[int], key: jax.Array,
   texts: Sequence[str] | None = None,
-) -> Shard:
+) -> Shard:  # fmt: skip
   """Generates a shard of conversations by an experiment as of `configs/head.py`: `texts` are the messages of the user,
   one for each row; None for messages that the target writes. `layers` are numbered as in `Model.features_fn`.
   """

@@ -150,15 +150,9 @@ def batch_rows(num_rows: int, step: int, *, batch_size: int, seed: int) -> np.nd
 
 
 def batch_at(
-  text: PackedText,
-  step: int,
-  *,
-  batch_size: int,
-  seq_len: int,
-  seed: int,
-  num_microbatches: int,
+  text: PackedText, step: int, *, batch_size: int, seq_len: int, seed: int, num_microbatches: int,
   sharding: NamedSharding,
-) -> jax.Array:
+) -> jax.Array:  # fmt: skip
   """The batch of a step, int32 `[A, batch_size / A, seq_len + 1]`, from text of at least one row. Every process reads
   its own rows only. Gradients are accumulated over A = `num_microbatches` parts.
   """

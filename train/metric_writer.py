@@ -73,9 +73,8 @@ class MetricWriter:
       # Written by this thread: errors of TensorBoardX's own would be lost. No other file has this name.
       self._events = EventsWriter(os.path.join(str(workdir), 'events'), f'.{secrets.token_hex(4)}')
       # Events of steps from this one on, of a run that was interrupted, are not shown.
-      self._events.write_event(Event(step=first_step + 1, file_version='brain.Event:2'))
-      start = SessionLog(status=SessionLog.START)
-      self._events.write_event(Event(step=first_step + 1, session_log=start))
+      for begin in ({'file_version': 'brain.Event:2'}, {'session_log': SessionLog(status=SessionLog.START)}):
+        self._events.write_event(Event(step=first_step + 1, **begin))
 
   @staticmethod
   def check(workdir: epath.Path, *, is_ours: bool) -> None:

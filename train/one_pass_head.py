@@ -64,18 +64,12 @@ def one_pass_config(config, target: CausalLMConfig, mask_id: int) -> OnePassConf
     raise ValueError(f'config.markov_rank must be at most {target.embed_dim}, got {markov.rank}')
   block = block_config(config, target, num_layers=config.num_layers)
   own = OnePassConfig(
-    dataclasses.replace(block, has_qk_norm=True),
-    target.embed_dim,
-    feature_layers(target.num_layers),
-    num_slots=config.block_size if is_sequential else config.block_size + 1,
-    mask_id=mask_id,
-    guesses_at_root=is_sequential,
-    sees_from_root=True,
-    markov=markov,
+    dataclasses.replace(block, has_qk_norm=True), target.embed_dim, feature_layers(target.num_layers),
+    num_slots=config.block_size if is_sequential else config.block_size + 1, mask_id=mask_id,
+    guesses_at_root=is_sequential, sees_from_root=True, markov=markov,
     confidence=('hidden' if markov is None else 'markov') if config.confidence_weight else None,
-    has_unembedding=config.has_unembedding,
-    is_reduced=True,
-  )
+    has_unembedding=config.has_unembedding, is_reduced=True,
+  )  # fmt: skip
   one_pass_spec(own, target.vocab_size)  # refuses one that could not be written
   return own
 

@@ -18,10 +18,9 @@ from spectr_jax.io.new_files import write_file
 from spectr_jax.sharding import is_primary
 
 # Of the optimizer, the logs and the checkpoints, which all experiments have.
+_COUNTS = 'batch_size', 'num_steps', 'log_every', 'eval_every', 'checkpoint_every', 'keep_checkpoints'
 _KINDS_OF_RUNS = {
-  **dict.fromkeys(
-    ('batch_size', 'num_steps', 'log_every', 'eval_every', 'checkpoint_every', 'keep_checkpoints'), whole(1)
-  ),
+  **dict.fromkeys(_COUNTS, whole(1)),
   **dict.fromkeys(('seed', 'warmup_steps'), whole(0, 2**63 - 1)),
   **dict.fromkeys(('learning_rate', 'max_grad_norm'), real(above=0)),
   'weight_decay': real(0),

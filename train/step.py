@@ -161,14 +161,9 @@ head_losses.defvjp(_head_forward, _head_backward)
 
 
 def summed_losses(
-  params,
-  rows,
-  learner: Learner,
-  teacher: Teacher | None = None,
-  *,
-  dropout_key: jax.Array | None = None,
+  params, rows, learner: Learner, teacher: Teacher | None = None, *, dropout_key: jax.Array | None = None,
   unroll: bool = False,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
   """The summed `head_losses` of packed documents, int32 `[B, T + 1]`, and the number of tokens that have a target. The
   logits of some tokens exist at a time. `unroll` writes the loop out, for the compiler's count of operations.
   """
