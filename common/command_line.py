@@ -35,6 +35,9 @@ def message_of(error: BaseException) -> str | None:
 
   Bad input raises `ValueError`, `OSError` or `ImportError`. Anything else is a fault of the program, but for a lack of
   memory. Assertions, and with the variable `TRACEBACK` all errors, have tracebacks.
+
+  Args:
+    error: What ended the command.
   """
   if os.environ.get(TRACEBACK) or isinstance(error, AssertionError):
     return None
@@ -125,8 +128,9 @@ def run(
   files: str = '',
   sections: Callable[[], Sequence[help_text.Section]] = tuple,
 ) -> None:
-  """Runs a command under absl: parses flags, sets up the compilation cache and calls `main`. Errors end the process
-  with one line and exit code 1, see `message_of`.
+  """Runs a command under absl: parses flags, sets up the compilation cache and calls `main`.
+
+  Errors end the process with one line and exit code 1, see `message_of`.
 
   Args:
     main: Called with the arguments that are not flags: the program's name, and files if there may be some.
@@ -170,8 +174,19 @@ def run(
 
 
 def parse_numbers(name: str, texts: Iterable[str], kind: Callable[[str], float] = int, *, least: float = 1) -> tuple:
-  """The numbers of an option that is a list of them, at least one; a `ValueError` names the option if there is none, or
-  a text is not a finite number of at least `least`.
+  """Parses the values of an option that is a list of numbers.
+
+  Args:
+    name: The option, for messages.
+    texts: The texts between its commas.
+    kind: int or float.
+    least: The smallest valid number.
+
+  Returns:
+    The numbers, at least one.
+
+  Raises:
+    ValueError: There is none, or a text is not a finite number of at least `least`.
   """
   texts = list(texts)
   try:
@@ -186,8 +201,17 @@ def parse_numbers(name: str, texts: Iterable[str], kind: Callable[[str], float] 
 
 
 def parse_name_and_ints(text: str) -> tuple[str, tuple[int, ...]]:
-  """The name and the integers of an option such as `chains:8,4`, none of these without a colon; a `ValueError` for a
-  text of another form. Spaces around the parts are ignored.
+  """Parses the value of an option that is a name, or a name and integers, such as `chains:8,4`.
+
+  Args:
+    text: A name of letters, digits, `-` and `_` that begins with a letter, optionally followed by `:` and integers
+      separated by commas. Spaces around the parts are ignored.
+
+  Returns:
+    The name, and the integers; no integers if there is no `:`.
+
+  Raises:
+    ValueError: `text` has another form.
   """
   match = _NAME_AND_INTS.fullmatch(text)
   if match is None:
@@ -197,8 +221,16 @@ def parse_name_and_ints(text: str) -> tuple[str, tuple[int, ...]]:
 
 
 def parse_sizes(text: str) -> dict[str, int]:
-  """The integers by name of an option such as `data:8,model:2`; a `ValueError` for another form, or a name that
-  repeats.
+  """Parses the value of an option that gives every name one integer, such as `data:8,model:2`.
+
+  Args:
+    text: Pairs NAME:INTEGER, separated by commas.
+
+  Returns:
+    The integers by name.
+
+  Raises:
+    ValueError: `text` has another form or repeats a name.
   """
   sizes = {}
   for part in text.split(','):
@@ -210,11 +242,20 @@ def parse_sizes(text: str) -> dict[str, int]:
 
 
 def parse_paths(name: str, texts: Iterable[str]) -> dict[str, str]:
-  """The paths by name of an option that is a list of `PATH` or `NAME=PATH`, at least one; a `ValueError` if there is
-  none, a name or path is empty, or two have the same name.
+  """Parses the values of an option that is a list of `PATH` or `NAME=PATH`.
 
-  A path without a name is named after its last part without the file extension, `WORKDIR/model`, the directory of a
-  trained model, after the part before the last.
+  A path without a name is named after its last part without the file extension. `WORKDIR/model`, the directory of a
+  trained model, is named after the part before the last.
+
+  Args:
+    name: The option, for messages.
+    texts: The texts between its commas.
+
+  Returns:
+    The paths by name, at least one.
+
+  Raises:
+    ValueError: There is no path, a name or path is empty, or two paths have the same name.
   """
   texts = [text.strip() for text in texts]
   paths = {}

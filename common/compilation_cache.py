@@ -25,15 +25,23 @@ def _machine() -> str:
 
 
 def _default() -> pathlib.Path:
-  """The directory of this machine in the user's cache; a `RuntimeError` if the user has no home."""
+  """The directory of this machine in the user's cache.
+
+  Raises:
+    RuntimeError: The user has no home.
+  """
   home = os.environ.get('XDG_CACHE_HOME') or pathlib.Path.home() / '.cache'
   return pathlib.Path(home) / 'spectr_jax' / _machine()
 
 
 def keep_compiled(directory: str | None) -> None:
-  """Lets JAX keep compiled programs between runs, at most 1 GiB; the least recently used are deleted first. The
-  directory is '' for no cache, None for `JAX_COMPILATION_CACHE_DIR` or else the user's; a `ValueError` if it cannot be
-  written.
+  """Lets JAX keep compiled programs between runs, at most 1 GiB; the least recently used are deleted first.
+
+  Args:
+    directory: The directory; '' for no cache, None for `JAX_COMPILATION_CACHE_DIR` or else the user's cache directory.
+
+  Raises:
+    ValueError: The given directory cannot be written.
   """
   if directory is None and 'JAX_COMPILATION_CACHE_DIR' in os.environ:
     return

@@ -29,8 +29,12 @@ def _has_tpu() -> bool:
 
 
 def initialize() -> None:
-  """Joins the other processes, given by flags or by a TPU pod, before JAX is asked for devices; does nothing if there
-  are none. A `ValueError` if some of the flags are missing, or the processes cannot join.
+  """Joins the other processes, given by flags or by a TPU pod; does nothing if there are none.
+
+  Call it before anything else asks JAX for devices.
+
+  Raises:
+    ValueError: Some of the flags are missing, or the processes cannot join.
   """
   given = {
     'coordinator_address': _ADDRESS.value, 'num_processes': _NUM_PROCESSES.value, 'process_id': _PROCESS_ID.value,
@@ -70,7 +74,11 @@ def fail(error: BaseException) -> NoReturn:
 
 
 def run_together(work: Callable[[], None]) -> None:
-  """Joins the other processes, if there are any, and does the work; a failure in one of them ends all."""
+  """Joins the other processes, if there are any, and does the work; a failure in one of them ends all.
+
+  Args:
+    work: The work. What it raises is raised where there is only this process, and else ends this process by `fail`.
+  """
   initialize()
   try:
     work()
