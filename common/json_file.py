@@ -10,18 +10,8 @@ from spectr_jax.io import foreign
 
 
 def read_json(path: epath.PathLike, what: str, advice: str) -> Any:
-  """Reads a JSON file of at most 16 MiB.
-
-  Args:
-    path: The file.
-    what: The expected content, for messages.
-    advice: Advice on a file that is not JSON, for messages.
-
-  Returns:
-    The parsed content.
-
-  Raises:
-    ValueError: The file cannot be read, is larger, or is not JSON.
+  """The content of a JSON file of at most 16 MiB; a `ValueError` about `what` if it cannot be read, is larger, or is
+  not JSON, in which case it ends with `advice`.
   """
   try:
     text = foreign.read_text(path, foreign.LARGE)

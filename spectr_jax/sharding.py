@@ -92,22 +92,23 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def divide_rows(mesh: Mesh, array: jax.Array) -> jax.Array:
-  """An array `[B, ...]` sharded over `data` by rows, inside of a compiled program.
+  """Constrains an array `[B, ...]` to be sharded over `data` by rows, inside of a compiled program.
 
-  Parameters are sharded over `data` as well, from which the compiler may conclude that all devices need all rows.
+  Parameters are sharded over `data` as well. Without the constraint the compiler may conclude from them that every
+  device needs all rows. It chooses the sharding of the other dimensions.
   """
   axes = PartitionSpec(DATA, *(PartitionSpec.UNCONSTRAINED,) * (array.ndim - 1))
   return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, axes))
 
 
 def shardings(mesh: Mesh, tree: Any, rules: Rules = TRANSFORMER_RULES) -> Any:
-  """Chooses the sharding of every array in a tree by its path; scalars are replicated.
+  """Chooses a `NamedSharding` for every array in a tree, or shape, by its path; scalars are replicated.
 
   A rule applies to every array whose path ends with its pattern, so also to an optimizer's moments. Sharding over
   `data` only saves memory, so a dimension that is not a multiple of that axis stays whole.
 
   Args:
-    tree: Arrays or shapes; the result has a `NamedSharding` for each.
+    mesh, tree: The mesh, and arrays or shapes.
     rules: Pairs of a regular expression and, for each dimension, the mesh axis to shard it over or None. The first
       match applies.
 
@@ -131,12 +132,12 @@ def shardings(mesh: Mesh, tree: Any, rules: Rules = TRANSFORMER_RULES) -> Any:
 
 
 def only_over(axis: str, rules: Rules) -> Rules:
-  """The same rules for `shardings`, with None in place of every axis but one."""
+  """The same rules, sharding over one axis alone."""
   return tuple((pattern, tuple(name if name == axis else None for name in axes)) for pattern, axes in rules)
 
 
 def put(tree: Any, places: Any) -> Any:
-  """Moves arrays to their shardings; an array that has its sharding already is not copied, and tracers stay."""
+  """Moves arrays, the same in every process, to their shardings; tracers, and arrays that have them already, stay."""
 
   def part_by_part(array, place):
     # `jax.device_put` would compare the processes' arrays with one another.
@@ -159,7 +160,7 @@ def put(tree: Any, places: Any) -> Any:
 def automatic_axes() -> dict[str, int]:
   """The mesh axes that are the compiler's in the program that is being traced, with their sizes.
 
-  Along these an array has all of its entries; along the others, those of a `shard_map`, those of one device.
+  Along these an array has all of its entries. Along the others, those of a `shard_map`, it has those of one device.
   """
   mesh = jax.sharding.get_abstract_mesh()
   named = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
@@ -172,10 +173,7 @@ def dividing_axes() -> list[str]:
 
 
 def shards_in_program(size: int) -> int:
-  """Equal parts of an axis that may be on different devices in the program that is being traced; 1 if there are none.
-
-  Blocks across their borders would be sent between devices.
-  """
+  """Equal parts of an axis, across whose borders blocks would be sent between devices; one if it cannot be divided."""
   num_shards = math.prod(automatic_axes().values())
   return num_shards if size % num_shards == 0 else 1
 

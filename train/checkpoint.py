@@ -48,7 +48,7 @@ class _SealedPath(ocp.path.atomicity.AtomicRenameTemporaryPath):
   """A checkpoint that is being written. Once it is complete its checksums are added, and then it gets its name."""
 
   async def finalize(self) -> None:
-    """Gives the folder its name. Orbax calls this in a background thread of the first process."""
+    """Gives the folder its name; Orbax calls this in a background thread of the first process."""
     final = self._final_path
     if not re.fullmatch(r'\d+', final.name):  # a part of a checkpoint, which has folders of its own
       await super().finalize()
@@ -70,13 +70,8 @@ class _SealedPath(ocp.path.atomicity.AtomicRenameTemporaryPath):
 
 
 def check_files(checkpoint: epath.Path) -> bool:
-  """Compares the files of a checkpoint with its checksums. Nothing is checked of a remote one.
-
-  Returns:
-    Whether it has checksums; those of older versions of this program have none.
-
-  Raises:
-    ValueError: A file is missing, differs, has been added or cannot be read.
+  """True if a local checkpoint has checksums, which older versions did not write, and its files are those; else a
+  `ValueError` says which is missing, differs, was added or cannot be read.
   """
   if is_remote(checkpoint):  # such storage has checksums of its own
     return False
@@ -105,9 +100,8 @@ def check_files(checkpoint: epath.Path) -> bool:
 def steps_in(folder: epath.Path) -> list[int]:
   """The steps of the checkpoints in a folder, which need not exist, the newest first.
 
-  Raises:
-    ValueError: Something has the name of a checkpoint and is none. Orbax would delete it once there are newer ones, or
-      fail at its step. Or the folder is something else, or cannot be read.
+  Raises a `ValueError` if something has the name of a checkpoint and is none: Orbax would delete it once there are
+  newer ones, or fail at its step. The same if the folder is something else, or cannot be read.
   """
   if not is_remote(folder) and os.path.lexists(folder) and not os.path.isdir(folder):
     raise ValueError(f'{folder} is not a folder')
@@ -179,11 +173,8 @@ def reason_of(error: Exception) -> str:
 class Checkpoints:
   """Orbax checkpoints of a train state under `WORKDIR/checkpoints`, of which the newest `keep` are kept.
 
-  They are written in the background. A failed write is raised by the next call. Until `close` has succeeded, Python
-  prints no messages about unhandled errors of background threads: reads go on after one of them has failed.
-
-  Attributes:
-    unchecked: The checkpoint that was read although it has no checksums; None if there is no such one.
+  They are written in the background. A failed write is raised by the next call, as a `ValueError`. Until `close` has
+  succeeded, Python prints no messages about unhandled errors of background threads: reads go on after one has failed.
   """
 
   def __init__(self, workdir: epath.Path, keep: int):
@@ -217,28 +208,17 @@ class Checkpoints:
     return self._manager.latest_step()
 
   def save(self, state: dict[str, Any]) -> None:
-    """Starts to write `state` under its own step, unless that step is already saved.
-
-    Raises:
-      ValueError: This checkpoint or the previous one could not be written.
-    """
+    """Starts to write `state` under its own step, unless that step is already saved."""
     step = int(state['step'])
     if step != self._manager.latest_step():
       with self._writing():
         self._manager.save(step, args=ocp.args.StandardSave(state), force=True)
 
   def restore(self, like: dict[str, Any], *, allow_fallback: bool = False) -> dict[str, Any] | None:
-    """The newest state, or None if no state was saved.
+    """The state of the newest checkpoint, or None if there is none, with the shapes, types and shardings of `like`.
 
-    Args:
-      like: A state of the same structure, of arrays or `ShapeDtypeStruct`s, whose shardings the result has. They may
-        differ from those of the run that saved it.
-      allow_fallback: Whether to take an older checkpoint if the newest cannot be read, which is then moved to
-        `WORKDIR/damaged_checkpoints`.
-
-    Raises:
-      ValueError: The checkpoint is damaged or of another configuration; or a fallback is allowed with several
-        processes, of which others may have read what one cannot.
+    If that one is damaged or of another configuration this is a `ValueError`; with `allow_fallback` older ones are
+    tried, and those that were passed over are moved to `WORKDIR/damaged_checkpoints` once one can be read.
     """
     if allow_fallback and jax.process_count() > 1:
       raise ValueError(
@@ -310,11 +290,7 @@ class Checkpoints:
       ) from error
 
   def close(self) -> None:
-    """Waits until the last checkpoint is written.
-
-    Raises:
-      ValueError: It could not be written.
-    """
+    """Waits until the last checkpoint is written."""
     if '_manager' in self.__dict__:  # it was made
       with self._writing():
         self._manager.wait_until_finished()

@@ -36,9 +36,8 @@ def _given(argv: Sequence[str]) -> tuple[str | None, list[str]]:
 
 
 def check(argv: Sequence[str]) -> None:
-  """Checks the configuration that arguments name, and the fields that they set; a `ValueError` says what is wrong.
-
-  absl checks them as well, but prints tracebacks, or does not say which fields exist.
+  """Checks the configuration that arguments name, and the fields that they set, with a `ValueError`: absl prints
+  tracebacks, or does not say which fields exist.
   """
   path, fields = _given(argv)
   if path is None:
@@ -55,10 +54,8 @@ def check(argv: Sequence[str]) -> None:
 
 
 def _comments(source: str) -> tuple[dict[str, str], dict[str, str]]:
-  """The texts of fields, and of groups by their first field.
-
-  A comment behind an assignment is about that field. One on lines of its own is about the fields up to the next such
-  comment or blank line.
+  """The texts of fields, from the comments behind their assignments, and of groups by their first field: a comment on
+  lines of its own is about the fields up to the next such comment or blank line.
   """
   tokens = tokenize.generate_tokens(io.StringIO(source).readline)
   comments = {token.start[0]: token.string.lstrip('# ') for token in tokens if token.type == tokenize.COMMENT}
@@ -83,12 +80,8 @@ def _entries(name: str, value: Any, text: str) -> list[Entry]:
 
 
 def sections_of(path: str) -> list[Section]:
-  """The fields of a configuration for `--help`, in the groups in which its file, or `configs/base.py`, has them.
-
+  """The fields of `FILE[:ARGUMENT]` for `--help`, in the groups in which that file, or `configs/base.py`, has them.
   Names and values are those of the configuration, texts are the comments of the file.
-
-  Args:
-    path: The file, also with an argument for it behind a colon.
   """
   config = dict(load(path).items())
   (texts, groups), own = (
@@ -109,15 +102,13 @@ def sections_of(path: str) -> list[Section]:
 
 
 def run(main, examples: Sequence[str] = (), *, example: str = 'configs/base.py') -> None:
-  """Runs a command by `command_line.run`, after `check` of its arguments.
-
-  Args:
-    main, examples: As for `command_line.run`.
-    example: The file of this project whose fields `--help` shows, unless `--config` is given.
+  """Runs a command by `command_line.run`, after `check` of its arguments; `--help` shows the fields of `example`, a
+  file of this project, unless `--config` is given.
   """
   argv = sys.argv[1:]
   try:
     check(argv)
   except ValueError as error:
-    sys.exit('error: ' + ' '.join(str(error).split()))
+    command_line.print_error(str(error))
+    sys.exit(1)
   command_line.run(main, examples, sections=lambda: sections_of(_given(argv)[0] or str(_ROOT / example)))

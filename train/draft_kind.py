@@ -29,22 +29,15 @@ class DraftKind(abc.ABC):
 
   Its trained parameters `params` are a nested dict. What it reads of the target, `frozen`, is that of `frozen_params`
   with `unembedding` `[D, Vd]`, rows of the target's output head.
-
-  Attributes:
-    fields: Values of the experiment's fields that only this kind has.
-    folder: The folder below WORKDIR that it is written to.
-    files: The names of the files in it.
-    num_ids: Vd, the tokens that it guesses; None for all.
-    num_depths: How many tokens ahead of what it reads of the target it learns to guess.
-    feature_layers: The target's layers whose hidden states it learns from, numbered as in `Model.features_fn`. The last
-      one is -1, the input of the output head, from which the target's distributions follow.
   """
 
-  fields: ClassVar[Mapping[str, Kind]]
-  folder: ClassVar[str]
-  files: ClassVar[Collection[str]]
-  num_ids: int | None = None
-  num_depths: int
+  fields: ClassVar[Mapping[str, Kind]]  # values of the experiment's fields that only this kind has
+  folder: ClassVar[str]  # below WORKDIR, where it is written to
+  files: ClassVar[Collection[str]]  # their names in it
+  num_ids: int | None = None  # Vd, the tokens that it guesses; None for all
+  num_depths: int  # how many tokens ahead of what it reads of the target it learns to guess
+  # The target's layers whose hidden states it learns from, numbered as in `Model.features_fn`. The last one is -1,
+  # the input of the output head, from which the target's distributions follow.
   feature_layers: tuple[int, ...] = (-1,)
 
   @classmethod
@@ -58,24 +51,20 @@ class DraftKind(abc.ABC):
 
   @abc.abstractmethod
   def load_params(self, path: epath.PathLike, target: Model) -> tuple[dict[str, Any], np.ndarray | None]:
-    """The parameters of a saved draft in float32, as those of `init_params`, and the tokens that it guesses.
-
-    Raises:
-      ValueError: There is no such draft, or it is of another kind or has other sizes.
+    """The parameters of a saved draft as those of `init_params`, and the tokens that it guesses; a `ValueError` if
+    there is no such draft, or it is of another kind or has other sizes.
     """
 
   def frozen_params(self, target: Model) -> dict[str, Any]:
-    """The parts of the target that it reads beside the rows of the output head: none by itself."""
+    """The parts of the target that it reads beside the rows of the output head."""
     del target
     return {}
 
   @abc.abstractmethod
   def guesses(self, params: Mapping[str, Any], frozen: Mapping[str, Any], batch: HeadBatch) -> list[Guesses]:
-    """Its guesses that are 1, 2, ... tokens ahead of what it reads of the target, for conversations of S tokens.
-
-    Returns:
-      Guesses of token i + 2 in entry i: from the tokens up to i + 1 and, if it reads them, the target's hidden states
-      up to token i - s, where s is the depth of the guess.
+    """Its guesses that are 1, 2, ... tokens ahead of what it reads of the target. Entry i is of token i + 2: from the
+    tokens up to i + 1 and, if it reads them, the target's hidden states up to token i - s, where s is the depth of the
+    guess.
     """
 
   @abc.abstractmethod
@@ -85,10 +74,8 @@ class DraftKind(abc.ABC):
     """The draft as a drafter for a target of V tokens, of which it guesses the Vd `target_ids`, or all if None."""
 
   def check_folder(self, path: epath.Path) -> bool:
-    """True if a folder, which need not exist, holds a draft that `save` has written.
-
-    Raises:
-      ValueError: `save` could not write there, or would replace what it has not written.
+    """True if a folder, which need not exist, holds a draft that `save` has written; a `ValueError` if `save` could not
+    write there, or would replace what it has not written.
     """
     config, is_ours = path / 'config.json', False
     if config.exists():
@@ -98,13 +85,8 @@ class DraftKind(abc.ABC):
 
   @abc.abstractmethod
   def save(self, path: epath.PathLike, drafter: Drafter, tokenizer: TokenizerBase, info: Mapping[str, Any]) -> None:
-    """Writes the draft in the published format of its kind, in place of one that is there.
-
-    Args:
-      path: The folder.
-      drafter: The draft.
-      tokenizer: The target's tokenizer.
-      info: JSON values to store with it.
+    """Writes the draft and the JSON values `info` in the published format of its kind, in place of one that is
+    there.
     """
 
 
@@ -117,17 +99,12 @@ def _sizes_of(config: Any) -> dict[str, Any]:
 
 
 class Head(DraftKind):
-  """Common part of all kinds of heads.
-
-  Attributes:
-    config: The sizes. `has_unembedding` is among them.
-    config_of: From a drafter to its sizes; a `ValueError` if it is of another kind.
-  """
+  """Common part of all kinds of heads."""
 
   folder = 'head'
   files = 'config.json', 'model.safetensors', 'medusa_lm_head.safetensors'
-  config: Any
-  config_of: ClassVar[Callable[[Drafter], Any]]
+  config: Any  # the sizes, `has_unembedding` among them
+  config_of: ClassVar[Callable[[Drafter], Any]]  # a `ValueError` if the drafter is of another kind
 
   def load_params(self, path: epath.PathLike, target: Model) -> tuple[dict[str, Any], np.ndarray | None]:
     drafter = load_drafter(path, target, dtype='float32')
@@ -147,15 +124,10 @@ class Head(DraftKind):
 
 
 class FeatureHead(Head):
-  """Common part of heads that read the target's embedding and hidden states of several layers.
+  """Common part of heads that read the target's embedding and hidden states of several layers."""
 
-  Attributes:
-    param_shapes: From the sizes to shapes of all parameters.
-    make_drafter: From parameters, sizes and V to a drafter.
-  """
-
-  param_shapes: ClassVar[Callable[[Any], dict[str, Any]]]
-  make_drafter: ClassVar[Callable[..., Drafter]]
+  param_shapes: ClassVar[Callable[[Any], dict[str, Any]]]  # from the sizes
+  make_drafter: ClassVar[Callable[..., Drafter]]  # from parameters, sizes and V
 
   @property
   def feature_layers(self) -> tuple[int, ...]:
@@ -186,7 +158,6 @@ def cast(params: Mapping[str, Any], shapes: Mapping[str, Any]) -> dict[str, Any]
 
 
 def as_float32(params: Any) -> Any:
-  """A tree of arrays in float32."""
   return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)
 
 

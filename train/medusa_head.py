@@ -22,7 +22,7 @@ from train.head_step import Guesses, HeadBatch, guesses_ahead
 
 @dataclasses.dataclass(frozen=True)
 class MedusaKind(Head):
-  """Medusa heads, a `DraftKind`. They guess all tokens, since their format has no reduced vocabulary."""
+  """Medusa heads; they guess all tokens, since their format has no reduced vocabulary."""
 
   fields = {'num_unrolled': whole(1)}
   config_of = staticmethod(config_of)

@@ -25,10 +25,8 @@ _FLUSH_SECONDS = 60
 
 
 def _lines(path: epath.Path) -> Iterator[tuple[bytes, int, bool]]:
-  """The lines of a log, the step of each, and whether it is a final one; an incomplete last line is left out.
-
-  Raises:
-    ValueError: A line is not of a log.
+  """The lines of a log, the step of each, and whether it is a final one, without an incomplete last line; a
+  `ValueError` if a line is not of a log.
   """
   with foreign.open_file(path) as file:
     for number in range(1, 2**62):
@@ -55,10 +53,8 @@ class MetricWriter:
   """Appends metrics of a step to `WORKDIR/metrics.jsonl` and to event files beside it.
 
   It first removes the lines that an interrupted run may have left: those of steps beyond `first_step`, from which the
-  run continues, an incomplete last line, and final metrics, which are written again.
-
-  Raises:
-    ValueError: A file cannot be written, or the log is none.
+  run continues, an incomplete last line, and final metrics, which are written again. A `ValueError` if a file cannot be
+  written, or the log is none.
   """
 
   def __init__(self, workdir: epath.Path, first_step: int):
@@ -77,9 +73,8 @@ class MetricWriter:
       # Written by this thread: errors of TensorBoardX's own would be lost. No other file has this name.
       self._events = EventsWriter(os.path.join(str(workdir), 'events'), f'.{secrets.token_hex(4)}')
       # Events of steps from this one on, of a run that was interrupted, are not shown.
-      self._events.write_event(Event(step=first_step + 1, file_version='brain.Event:2'))
-      start = SessionLog(status=SessionLog.START)
-      self._events.write_event(Event(step=first_step + 1, session_log=start))
+      for begin in ({'file_version': 'brain.Event:2'}, {'session_log': SessionLog(status=SessionLog.START)}):
+        self._events.write_event(Event(step=first_step + 1, **begin))
 
   @staticmethod
   def check(workdir: epath.Path, *, is_ours: bool) -> None:
@@ -101,7 +96,6 @@ class MetricWriter:
       raise ValueError(f'cannot write {path}: {error.strerror or error}; checkpoints and the model are kept') from error
 
   def write(self, step: int, values: dict[str, Any]) -> None:
-    """Appends the metrics of a step, by name; a `ValueError` if a file cannot be written."""
     with self._writing():
       with self._path.open('a') as stream:
         stream.write(json.dumps({'step': step, **values}) + '\n')
@@ -112,6 +106,5 @@ class MetricWriter:
         self._flushed = time.monotonic()
 
   def close(self) -> None:
-    """Closes the event file; a `ValueError` if it cannot be written."""
     with self._writing():
       self._events.close()

@@ -29,20 +29,15 @@ from train.head_step import Guesses, HeadBatch
 def run_blocks(
   params: Mapping[str, Any], config: OnePassConfig, embedded: jax.Array, features: jax.Array, anchors: jax.Array
 ) -> jax.Array:
-  """The outputs of all slots of several blocks of each text, `[B, A, W, embed_dim]`.
-
-  Args:
-    params: The parameters.
-    config: The network, whose layers have no windows.
-    embedded: `[B, A, W, embed_dim]`, the embedded tokens of the slots.
-    features: `[B, S, F, target_dim]`, the target's hidden states of the texts.
-    anchors: int32 `[B, A]`, the place of each block's first slot. It reads the hidden states before it.
+  """The outputs `[B, A, W, embed_dim]` of all slots of blocks of each text, from the slots' embedded tokens, of the
+  same shape. A block, whose first slot is at its place of `anchors` `[B, A]`, reads the `features` `[B, S, F,
+  target_dim]` before it. The layers of `config` have no windows.
   """
   (batch_size, size), (num_blocks, num_slots) = features.shape[:2], embedded.shape[1:3]
   num_all = num_blocks * num_slots
   positions = jnp.broadcast_to(jnp.arange(size), (batch_size, size))
   # The context stands before the slots among what is pending, since attention to a cache has no gradient.
-  cache = one_pass.init_cache(config, batch_size, 0).with_pending_slots(size + num_all)
+  cache = config.backbone.empty_cache(batch_size, 0).with_pending_slots(size + num_all)
   cache = one_pass.read_context(params, config, features, positions, cache)
   block = jnp.arange(num_all) // num_slots
   own = jnp.broadcast_to(block == block[:, None], (batch_size, num_all, num_all))
@@ -66,13 +61,7 @@ def _principal(embedding: jax.Array, rank: int) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class OnePassKind(FeatureHead):
-  """A network that guesses a block in one pass, a `DraftKind`.
-
-  Attributes:
-    config: The network. It reads the target's embedding.
-    from_target: Whether layers and context begin as the target's last layers and what these read; else they are random.
-      The final norm begins as the target's in any case.
-  """
+  """A network that guesses a block in one pass."""
 
   fields = ONE_PASS_FIELDS
   config_of = staticmethod(config_of)
@@ -80,6 +69,8 @@ class OnePassKind(FeatureHead):
   make_drafter = staticmethod(one_pass_drafter)
 
   config: OnePassConfig
+  # Whether layers and context begin as the target's last layers and what these read; else they are random. The final
+  # norm begins as the target's in any case.
   from_target: bool
 
   @property

@@ -19,10 +19,9 @@ from spectr_jax.io.new_files import write_file
 from spectr_jax.sharding import is_primary
 
 # Of the optimizer, the logs and the checkpoints, which all experiments have.
+_COUNTS = 'batch_size', 'num_steps', 'log_every', 'eval_every', 'checkpoint_every', 'keep_checkpoints'
 _KINDS_OF_RUNS = {
-  **dict.fromkeys(
-    ('batch_size', 'num_steps', 'log_every', 'eval_every', 'checkpoint_every', 'keep_checkpoints'), whole(1)
-  ),
+  **dict.fromkeys(_COUNTS, whole(1)),
   **dict.fromkeys(('seed', 'warmup_steps'), whole(0, 2**63 - 1)),
   **dict.fromkeys(('learning_rate', 'max_grad_norm'), real(above=0)),
   'weight_decay': real(0),
@@ -75,17 +74,9 @@ def determining_fields(config) -> dict[str, Any]:
 
 
 class RunRecord:
-  """The settings of a run, and those that its WORKDIR was begun with.
-
-  Args:
-    workdir: The run's directory.
-    config: The experiment.
-    trains: The command that trains.
-    content: Hashes of what the files hold that determine the result, by words that name them; None for what is not
-      known yet.
-
-  Raises:
-    ValueError: There is a `run.json` that is no record.
+  """The settings of a run of the command `trains`, and those that its WORKDIR was begun with. `content` has hashes of
+  the files that determine the result, by words that name them, None where not known yet. A `ValueError` if there is a
+  `run.json` that is no record.
   """
 
   def __init__(self, workdir: epath.Path, config, trains: str, content: Mapping[str, Any]):
@@ -96,7 +87,6 @@ class RunRecord:
 
   @property
   def is_there(self) -> bool:
-    """True if the WORKDIR has a record."""
     return self._before is not None
 
   def _read(self) -> dict[str, Any] | None:
@@ -111,10 +101,8 @@ class RunRecord:
     return record
 
   def check(self) -> None:
-    """Compares the settings with those that the WORKDIR was begun with, as far as both are known.
-
-    Raises:
-      ValueError: Some differ; the message names them with both values.
+    """Compares the settings with those that the WORKDIR was begun with, as far as both are known; a `ValueError` names
+    those that differ.
     """
     if self._before is None:
       return
@@ -145,13 +133,8 @@ class RunRecord:
     self._before = None
 
   def write(self, step: int = 0) -> str:
-    """Writes the record of a run that continues from a step.
-
-    Returns:
-      What users should know of the difference to the old one, in one line; empty if there is none.
-
-    Raises:
-      ValueError: It cannot be written, or the run is beyond its number of steps.
+    """Writes the record of a run that continues from a step, and returns in one line what users should know of the
+    difference to the old one. A `ValueError` if it cannot be written, or the run is beyond its number of steps.
     """
     if step > self._num_steps:
       raise ValueError(f'{self._path.parent} is at step {step}, beyond config.num_steps {self._num_steps}')

@@ -43,17 +43,14 @@ def predict_speeds(
   command `decode.main --method=auto` does the same and keeps the measurements in a file.
 
   Args:
-    target, draft: As for `generate`.
+    target, draft, prompt_lengths, eos_id, sharding: As for `generate`.
     prompts: As for `generate`, like those to come: eight, or two batches, say enough.
-    prompt_lengths: As for `generate`.
     max_new_tokens: Limit of new tokens per row, as in the runs to come.
     batch_size: B, rows of a batch, as in the runs to come.
     sampling: Of scalars, as for `generate`.
-    eos_id: Id or ids that end a row, or None.
     settings: Settings to compare, autoregressive decoding among them; None for `default_settings`, or a few of them on
       a CPU.
     seed: From 0 to 2**32 - 1.
-    sharding: As for `generate`.
     notify: Called with the current activity, the steps done and the steps in total.
 
   Returns:

@@ -28,30 +28,18 @@ _LEAST_ROOM = 64
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _State:
-  """A draft and how much of each row's text it has read.
-
-  Attributes:
-    cache: The draft's cache.
-    start: int32 `[B]`, the first of the target's tokens that the draft has read: 0 unless the text became too long.
-    num_read: int32 `[B]`, the draft's tokens in the cache.
-    num_pending: int32 `[B]`, those that the round in progress has read besides; None between rounds.
-  """
+  """A draft's cache, and how much of each row's text it has read."""
 
   cache: Any
-  start: jax.Array
-  num_read: jax.Array
-  num_pending: jax.Array | None = None
+  start: jax.Array  # int32 [B], the first of the target's tokens that was read: 0 unless the text became too long
+  num_read: jax.Array  # int32 [B], the draft's tokens in the cache
+  num_pending: jax.Array | None = None  # int32 [B], those that the round has read besides; None between rounds
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class VocabularyDrafter(DrawingDrafter):
-  """A drafter that draws from a model with another vocabulary, see `vocabulary_drafter`.
-
-  Attributes:
-    model: The draft.
-    vocabulary: What its vocabulary and the target's share.
-  """
+  """A drafter that draws from a model with another vocabulary, see `vocabulary_drafter`."""
 
   model: Model
   vocabulary: SharedVocabulary
