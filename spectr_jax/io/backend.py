@@ -13,9 +13,8 @@ _T = TypeVar('_T')
 
 
 def guarded(name: str, function: Callable[..., _T], *args: Any, **kwargs: Any) -> _T:
-  """Calls something that `tokenizers` does.
-
-  The package raises bare `Exception`, and where it panics a `PanicException`, which is not even that.
+  """Calls `tokenizers` and raises `ValueError` for its bare `Exception` and its `PanicException`, which is not even
+  that.
   """
   try:
     return function(*args, **kwargs)
@@ -33,13 +32,7 @@ class Ids(NamedTuple):
 
 
 class Backend:
-  """A tokenizer of `tokenizers`. Its methods are called by `guarded`, whatever they are.
-
-  Attributes:
-    tokenizer: The tokenizer itself.
-    name: Where it is from, for messages.
-    rewrite: Changes the ids that the tokenizer gives a text, if it cannot express all of its rules; else None.
-  """
+  """A tokenizer of `tokenizers`, whose methods are called by `guarded`. A wrapped one keeps its name and its rules."""
 
   __slots__ = ('tokenizer', 'name', 'rewrite')
 
@@ -49,10 +42,10 @@ class Backend:
     name: str = 'the vocabulary',
     rewrite: Callable[[list[int]], list[int]] | None = None,
   ):
-    """Wraps a tokenizer; one that is wrapped already keeps its name and its rules."""
     is_wrapped = isinstance(tokenizer, Backend)
     self.tokenizer: tokenizers.Tokenizer = tokenizer.tokenizer if is_wrapped else tokenizer
-    self.name: str = tokenizer.name if is_wrapped else name
+    self.name: str = tokenizer.name if is_wrapped else name  # where it is from, for messages
+    # Changes the ids that the tokenizer gives a text, if it cannot express all of its rules.
     self.rewrite = tokenizer.rewrite if is_wrapped else rewrite
 
   def encode(self, *args: Any, **kwargs: Any) -> Any:

@@ -35,10 +35,10 @@ def _entries(folder: epath.Path) -> Iterator[tuple[epath.Path, bool]]:
 
 
 def files_below(folder: epath.PathLike) -> list[str]:
-  """The paths of all files below a folder, relative to it, in alphabetical order. Nothing is opened.
+  """The relative paths of all files below a folder, in alphabetical order. Nothing is opened.
 
-  Raises:
-    ValueError: There is no such folder, it or something below is a link, a pipe or a device, or holds very many files.
+  Raises `ValueError` if there is no such folder, it or something below is a link, a pipe or a device, or the files are
+  very many.
   """
   folder = epath.Path(folder)
   if not is_remote(folder) and os.path.islink(folder):
@@ -56,11 +56,7 @@ def files_below(folder: epath.PathLike) -> list[str]:
 
 
 def file_hash(path: epath.PathLike, begin: int = 0, size: int = sys.maxsize) -> str:
-  """The SHA-256 of a regular file, or of at most `size` bytes of it, which are read in parts.
-
-  Raises:
-    ValueError: It cannot be read.
-  """
+  """The SHA-256 of a regular file, or of at most `size` bytes of it; `ValueError` if it cannot be read."""
   digest = hashlib.sha256()
   with open_file(path) as file:
     try:

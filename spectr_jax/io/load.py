@@ -161,11 +161,7 @@ class _Gguf(ModelFiles):
 
 
 def open_model(path: epath.PathLike) -> ModelFiles:
-  """The files of a model of any format that `load_model` reads; one on the hub is downloaded if it is not there.
-
-  Raises:
-    ValueError: There is no such model, or a GGUF file is damaged.
-  """
+  """The files of a model of any format that `load_model` reads, downloaded if need be, or a `ValueError`."""
   path = foreign.as_path(path)
   if path.suffix == '.gguf':
     return _Gguf(path, GgufFile(path))
@@ -183,12 +179,8 @@ def open_model(path: epath.PathLike) -> ModelFiles:
 def hub_folder(path: epath.PathLike, *, files: Sequence[str] = _DOWNLOADED) -> epath.Path:
   """The folder of a model: the path itself, or the one in the hub's cache if the path is a name `ORG/NAME`.
 
-  Args:
-    path: A folder or a name.
-    files: Patterns of the files that are downloaded if they are not in the cache.
-
-  Raises:
-    ValueError: The path cannot be read; or there is no folder, and the name is not on the hub.
+  What is not in the cache is downloaded, `files` being the patterns of its files. A path that cannot be read, or a name
+  that is neither a folder nor on the hub, raises `ValueError`.
   """
   path = foreign.as_path(path)
   try:
@@ -201,7 +193,6 @@ def hub_folder(path: epath.PathLike, *, files: Sequence[str] = _DOWNLOADED) -> e
 
 
 def _download(name: str, files: Sequence[str]) -> epath.Path:
-  """The folder of a model on the hub, with some files downloaded to the hub's cache if they are not there."""
   try:
     import huggingface_hub
     import huggingface_hub.constants
@@ -219,10 +210,8 @@ def _download(name: str, files: Sequence[str]) -> epath.Path:
 
 
 def files_of(path: epath.PathLike) -> list[epath.Path]:
-  """The files that a model or a head may be read from, whether they exist or not, and folders of such files.
-
-  Raises:
-    ValueError: The index of a model's files is damaged.
+  """The files, existing or not, and folders that a model or a head may be read from; `ValueError` if an index is
+  damaged.
   """
   path = epath.Path(path)
   if not path.is_dir():
@@ -235,14 +224,11 @@ def files_of(path: epath.PathLike) -> list[epath.Path]:
 
 
 def hash_content(path: epath.PathLike) -> str:
-  """The first 16 hexadecimal digits of a SHA-256 of what a model or a head is read from.
+  """The first 16 hexadecimal digits of a SHA-256 of what a model or a head is read from, wherever it stands.
 
-  Every byte counts, and the place of the files does not. A folder that `save_model` wrote has the hashes of its files
-  in `model.json`, which reading it checks, so that file alone is hashed. Others are hashed by all cores at once, at 0.5
-  to 2 GB a second for each.
-
-  Raises:
-    ValueError: A file cannot be read.
+  A folder that `save_model` wrote has the hashes of its files in `model.json`, which reading it checks, so that file
+  alone is hashed. Others are hashed by all cores at once, at 0.5 to 2 GB a second for each. A file that cannot be read
+  raises `ValueError`.
   """
   path = epath.Path(path) if str(path).endswith('.gguf') else hub_folder(path)
   files = [path / 'model.json'] if (path / 'model.json').exists() else files_of(path)

@@ -28,7 +28,7 @@ _MOST_STORED, _MOST_COMPRESSED, _SMALL = 2, 16, 2**26
 
 
 def _files_of(folder: epath.Path) -> list[str]:
-  """The relative paths of the files that belong to a model, but for `model.json`: its tokenizer and its parameters."""
+  """The relative paths of a model's files but `model.json`: its tokenizer and its parameters."""
   found = ['tokenizer.json'] if (folder / 'tokenizer.json').exists() else []
   if (folder / 'params').exists():
     found += [f'params/{name}' for name in files_below(folder / 'params')]
@@ -36,7 +36,7 @@ def _files_of(folder: epath.Path) -> list[str]:
 
 
 def _checkpointer() -> ocp.StandardCheckpointer:
-  """A checkpointer that waits for no other process: one process writes a model, and any may read one by itself."""
+  """A checkpointer that waits for no other process."""
   process = jax.process_index()
   alone = ocp.options.MultiprocessingOptions(
     primary_host=process, active_processes={process}, barrier_sync_key_prefix=f'process_{process}'
@@ -53,10 +53,10 @@ def _transposed_kernels(params: Any) -> Any:
 
 
 def _from_older_format(params: Any, config: transformer.TransformerConfig, number: int) -> Any:
-  """Converts the kernels of format 1 or 2 to the current layout.
+  """Converts the kernels of format 1 or 2, which store them as `[out, in]`.
 
-  Format 2 stores them as `[out, in]`. In format 1, moreover, the rows of `qkv` are ordered by query, key and value
-  first; now they are ordered by head first.
+  In format 1, moreover, the rows of `qkv` are ordered by query, key and value first; now they are ordered by head
+  first.
   """
 
   def by_head(keys, kernel):
@@ -71,7 +71,7 @@ def _from_older_format(params: Any, config: transformer.TransformerConfig, numbe
 
 
 def files_of_model(folder: epath.Path) -> set[str]:
-  """The relative paths of the files in a folder that belong to its model; none if it has none that can be read."""
+  """The relative paths of the files in a folder that belong to its model; none if no model can be read."""
   try:
     return {'model.json', *_read_spec(folder).hashes}
   except ValueError:
@@ -125,7 +125,7 @@ def save_model(
 
 
 def _is_hash(item: tuple[str, Any]) -> bool:
-  """Whether a path leads to a file below the folder, by a name that can be shown, and what it has is a SHA-256."""
+  """Whether a path is a plain one below the folder, and its value a SHA-256."""
   path, value = item
   return (
     bool(re.fullmatch(r'[\w.-]+(/[\w.-]+)*', path, re.ASCII))

@@ -30,23 +30,14 @@ _ESCAPED_LETTERS = frozenset('dDsSwWhHpPbBAzZnrtfvaexu0')
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-  """How much of a text a part of an expression may be matched in several ways with.
+  """How much of a text a part of an expression may be matched in several ways with."""
 
-  Attributes:
-    degree: Number of unbounded repetitions, one behind the other.
-    ways: Ways besides these.
-    last_degree: `degree` if nothing follows.
-    last_ways: `ways` if nothing follows.
-    may_be_empty: Whether it matches without a character and without a condition.
-    is_fixed: Whether there is one way to match.
-  """
-
-  degree: int = 0
-  ways: int = 1
-  last_degree: int = 0
-  last_ways: int = 1
-  may_be_empty: bool = False
-  is_fixed: bool = True
+  degree: int = 0  # unbounded repetitions, one behind the other
+  ways: int = 1  # besides these
+  last_degree: int = 0  # `degree` if nothing follows
+  last_ways: int = 1  # `ways` if nothing follows
+  may_be_empty: bool = False  # whether it matches without a character and without a condition
+  is_fixed: bool = True  # whether there is one way to match
 
 
 class _Refused(Exception):  # noqa: N818
@@ -54,7 +45,7 @@ class _Refused(Exception):  # noqa: N818
 
 
 class _Scanner:
-  """Reads an expression in the syntax of Oniguruma, as far as that says how often what is repeated."""
+  """Reads an expression of Oniguruma, as far as that says how often what is repeated."""
 
   def __init__(self, pattern: str):
     self._pattern, self._at = pattern, 0
@@ -227,7 +218,7 @@ def _product(numbers: Iterable[int]) -> int:
 
 
 def check_pattern(pattern: str, where: str) -> None:
-  """Checks that an expression takes a bounded time."""
+  """Checks that matching an expression takes a bounded time."""
   if len(pattern) > _MOST_CHARACTERS:
     raise ValueError(
       f'{where} has a regular expression of {len(pattern):,} characters, the most are {_MOST_CHARACTERS:,}'

@@ -40,7 +40,6 @@ class StoredParams:
     self.names = {name.removesuffix(_DESCRIPTION) for name in names if name.endswith(_DESCRIPTION)}
 
   def read(self, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype) -> dict[str, np.ndarray]:
-    """Reads all arrays."""
     for problem, names in (('lacks', shapes.keys() - self.names), ('has surplus', self.names - shapes.keys())):
       if names:
         first = foreign.name_shown(min(names))

@@ -70,18 +70,12 @@ def _refuse(step: Mapping[str, Any], why: str) -> ValueError:
 
 
 class _Rules:
-  """A decoder's steps: what they make of a token, and of the characters of the text in the end.
-
-  Attributes:
-    of_token: Functions of a token's spelling, in their order.
-    spelling: How the result spells bytes: `ByteLevel`, `ByteFallback`, or None for UTF-8.
-    of_character: Characters and what they become, in their order.
-  """
+  """A decoder's steps: what they make of a token, and of the characters of the text in the end."""
 
   def __init__(self, decoder: Mapping[str, Any] | None):
-    self.of_token: list[Callable[[str], str]] = []
-    self.spelling: str | None = None
-    self.of_character: list[tuple[str, str]] = []
+    self.of_token: list[Callable[[str], str]] = []  # of a token's spelling, in their order
+    self.spelling: str | None = None  # of bytes in the result: `ByteLevel`, `ByteFallback`, or None for UTF-8
+    self.of_character: list[tuple[str, str]] = []  # characters and what they become, in their order
     self._is_joined = False
     for step in _steps(decoder):
       self._add(step)
@@ -132,17 +126,10 @@ def _made(step: Mapping[str, Any]) -> decoders.Decoder:
 
 
 class TokenBytes(dict[int, bytes]):
-  """The bytes of each id of a tokenizer, found when they are asked for, and their text.
-
-  Special tokens, and ids without a token, have no bytes.
-  """
+  """The bytes of each id of a tokenizer, computed on demand; special tokens and ids without a token have none."""
 
   def __init__(self, backend: tokenizers.Tokenizer | Backend):
-    """Reads how the tokenizer spells bytes.
-
-    Raises:
-      ValueError: Its decoder makes a text of several tokens that is not those of each; the message names the step.
-    """
+    """Reads how the tokenizer spells bytes; `ValueError` if its decoder gives tokens no text of their own."""
     super().__init__()
     self._backend = Backend(backend)
     found = self._backend.decoder
@@ -190,11 +177,7 @@ class TokenBytes(dict[int, bytes]):
     return b''.join(map(self.__getitem__, map(int, ids)))
 
   def decode(self, ids: Iterable[int]) -> str:
-    """The text of ids.
-
-    Raises:
-      ValueError: An id is below 0 or above all that there can be.
-    """
+    """The text of ids; `ValueError` for an id below 0 or above all that there can be."""
     return self._finished(self.join(ids).decode(errors='replace'))
 
   def _finished(self, text: str) -> str:
@@ -208,7 +191,7 @@ class TokenBytes(dict[int, bytes]):
     return lambda ids, is_end: self._finished(characters.decode(self.join(ids), is_end))
 
   def _content(self, index: int) -> bytes:
-    """The bytes that an id has in a text, in which some characters have been replaced."""
+    """The bytes of an id in a text, in which some characters have been replaced."""
     text = self[index].decode(errors='surrogateescape')
     return self._finished(text).encode(errors='surrogateescape')
 

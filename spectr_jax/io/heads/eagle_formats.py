@@ -25,8 +25,7 @@ EAGLE3_FIELDS = {
 def _feature_layers(spec: Mapping[str, Any], tensors: Tensors, sizes: layout.TargetSizes) -> tuple[int, ...]:
   """The target's layers that a head of EAGLE-3's kind reads, numbered as in `Model.features_fn`.
 
-  Configurations number them in two ways: in an `eagle_config` they name blocks whose outputs are read, at the top those
-  whose inputs are.
+  In an `eagle_config` numbers name blocks whose outputs are read, at the top those whose inputs are.
   """
   num_inputs = layout.shape_of(tensors, 'fc.weight')[1]
   if num_inputs % sizes.width:
@@ -63,12 +62,7 @@ def eagle3_modules(config: HeadConfig, block: str) -> dict[str, str]:
 def read_eagle3(
   spec: Mapping[str, Any], tensors: Tensors, sizes: layout.TargetSizes, dtype: str | None, *, mask_id: int | None = None
 ) -> layout.Layout:
-  """A head of EAGLE-3's kind; with what the speculators format adds, which some files without that format have too.
-
-  Raises:
-    ValueError: Something is missing, unknown or does not fit the target.
-    KeyError: A size is missing.
-  """
+  """A head of EAGLE-3's kind, with what the speculators format adds; `ValueError`, or `KeyError` for a missing size."""
   names = tensors.names()
   block = 'midlayer.' if any(name.startswith('midlayer.') for name in names) else 'layers.0.'
   nested = checked(spec.get('eagle_config', {}), EAGLE3_FIELDS, 'eagle_config')

@@ -36,12 +36,10 @@ _KNOWN = 'EAGLE-1, 2 and 3, P-EAGLE, the speculators format, DFlash 1 and 2, DSp
 
 
 def output_head_rows(target: Model, ids: np.ndarray | None, dtype: str) -> jax.Array:
-  """Rows of the target's output head as a kernel, `[D, Vd]`, read off its logits of unit vectors.
+  """The target's output head, or its rows of the tokens `ids`, as a kernel `[D, Vd]`, read off its logits of unit
+  vectors.
 
-  The rows are those of the Vd tokens `ids`, or all.
-
-  Raises:
-    ValueError: The target has no output head that others can use, or it is more than a product.
+  Raises `ValueError` if the target has no output head that others can use, or if it is more than a product.
   """
   unembed = target.unembed_fn
   if unembed is None:
@@ -71,11 +69,7 @@ def _read_whole(tensors: Tensors, name: str) -> np.ndarray:
 
 
 def _target_ids(tensors: Tensors, target: Model) -> np.ndarray:
-  """The target's tokens that a reduced head guesses, int64 `[Vd]`.
-
-  Files have them as distances from the head's own ids (`d2t`), and most as a mark for each token of the target (`t2d`)
-  as well, see `_check_marks`.
-  """
+  """The target's tokens that a reduced head guesses, int64 `[Vd]`; `d2t` has their distances from the head's ids."""
   found = _read_whole(tensors, 'd2t')
   ids = found.astype(np.int64) + np.arange(len(found))
   if not ((found >= -len(found)) & (found < target.vocab_size) & (ids >= 0) & (ids < target.vocab_size)).all():
@@ -98,7 +92,7 @@ def _check_marks(tensors: Tensors, target: Model, ids: np.ndarray | None) -> Non
 def _is_head_of(target: Model, ids: np.ndarray | None, tensors: Tensors, name: str) -> bool:
   """Whether a tensor is the target's output head, or its rows of some tokens, up to the rounding of weights.
 
-  Both are applied to a few random vectors, short ones, for which soft caps change nothing.
+  Both are applied to a few short random vectors, for which soft caps change nothing.
   """
   assert target.unembed_fn is not None
   shape, width = tensors.shape(name), target_sizes(target).width
@@ -184,22 +178,13 @@ def _load_medusa(spec: Mapping[str, Any], tensors: Tensors, target: Model, dtype
 
 @dataclasses.dataclass(frozen=True)
 class HeadFiles:
-  """A published head on disk, of which little is read before it is asked for.
-
-  Attributes:
-    path: The folder.
-    format: `EAGLE`, `EAGLE-3`, `speculators`, `DFlash`, `DFlash 2`, `DSpark`, `Medusa`, `MTP`, or `MTP, DeepSeek`.
-    prefix: The beginning of the names that belong to it.
-    is_part: Whether it stands among the tensors of its target.
-    spec: The content of `config.json`, checked.
-    tensors: Its tensors.
-  """
+  """A published head on disk, of which little is read before it is asked for."""
 
   path: str
-  format: str
-  prefix: str
-  is_part: bool
-  spec: Mapping[str, Any]
+  format: str  # see `formats`
+  prefix: str  # of the names that belong to it
+  is_part: bool  # whether it stands among the tensors of its target
+  spec: Mapping[str, Any]  # the checked `config.json`
   tensors: Tensors
 
   @property
@@ -231,11 +216,7 @@ def _open_tensors(path: epath.PathLike, folder: epath.Path) -> Tensors:
 
 
 def open_head(path: epath.PathLike) -> HeadFiles | None:
-  """The files of a published head, or None if there is none at the path.
-
-  Raises:
-    ValueError: A file is damaged.
-  """
+  """The files of a published head, or None if there is none at the path; `ValueError` if a file is damaged."""
   folder = hub_folder(path, files=_DOWNLOADED)
   if folder.suffix == '.gguf' or not (folder / 'config.json').exists() or (folder / 'model.json').exists():
     return None

@@ -95,7 +95,7 @@ class _Worker:
 
 
 def _library_folders() -> list[str]:
-  """The folders of what the worker imports. Without them it would need to look through this process's settings."""
+  """The folders of what the worker imports, which it cannot find without this process's settings."""
   folders = []
   for name in ('jinja2', 'markupsafe'):
     spec = importlib.util.find_spec(name)
@@ -106,7 +106,7 @@ def _library_folders() -> list[str]:
 
 
 def _stop(process: subprocess.Popen, owner: int) -> None:
-  """Ends a process, or closes this end of it where this is a copy of the process that it belongs to."""
+  """Ends a process, or closes this end of it in a fork of the process that it belongs to."""
   if os.getpid() == owner:
     process.kill()
     process.wait()
@@ -189,16 +189,12 @@ def _check_messages(messages: Sequence[Mapping[str, str]]) -> None:
 
 
 def mark_special(special_tokens: Iterable[str]) -> dict[str, str]:
-  """Marks that stand for special tokens in a text.
-
-  Returns:
-    Each token's mark.
-  """
+  """The mark of each special token."""
   return {token: f'{_BEGIN}{index}{_END}' for index, token in enumerate(sorted(special_tokens))}
 
 
 def _substitute(text: str, replaced: Mapping[str, str]) -> str:
-  """Replaces every key by its value, the longest of those that begin at a place, as tokenizers look for tokens."""
+  """Replaces every key by its value, the longest of those that begin at a place, as tokenizers do."""
   pattern = '|'.join(map(re.escape, sorted(replaced, key=len, reverse=True)))
   return re.sub(pattern, lambda match: replaced[match[0]], text)
 
@@ -206,15 +202,12 @@ def _substitute(text: str, replaced: Mapping[str, str]) -> str:
 def render_marked(
   template: ChatTemplate, messages: Sequence[Mapping[str, str]], marks: Mapping[str, str]
 ) -> str | None:
-  """The rendered conversation with marks in place of the template's own special tokens.
+  """The rendered conversation with marks in place of the template's own special tokens; None if no message spells one.
 
   What messages spell stays as they spell it, so that a tokenizer that knows only the marks reads it as text. To tell
   the two apart, the conversation is rendered a second time with marks in the messages. Put back, these must give the
   first text. This is exact for every template that trims, joins or encodes whole contents, and says so for a template
   that looks at the special token itself.
-
-  Returns:
-    The text, or None if no message spells a special token, so that all of them are the template's.
   """
   _check_messages(messages)
   spelled = {token: mark for token, mark in marks.items() if any(token in v for m in messages for v in m.values())}

@@ -56,12 +56,9 @@ def _head_dim(width: int, num_heads: int) -> int:
 def layer_windows(
   spec: Mapping[str, Any], is_sliding: Callable[[int], bool] | None = None, size: int | None = None
 ) -> tuple[int | None, ...]:
-  """The window of every layer, by `layer_types` or, in older files, by a rule of the family.
+  """The window of every layer, by `layer_types` or, in older files, by the family's rule `is_sliding`.
 
-  Args:
-    spec: The content of `config.json`.
-    is_sliding: The rule: whether a layer has a window. None for a family that has windows only by `layer_types`.
-    size: The family's window, for files that do not name one.
+  A family without a rule has windows only by `layer_types`. `size` is the family's window, for files that name none.
   """
   num_layers, kinds, size = spec['num_hidden_layers'], spec.get('layer_types'), spec.get('sliding_window', size)
   if kinds is None:
@@ -85,11 +82,9 @@ def layer_windows(
 
 
 def llama_config(spec: Mapping[str, Any], **differences: Any) -> CausalLMConfig:
-  """The configuration of a decoder whose blocks are of Llama's kind.
+  """The configuration of a decoder with blocks of Llama's kind.
 
-  Raises:
-    ValueError: The activation, the RoPE scaling or a size is not possible.
-    KeyError: A size is missing.
+  What is not possible raises `ValueError`, and a missing size `KeyError`.
   """
   width, num_heads = spec['hidden_size'], spec['num_attention_heads']
   head_dim = spec['head_dim'] if 'head_dim' in spec else _head_dim(width, num_heads)

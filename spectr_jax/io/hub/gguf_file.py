@@ -10,21 +10,9 @@ from spectr_jax.io.hub import gguf_config, gguf_header, gguf_tensors, gguf_token
 
 
 class GgufFile:
-  """A model in a GGUF file, with the names, shapes and layout that it has on the hub.
-
-  Attributes:
-    path: The file.
-    config: What `config.json` says on the hub, as far as the file says it.
-    tensors: The parameters; nothing is read before it is asked for.
-    chat_template: The Jinja template of a conversation, or None.
-    bos_id: The beginning of a document, or None.
-    eos_ids: The tokens that end a text.
-    pad_id: Padding, or None.
-    add_bos: Whether a text begins with `bos_id`.
-  """
+  """A model in a GGUF file, with the names, shapes and layout that it has on the hub."""
 
   def __init__(self, path: str | os.PathLike[str]):
-    """Reads the header of a file."""
     self._header = header = gguf_header.read_header(path)
     metadata = header.metadata
     self.path = header.path

@@ -30,37 +30,23 @@ _MOST_AXES = 4
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-  """A tensor's entry in the header.
+  """A tensor's entry in the header."""
 
-  Attributes:
-    shape: Its shape, the axis that is contiguous in memory last.
-    type_id: The number of its type, a `gguf.GGMLQuantizationType` if it is a known one.
-    offset: Bytes from the beginning of the file to its data.
-  """
-
-  shape: tuple[int, ...]
-  type_id: int
-  offset: int
+  shape: tuple[int, ...]  # the axis that is contiguous in memory last
+  type_id: int  # a `gguf.GGMLQuantizationType` if it is a known one
+  offset: int  # bytes from the beginning of the file
 
 
 @dataclasses.dataclass(frozen=True)
 class GgufHeader:
-  """What stands before the data of a GGUF file.
-
-  Attributes:
-    path: The file.
-    metadata: Numbers, strings and lists by key.
-    tensors: The tensors by the names that llama.cpp has for them.
-    data: uint8 `[bytes]`, the file, mapped into memory.
-  """
+  """What stands before the data of a GGUF file."""
 
   path: str
   metadata: dict[str, Any]
-  tensors: dict[str, StoredTensor]
-  data: np.ndarray
+  tensors: dict[str, StoredTensor]  # by llama.cpp's names
+  data: np.ndarray  # uint8 `[bytes]`, the file mapped into memory
 
   def required(self, key: str) -> Any:
-    """A value of the metadata."""
     if key not in self.metadata:
       raise ValueError(f'{self.path}: the metadata has no {key}')
     return self.metadata[key]

@@ -35,7 +35,6 @@ _ReadPart: TypeAlias = Callable[[Any], np.ndarray]
 
 
 def _read(index, *, shape, tensors: Tensors, source: Source, family: Family, config: CausalLMConfig) -> np.ndarray:
-  """The part `index` of a parameter of a shape."""
   *inputs, outputs = (slice(*part.indices(size)[:2]) for part, size in zip(index, shape, strict=True))
   parts = []
   for found in output_ranges(outputs, source, family, config):
@@ -46,14 +45,10 @@ def _read(index, *, shape, tensors: Tensors, source: Source, family: Family, con
 
 
 def _quantized_reads(read: _ReadPart, kernel: Int8Kernel) -> tuple[_ReadPart, _ReadPart]:
-  """Functions that give the part `index` of a kernel's values and of its scales.
+  """Functions that give a part of a kernel's int8 values, and of its scales, from parts in float32 or wider.
 
   A scale belongs to a whole channel, so whole channels are read, some at a time, also for a device that holds only some
   of their inputs. They stay here in int8 until the functions go, so that all devices and both functions share a read.
-
-  Args:
-    read: Gives a part of the kernel in float32 or wider.
-    kernel: The kernel's shapes.
   """
   axis = kernel.channel_axis
   num_channels, num_inputs = kernel.shape[axis], kernel.shape[1 - axis]
@@ -84,7 +79,7 @@ def _quantized_reads(read: _ReadPart, kernel: Int8Kernel) -> tuple[_ReadPart, _R
 
 
 def _in_blocks(keys, shape, tensors: Tensors, source: Source, family: Family, config) -> BlockKernel | None:
-  """A matrix with the blocks of its file; None for other parameters, and where its blocks are of another type."""
+  """A matrix in the blocks of its file; None for other parameters, and for blocks of another type."""
   name = keys[-1].key
   if name not in CHANNEL_AXES or not isinstance(tensors, GgufTensors):
     return None
@@ -99,12 +94,7 @@ def _in_blocks(keys, shape, tensors: Tensors, source: Source, family: Family, co
 
 
 def for_platform(config: CausalLMConfig, mesh: Mesh | None) -> CausalLMConfig:
-  """The configuration with the caches that the devices write fastest.
-
-  Args:
-    config: The configuration.
-    mesh: The devices; None for the default device.
-  """
+  """The configuration with the caches that the devices of `mesh`, or the default one, write fastest."""
   with tracing_for(mesh):
     return dataclasses.replace(config, cache_dtype=fastest_cache_dtype(config.dtype) or config.cache_dtype)
 

@@ -22,8 +22,8 @@ _MASKING = -9e3  # added to scores that do not count; files have -1e4 and less, 
 def settle_head(spec: Mapping[str, Any], tensors: Tensors, where: str = 'config.json') -> Mapping[str, Any]:
   """The configuration with `tie_word_embeddings` as the tensors have it.
 
-  A configuration may say that the embedding is the output head, and the checkpoint have a head of other numbers. Then
-  that head is the model's, as in Transformers, and there is a warning.
+  It may say that the embedding is the output head where the checkpoint has a head of other numbers. That head then is
+  the model's, as in Transformers, and there is a warning.
   """
   family, config = read_spec(spec, where)
   names = tensors.names()
@@ -90,7 +90,6 @@ def check_buffers(tensors: Tensors, names: Iterable[str], ropes: Collection[Rope
 
 
 def check_model_buffers(spec: Mapping[str, Any], tensors: Tensors, where: str) -> None:
-  """Checks the tensors of a model that follow from its configuration, see `check_buffers`."""
   family, config = read_spec(spec, where)
   # Linear scaling divided positions where frequencies are divided now.
   _, unscaled = read_spec({**spec, 'rope_scaling': None}, where)

@@ -90,13 +90,9 @@ def _kind(parameters: Mapping[str, Any]) -> str:
 
 
 def rope_parameters(spec: Mapping[str, Any], name: str, found: Any, **defaults: float | None) -> dict[str, Any]:
-  """The parameters of rotary positions, with what stands elsewhere in a `config.json`.
+  """The parameters of rotary positions: those found in the field `name`, with what stands elsewhere in `spec`.
 
-  Args:
-    spec: The content of `config.json`.
-    name: The field that says something about the scaling.
-    found: Its value, or an empty object.
-    **defaults: Parameters that apply where it does not name them.
+  `defaults` apply where neither names a parameter.
   """
   found = {key: value for key, value in check_object(found, ROPE_FIELDS, name).items() if value is not None}
   nested = [key for key, value in found.items() if isinstance(value, dict)]
@@ -117,16 +113,10 @@ def context_length(parameters: Mapping[str, Any]) -> int:
 
 
 def read_rope(parameters: Mapping[str, Any], head_dim: int) -> Rope:
-  """Rotary positions with their scaling.
+  """Rotary positions of heads of width `head_dim`, with the scaling that `parameters` names.
 
-  Args:
-    parameters: `rope_theta`, the base, and optionally `rope_type` (older: `type`), `partial_rotary_factor` and the
-      numbers of the scaling.
-    head_dim: Width of a head.
-
-  Raises:
-    ValueError: The scaling is of an unknown type.
-    KeyError: A number of the scaling is missing.
+  `rope_theta` is the base; `rope_type` (older: `type`), `partial_rotary_factor` and the scaling's numbers are optional.
+  An unknown type raises `ValueError`, and a missing number `KeyError`.
   """
   kind = _kind(parameters)
   width = int(head_dim * parameters.get('partial_rotary_factor', 1.0))

@@ -86,7 +86,7 @@ def check_tensors(
 
 
 def are_equal(tensors: Tensors, name: str, others: Tensors, other: str, *, dtype: Any = None) -> bool:
-  """Whether two tensors hold the same numbers once they are rounded to `dtype`. Some rows are read at a time."""
+  """Whether two tensors hold the same numbers once they are rounded to `dtype`; reads some rows at a time."""
   shape = tensors.shape(name)
   if others.shape(other) != shape:
     return False
@@ -103,13 +103,11 @@ def are_equal(tensors: Tensors, name: str, others: Tensors, other: str, *, dtype
 
 
 class SafetensorsFolder(Tensors):
-  """The tensors of a folder: of its one file, or of those that `model.safetensors.index.json` names, as `Tensors`.
+  """The tensors of a folder: of its one file, or of those that `model.safetensors.index.json` names.
 
   As in Transformers the one file counts where there are both, and so does all that the files of an index hold. Files
-  are mapped to memory, so that only what is used is read.
-
-  Raises:
-    ValueError: A file is missing or damaged, or two of them hold different numbers by the same name.
+  are mapped to memory. One that is missing or damaged raises `ValueError`, as do two that hold different numbers by the
+  same name.
   """
 
   def __init__(self, folder: epath.PathLike, file_name: str = 'model.safetensors'):
@@ -173,7 +171,6 @@ def _read_index(path: epath.Path) -> dict[str, list[str]]:
 
 
 def _open(path: epath.Path) -> tuple[Any, set[str]]:
-  """A safetensors file and the names of its tensors."""
   if not path.exists():
     raise ValueError(f'{path} is missing')
   with foreign.open_file(path) as file:

@@ -156,10 +156,8 @@ class _BoundedReader(io.BufferedReader):
 
 
 class TorchFile(Tensors):
-  """The tensors of a file that `torch.save` wrote from a state dict, as `Tensors`.
-
-  Raises:
-    ValueError: The file is damaged, of another format, or holds anything but tensors by name.
+  """The tensors of a state dict that `torch.save` wrote. A file that holds anything else or is damaged raises
+  `ValueError`.
   """
 
   def __init__(self, path: epath.PathLike):
