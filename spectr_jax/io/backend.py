@@ -13,9 +13,7 @@ _T = TypeVar('_T')
 
 
 def guarded(name: str, function: Callable[..., _T], *args: Any, **kwargs: Any) -> _T:
-  """Calls `tokenizers` and raises `ValueError` for its bare `Exception` and its `PanicException`, which is not even
-  that.
-  """
+  """Calls `tokenizers`, whose bare `Exception` and `PanicException`, no `Exception` itself, become `ValueError`."""
   try:
     return function(*args, **kwargs)
   except BaseException as error:
@@ -50,13 +48,13 @@ class Backend:
 
   def encode(self, *args: Any, **kwargs: Any) -> Any:
     """The encoding of a text; its ids alone where they are rewritten."""
-    found = guarded(self.name, self.tokenizer.encode, *args, **kwargs)
-    return found if self.rewrite is None else Ids(self.rewrite(found.ids))
+    encoding = guarded(self.name, self.tokenizer.encode, *args, **kwargs)
+    return encoding if self.rewrite is None else Ids(self.rewrite(encoding.ids))
 
   def encode_batch_fast(self, *args: Any, **kwargs: Any) -> list[Any]:
     """The encodings of texts, as `encode` gives them."""
-    found = guarded(self.name, self.tokenizer.encode_batch_fast, *args, **kwargs)
-    return found if self.rewrite is None else [Ids(self.rewrite(each.ids)) for each in found]
+    encodings = guarded(self.name, self.tokenizer.encode_batch_fast, *args, **kwargs)
+    return encodings if self.rewrite is None else [Ids(self.rewrite(each.ids)) for each in encodings]
 
   def to_str(self, *args: Any, **kwargs: Any) -> str:
     """The content of the tokenizer's `tokenizer.json`."""
@@ -67,7 +65,7 @@ class Backend:
   def __getattr__(self, attribute: str) -> Any:
     if attribute.startswith('_') or attribute in self.__slots__:
       raise AttributeError(attribute)
-    found = getattr(self.tokenizer, attribute)
-    if not callable(found):
-      return found
-    return lambda *args, **kwargs: guarded(self.name, found, *args, **kwargs)
+    value = getattr(self.tokenizer, attribute)
+    if not callable(value):
+      return value
+    return lambda *args, **kwargs: guarded(self.name, value, *args, **kwargs)

@@ -43,16 +43,16 @@ def files_below(folder: epath.PathLike) -> list[str]:
   folder = epath.Path(folder)
   if not is_remote(folder) and os.path.islink(folder):
     raise ValueError(f'{folder} is a symbolic link')
-  found, waiting = [], [folder]
+  files, waiting = [], [folder]
   try:
     while waiting:
       for path, is_folder in _entries(waiting.pop()):
-        (waiting if is_folder else found).append(path)
-        if len(found) + len(waiting) > _MAX_FILES:
+        (waiting if is_folder else files).append(path)
+        if len(files) + len(waiting) > _MAX_FILES:
           raise ValueError(f'{folder} holds more than {_MAX_FILES:,} files')
   except OSError as error:
     raise ValueError(f'cannot read {folder}: {error.strerror or error}') from error
-  return sorted(path.relative_to(folder).as_posix() for path in found)
+  return sorted(path.relative_to(folder).as_posix() for path in files)
 
 
 def file_hash(path: epath.PathLike, begin: int = 0, size: int = sys.maxsize) -> str:

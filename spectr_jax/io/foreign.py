@@ -47,9 +47,7 @@ def as_path(path: epath.PathLike) -> epath.Path:
 
 
 def open_file(path: epath.PathLike) -> BinaryIO:
-  """Opens a regular file to read its bytes, or raises `ValueError`. Opening a pipe or device does not wait and has no
-  effect on it.
-  """
+  """Opens a regular file to read its bytes, or raises `ValueError`; does not wait for a pipe or touch a device."""
   path = as_path(path)
   if is_remote(path):
     return _open_remote(path)
@@ -113,11 +111,11 @@ def read_text(path: epath.PathLike, limit: int = SMALL) -> str:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-  found = dict(pairs)
-  if len(found) < len(pairs):
+  values = dict(pairs)
+  if len(values) < len(pairs):
     names = collections.Counter(name for name, _ in pairs)
     raise ValueError(f'{shown(names.most_common(1)[0][0])} is there twice')
-  return found
+  return values
 
 
 def parse_json(text: str, where: str, *, is_read_again: bool = False) -> Any:
@@ -241,12 +239,12 @@ def name_shown(name: str) -> str:
 def gguf_files(folder: epath.PathLike) -> str:
   """Words that end in `; ` and say which GGUF files a folder has, for a message; empty if it has none."""
   try:
-    found = sorted(path.name for path in epath.Path(folder).glob('*.gguf'))
+    names = sorted(path.name for path in epath.Path(folder).glob('*.gguf'))
   except OSError:
     return ''
-  shown_paths = [name_shown(str(epath.Path(folder) / name)) for name in found[:_MOST_NAMED]]
-  others = [f'{len(found) - _MOST_NAMED:,} more'] if len(found) > _MOST_NAMED else []
-  return f'give the name of the .gguf file in it, {" or ".join(shown_paths + others)}; ' if found else ''
+  shown_paths = [name_shown(str(epath.Path(folder) / name)) for name in names[:_MOST_NAMED]]
+  others = [f'{len(names) - _MOST_NAMED:,} more'] if len(names) > _MOST_NAMED else []
+  return f'give the name of the .gguf file in it, {" or ".join(shown_paths + others)}; ' if names else ''
 
 
 @contextlib.contextmanager

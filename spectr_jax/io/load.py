@@ -17,7 +17,10 @@ from jax.sharding import Mesh
 from spectr_jax.io import foreign, model_files
 from spectr_jax.io.checksums import file_hash
 from spectr_jax.io.hub.families import read_spec
-from spectr_jax.io.hub.gguf_file import GgufFile
+from spectr_jax.io.hub.gguf_config import architecture_of, hub_config, stop_ids
+from spectr_jax.io.hub.gguf_header import read_header
+from spectr_jax.io.hub.gguf_tensors import GgufTensors
+from spectr_jax.io.hub.gguf_tokenizer import adds_bos, build_tokenizer
 from spectr_jax.io.hub.hub_tokenizer import HubTokenizer, load_hub_tokenizer
 from spectr_jax.io.hub.load import load_hub_model, make_model, read_hub_config, read_json
 from spectr_jax.io.hub.redundant import settle_head
@@ -57,9 +60,6 @@ def load_model(
       is then the model with rounded inputs. None for the weights of the file in `dtype`.
     mesh: The devices whose axis `model` the parameters are sharded over, as `DecodeSharding` shards a target; None for
       the default device.
-
-  Returns:
-    The model and its tokenizer.
 
   Raises:
     ValueError: There is no such model, it is of an unknown kind, a file is missing or damaged, or the type of weights
@@ -135,36 +135,46 @@ class _HubFolder(ModelFiles):
       return load_hub_model(self.path, dtype=dtype, weights=weights, mesh=mesh)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Gguf(ModelFiles):
-  """A GGUF file, with its header read."""
+class GgufFile(ModelFiles):
+  """A GGUF file, with its header read and with the names, shapes and layout that the model has on the hub."""
 
-  path: epath.Path
-  file: GgufFile
+  def __init__(self, path: epath.PathLike):
+    self._header = header = read_header(path)
+    self.path = header.path
+    self._spec = hub_config(header)
+    self.tensors = GgufTensors(header, self._spec, architecture_of(header))
+    self.bos_id: int | None = header.metadata.get('tokenizer.ggml.bos_token_id')
+    self.add_bos: bool = self.bos_id is not None and adds_bos(header)
 
   @property
   def spec(self) -> Mapping[str, Any]:
-    return self.file.config
+    return self._spec
 
   @property
   def context_length(self) -> int:
-    return read_spec(self.spec, self.file.path)[1].context_length
+    return read_spec(self.spec, self.path)[1].context_length
 
-  def tokenizer(self) -> TokenizerBase:
-    names = 'bos_id', 'eos_ids', 'add_bos', 'chat_template', 'pad_id'
-    return HubTokenizer.from_parts(self.file.tokenizer(), **{name: getattr(self.file, name) for name in names})
+  def tokenizer(self) -> HubTokenizer:
+    metadata = self._header.metadata
+    return HubTokenizer.from_parts(
+      build_tokenizer(self._header),
+      bos_id=self.bos_id,
+      eos_ids=stop_ids(self._header),
+      add_bos=self.add_bos,
+      chat_template=metadata.get('tokenizer.chat_template'),
+      pad_id=metadata.get('tokenizer.ggml.padding_token_id'),
+    )
 
   def load(self, *, dtype, weights, mesh) -> Model:
-    file = self.file
-    with foreign.named(file.path):
-      return make_model(file.config, file.tensors, dtype=dtype, weights=weights, mesh=mesh, where=file.path)
+    with foreign.named(self.path):
+      return make_model(self.spec, self.tensors, dtype=dtype, weights=weights, mesh=mesh, where=self.path)
 
 
 def open_model(path: epath.PathLike) -> ModelFiles:
   """The files of a model of any format that `load_model` reads, downloaded if need be, or a `ValueError`."""
   path = foreign.as_path(path)
   if path.suffix == '.gguf':
-    return _Gguf(path, GgufFile(path))
+    return GgufFile(path)
   path = hub_folder(path)
   if (path / 'model.json').exists():
     return _OwnFolder(path)
@@ -210,9 +220,7 @@ def _download(name: str, files: Sequence[str]) -> epath.Path:
 
 
 def files_of(path: epath.PathLike) -> list[epath.Path]:
-  """The files, existing or not, and folders that a model or a head may be read from; `ValueError` if an index is
-  damaged.
-  """
+  """The files and folders, existing or not, that a model or a head is read from; `ValueError` for a damaged index."""
   path = epath.Path(path)
   if not path.is_dir():
     return [path]

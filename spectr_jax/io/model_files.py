@@ -29,14 +29,14 @@ _MOST_STORED, _MOST_COMPRESSED, _SMALL = 2, 16, 2**26
 
 def _files_of(folder: epath.Path) -> list[str]:
   """The relative paths of a model's files but `model.json`: its tokenizer and its parameters."""
-  found = ['tokenizer.json'] if (folder / 'tokenizer.json').exists() else []
+  names = ['tokenizer.json'] if (folder / 'tokenizer.json').exists() else []
   if (folder / 'params').exists():
-    found += [f'params/{name}' for name in files_below(folder / 'params')]
-  return found
+    names += [f'params/{name}' for name in files_below(folder / 'params')]
+  return names
 
 
 def _checkpointer() -> ocp.StandardCheckpointer:
-  """A checkpointer that waits for no other process."""
+  """A checkpointer that waits for no other process: one writes a model, and any may read one by itself."""
   process = jax.process_index()
   alone = ocp.options.MultiprocessingOptions(
     primary_host=process, active_processes={process}, barrier_sync_key_prefix=f'process_{process}'
@@ -187,8 +187,7 @@ def _read_spec(path: epath.Path) -> _Spec:
 def read_config(path: epath.PathLike) -> transformer.TransformerConfig:
   """Reads the configuration of a model that `save_model` wrote, without its parameters.
 
-  Raises:
-    ValueError: The directory is missing or not a model.
+  Raises `ValueError` if there is none.
   """
   return _read_spec(epath.Path(path)).config
 
@@ -240,9 +239,6 @@ def load_transformer(
     path: The directory; may be remote (`gs://...`).
     dtype: The dtype to compute in, `float32` or `bfloat16`; None for the one in its configuration.
     weights: `int8` to quantize kernels and embedding once they are read; None for floating point numbers.
-
-  Returns:
-    The model and its tokenizer.
 
   Raises:
     ValueError: The directory is missing, not a model, a file in it is missing or damaged, or the type of weights is

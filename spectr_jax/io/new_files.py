@@ -83,8 +83,8 @@ def only_writer(path: epath.PathLike) -> Iterator[None]:
     yield
   finally:
     with contextlib.suppress(OSError):
-      found = os.fstat(descriptor)
-      if stat.S_ISREG(found.st_mode) and found.st_size == 0:  # as ours are
+      status = os.fstat(descriptor)
+      if stat.S_ISREG(status.st_mode) and status.st_size == 0:  # as ours are
         os.unlink(place)
     os.close(descriptor)
 
@@ -190,14 +190,14 @@ def write_file(path: epath.PathLike, content: bytes) -> None:
 
 def _files(folder: epath.Path) -> list[str]:
   """The relative paths of all files below a folder; links are files."""
-  found, waiting = [], [folder]
+  files, waiting = [], [folder]
   while waiting:
     for path in waiting.pop().iterdir():
       if path.is_dir() and (is_remote(path) or not os.path.islink(path)):
         waiting.append(path)
       else:
-        found.append(str(path.relative_to(folder)))
-  return sorted(found)
+        files.append(str(path.relative_to(folder)))
+  return sorted(files)
 
 
 @contextlib.contextmanager
@@ -235,8 +235,8 @@ def new_folder(
 def check_new_folder(
   path: epath.PathLike, names: Collection[str], *, owned: Callable[[epath.Path], Collection[str]] = lambda folder: ()
 ) -> None:
-  """Raises at once the `ValueError` that `new_folder` with `overwrite` would raise once all is computed, for files of
-  these names.
+  """Raises at once the `ValueError` that `new_folder` with `overwrite` would raise in the end, for files of these
+  names.
   """
   path = resolved(path)
   is_there = path.exists() or (not is_remote(path) and os.path.lexists(path))

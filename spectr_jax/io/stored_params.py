@@ -69,8 +69,8 @@ class StoredParams:
 def _problem(array: ts.TensorStore, shape: tuple[int, ...], dtype: np.dtype) -> str | None:
   """Why an array is not read, or None."""
   if array.shape != shape or array.dtype.numpy_dtype != dtype:
-    found = foreign.name_shown(f'{array.dtype.name} of shape {array.shape}')
-    return f'is {found}, expected {dtype} of shape {shape}'
+    stored = foreign.name_shown(f'{array.dtype.name} of shape {array.shape}')
+    return f'is {stored}, expected {dtype} of shape {shape}'
   chunk = tuple(size or 0 for size in array.chunk_layout.read_chunk.shape or ())
   # A chunk takes all its memory, whatever the part of it that is used.
   if len(chunk) != len(shape) or not all(0 < size <= whole for size, whole in zip(chunk, shape)):

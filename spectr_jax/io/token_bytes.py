@@ -51,9 +51,9 @@ def _byte_of_character() -> dict[str, int]:
   """GPT-2's alphabet: visible bytes are spelled as themselves, the others as the characters from U+0100 on."""
   visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
   hidden = [byte for byte in range(256) if byte not in visible]
-  found = {chr(byte): byte for byte in visible} | {chr(0x100 + place): byte for place, byte in enumerate(hidden)}
-  assert found.keys() == {*pre_tokenizers.ByteLevel.alphabet()}
-  return found
+  table = {chr(byte): byte for byte in visible} | {chr(0x100 + place): byte for place, byte in enumerate(hidden)}
+  assert table.keys() == {*pre_tokenizers.ByteLevel.alphabet()}
+  return table
 
 
 def _steps(decoder: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
@@ -132,9 +132,9 @@ class TokenBytes(dict[int, bytes]):
     """Reads how the tokenizer spells bytes; `ValueError` if its decoder gives tokens no text of their own."""
     super().__init__()
     self._backend = Backend(backend)
-    found = self._backend.decoder
+    decoder = self._backend.decoder
     with named(self._backend.name):
-      self._rules = _Rules(None if found is None else json.loads(found.__getstate__()))
+      self._rules = _Rules(None if decoder is None else json.loads(decoder.__getstate__()))
 
   @functools.cached_property
   def _added(self) -> dict[int, tokenizers.AddedToken]:
@@ -150,8 +150,8 @@ class TokenBytes(dict[int, bytes]):
     return frozenset(self.special.values())
 
   def __missing__(self, index: int) -> bytes:
-    found = self[index] = self._find(index)
-    return found
+    content = self[index] = self._find(index)
+    return content
 
   def _find(self, index: int) -> bytes:
     if not 0 <= index < 2**32:
@@ -209,7 +209,7 @@ class TokenBytes(dict[int, bytes]):
 
     def read(ids: Iterable[int]) -> list[TextToken]:
       nonlocal length
-      found = []
+      tokens = []
       for index in map(int, ids):
         raw, content = self[index], self._content(index)
         text = characters.decode(raw[:1])
@@ -217,7 +217,7 @@ class TokenBytes(dict[int, bytes]):
         is_waiting = bool(characters.getstate()[0]) or not raw
         offset = length + len(self._finished(text if is_waiting else text[:-1]))
         length += len(self._finished(text + characters.decode(raw[1:])))
-        found.append(TextToken(self._name(index, content), content, offset))
-      return found
+        tokens.append(TextToken(self._name(index, content), content, offset))
+      return tokens
 
     return read

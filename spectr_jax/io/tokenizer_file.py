@@ -84,11 +84,7 @@ _MODEL = {
   **dict.fromkeys(('fuse_unk', 'byte_fallback', 'ignore_merges'), FLAG),
 }
 FLAGS_OF_ADDED = 'single_word', 'lstrip', 'rstrip', 'normalized', 'special'
-_ADDED = {
-  'id': TOKEN_ID,
-  'content': TOKEN,
-  **dict.fromkeys(FLAGS_OF_ADDED, FLAG),
-}
+_ADDED = {'id': TOKEN_ID, 'content': TOKEN, **dict.fromkeys(FLAGS_OF_ADDED, FLAG)}
 _FILE = {
   'version': one_of('1.0'),
   'added_tokens': list_of(ANYTHING, _MOST_ADDED),
@@ -169,9 +165,9 @@ def read_backend(path: epath.PathLike) -> Backend:
   backend.no_truncation()
   backend.no_padding()
   for token, index in added.items():
-    found = backend.token_to_id(token)
-    if found != index:
-      raise ValueError(f'{path}: the added token {shown(token)} is to have the id {index}, but gets {found}')
+    given = backend.token_to_id(token)
+    if given != index:
+      raise ValueError(f'{path}: the added token {shown(token)} is to have the id {index}, but gets {given}')
   return backend
 
 
@@ -180,14 +176,14 @@ def _check(content: Any, where: str) -> dict[str, int]:
   spec = check_object(content, _FILE, where)
   _check_model(spec.get('model') or {}, f'{where}: model')
   steps = {section: list(_steps(spec.get(section), section, where)) for section in _STEPS}
-  for name, found in (
+  for name, applied in (
     ('the text to encode', steps['normalizer'] + steps['pre_tokenizer']),
     ('the text of a token', steps['decoder']),
   ):
-    growth = math.prod(map(_growth, found))
+    growth = math.prod(map(_growth, applied))
     if growth > _MOST_GROWTH:
       raise ValueError(f'{where} may make {name} more than {_MOST_GROWTH} times as long')
-    if sum('Regex' in (step.get('pattern') or {}) for step in found) > _MOST_PATTERNS:
+    if sum('Regex' in (step.get('pattern') or {}) for step in applied) > _MOST_PATTERNS:
       raise ValueError(f'{where} applies more than {_MOST_PATTERNS} regular expressions to {name}')
   return _check_added(spec.get('added_tokens') or [], f'{where}: added_tokens')
 
@@ -282,7 +278,7 @@ def _check_template(step: dict[str, Any], where: str) -> None:
 
 
 def _check_charsmap(text: str, where: str) -> None:
-  """Checks SentencePiece's map of characters: the size of its index, and replacements that end in a zero each."""
+  """Checks SentencePiece's map of characters: an index in numbers of 4 bytes, then replacements that end in zeros."""
   try:
     content = base64.b64decode(text, validate=True)
   except (binascii.Error, ValueError) as error:

@@ -33,17 +33,14 @@ def test_refuses_what_is_no_file(tmp_path, kind):
     path = '/dev/zero'
   elif kind == 'link_to_device':
     path.symlink_to('/dev/zero')
-  with pytest.raises(ValueError, match='it|zero') as error:
-    foreign.read_bytes(path)
-  assert str(path) in str(error.value)
+  hostile.refusal(lambda: foreign.read_bytes(path), path)
 
 
 def test_size_is_bounded(tmp_path):
   path = tmp_path / 'big'
   with path.open('wb') as file:
     file.truncate(2**40)  # a sparse file of a terabyte
-  with pytest.raises(ValueError, match='big is larger than 4,194,304 bytes'):
-    foreign.read_bytes(path)
+  hostile.refusal(lambda: foreign.read_bytes(path), path, 'big is larger than 4,194,304 bytes')
   path.write_bytes(b'12345')
   assert foreign.read_bytes(path, 5) == b'12345'
   with pytest.raises(ValueError, match='larger than 4 bytes'):
@@ -69,11 +66,7 @@ def test_size_is_bounded(tmp_path):
 def test_faults_are_one_short_line(tmp_path, text, message):
   path = tmp_path / 'a.json'
   path.write_bytes(text)
-  with pytest.raises(ValueError, match=message) as error:
-    foreign.read_object(path, {'size': foreign.whole(1, 9)})
-  assert str(path) in str(error.value)
-  assert '\n' not in str(error.value)
-  assert len(str(error.value)) < 300
+  assert len(hostile.refusal(lambda: foreign.read_object(path, {'size': foreign.whole(1, 9)}), path, message)) < 300
 
 
 @pytest.mark.parametrize(

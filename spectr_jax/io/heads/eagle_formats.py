@@ -126,10 +126,11 @@ def _mtp(
   dtype,
   prefix: str,
   block: str,
-  others: dict[str, str],
+  parts: tuple[str, ...],
   **differences: Any,
 ) -> layout.Layout:
-  """A layer for multi-token prediction, which stands among the tensors of its target."""
+  """A layer for multi-token prediction, which stands among the tensors of its target; `parts` as `_MTP_PARTS`."""
+  others = {ours: f'{prefix}{theirs}' for ours, theirs in zip(_MTP_PARTS, parts, strict=True)}
   names = {name.removeprefix(block) for name in tensors.names() if name.startswith(block)}
   unknown = 'this MTP head has {}, which is not computed here; known are dense blocks of Llama and Qwen'
   for marker, kind in (('mlp.experts.', 'a mixture of experts'), ('self_attn.kv_', 'latent attention')):
@@ -157,31 +158,26 @@ def _mtp(
   return layout.Layout(config, modules, prefix)
 
 
+_MTP_PARTS = 'join', 'embedding_norm', 'hidden_norm', 'output_norm', 'embedding', 'unembedding'
+
+
 def read_qwen_mtp(spec, tensors: Tensors, sizes: layout.TargetSizes, dtype) -> layout.Layout:
-  others = {
-    'join': 'fc', 'embedding_norm': 'pre_fc_norm_embedding', 'hidden_norm': 'pre_fc_norm_hidden', 'output_norm': 'norm',
-    'embedding': 'embed_tokens', 'unembedding': 'lm_head',
-  }  # fmt: skip
-  others = {ours: f'mtp.{theirs}' for ours, theirs in others.items()}
+  names = 'fc', 'pre_fc_norm_embedding', 'pre_fc_norm_hidden', 'norm', 'embed_tokens', 'lm_head'
   # The norms of this family hold the gain less 1.
-  return _mtp(spec, tensors, sizes, dtype, 'mtp.', 'mtp.layers.0.', others, gain_offset=1.0)
+  return _mtp(spec, tensors, sizes, dtype, 'mtp.', 'mtp.layers.0.', names, gain_offset=1.0)
 
 
 def deepseek_prefix(names: set[str]) -> str | None:
   """The beginning of the names of a DeepSeek model's MTP layer, None if it has none."""
   pattern = r'(model\.layers\.[0-9]{1,5}\.)eh_proj\.weight'
-  found = [match[1] for name in names if (match := re.fullmatch(pattern, name))]
-  if len(found) > 1:
-    raise ValueError(f'the checkpoint has {len(found)} MTP layers; one is read')
-  return found[0] if found else None
+  prefixes = [match[1] for name in names if (match := re.fullmatch(pattern, name))]
+  if len(prefixes) > 1:
+    raise ValueError(f'the checkpoint has {len(prefixes)} MTP layers; one is read')
+  return prefixes[0] if prefixes else None
 
 
 def read_deepseek_mtp(spec, tensors: Tensors, sizes: layout.TargetSizes, dtype) -> layout.Layout:
   prefix = deepseek_prefix(tensors.names())
   assert prefix is not None  # as the format is recognised by it
-  others = {
-    'join': 'eh_proj', 'embedding_norm': 'enorm', 'hidden_norm': 'hnorm', 'output_norm': 'shared_head.norm',
-    'embedding': 'embed_tokens', 'unembedding': 'shared_head.head',
-  }  # fmt: skip
-  others = {ours: f'{prefix}{theirs}' for ours, theirs in others.items()}
-  return _mtp(spec, tensors, sizes, dtype, prefix, prefix, others)
+  names = 'eh_proj', 'enorm', 'hnorm', 'shared_head.norm', 'embed_tokens', 'shared_head.head'
+  return _mtp(spec, tensors, sizes, dtype, prefix, prefix, names)

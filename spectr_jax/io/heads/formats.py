@@ -5,6 +5,7 @@ What differs between heads of a format follows from the tensors where it can, si
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -56,7 +57,7 @@ READERS: dict[str, Callable[..., Layout]] = {
   'EAGLE-3': eagle_formats.read_eagle3,
   'speculators': _speculators,
   'DFlash': one_pass_formats.read_dflash,
-  'DFlash 2': one_pass_formats.read_dflash2,
+  'DFlash 2': functools.partial(one_pass_formats.read_dflash, architecture='DFlash2DraftModel'),
   'DSpark': one_pass_formats.read_dspark,
   'MTP': eagle_formats.read_qwen_mtp,
   'MTP, DeepSeek': eagle_formats.read_deepseek_mtp,

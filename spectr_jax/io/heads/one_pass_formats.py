@@ -140,10 +140,6 @@ def read_dflash(
   )
 
 
-def read_dflash2(spec, tensors: Tensors, sizes: layout.TargetSizes, dtype) -> layout.Layout:
-  return read_dflash(spec, tensors, sizes, dtype, 'DFlash2DraftModel')
-
-
 def read_dspark(spec, tensors: Tensors, sizes: layout.TargetSizes, dtype) -> layout.Layout:
   _check_architecture(spec, 'Qwen3DSparkModel')
   if 'sliding_attention' in spec.get('layer_types', []):

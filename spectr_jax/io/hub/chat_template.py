@@ -120,23 +120,14 @@ def _stop(process: subprocess.Popen, owner: int) -> None:
 class ChatTemplate:
   """A chat template.
 
-  It runs in a process of its own, which stays for further conversations. Its time, memory and output are bounded
-  whatever it does, and the process ends with this object.
+  It is a Jinja program, which runs in a process of its own, which stays for further conversations. Its time, memory and
+  output are bounded whatever it does, and the process ends with this object.
 
   A template may read the clock (`strftime_now`), as that of Llama 3.1 does. Its prompts then change from day to day.
-
-  Attributes:
-    source: The Jinja text.
-    special_tokens: Special tokens by the names that templates have for them.
   """
 
   def __init__(self, source: str, special_tokens: Mapping[str, str]):
-    """Stores the template, which is compiled when it is first used.
-
-    Args:
-      source: The Jinja text.
-      special_tokens: Special tokens by the names that templates have for them, such as `bos_token`.
-    """
+    """Stores the Jinja text, compiled when it is first used, and special tokens by their names such as `bos_token`."""
     self.source, self.special_tokens = source, dict(special_tokens)
     self._lock, self._worker = threading.Lock(), None
 
@@ -144,14 +135,10 @@ class ChatTemplate:
     return type(self), (self.source, self.special_tokens)
 
   def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-    """The conversation as text, up to where the model answers.
+    """The conversation, messages with the texts `role` and `content`, as text up to where the model answers.
 
-    Args:
-      messages: The messages, each with the texts `role` and `content`.
-
-    Raises:
-      ValueError: The template is damaged, refuses the conversation or exceeds its bounds, or a message has something
-        that is no text; the message says why.
+    Raises `ValueError` if the template is damaged, refuses the conversation or exceeds its bounds, or a message has
+    something that is no text; the message says why.
     """
     _check_messages(messages)
     if not self.source.strip():

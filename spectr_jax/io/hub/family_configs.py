@@ -42,9 +42,9 @@ def _rope_parameters(spec: Mapping[str, Any], **defaults: float | None) -> dict[
   new, old = spec.get('rope_parameters'), spec.get('rope_scaling')
   if new and old and new != old:
     raise ValueError('rope_parameters and rope_scaling contradict each other')
-  name, found = ('rope_scaling', old) if old else ('rope_parameters', new or {})
+  name, values = ('rope_scaling', old) if old else ('rope_parameters', new or {})
   usual = {'rope_theta': spec.get('rope_theta', 10000.0), 'partial_rotary_factor': spec.get('partial_rotary_factor')}
-  return rope_parameters(spec, name, found, **(usual | defaults))
+  return rope_parameters(spec, name, values, **(usual | defaults))
 
 
 def _head_dim(width: int, num_heads: int) -> int:
@@ -68,7 +68,7 @@ def layer_windows(
         raise ValueError(f'sliding_window {size} is not supported in this family without layer_types')
       return ()
     sliding = [is_sliding(i) for i in range(num_layers)] if size is not None else []
-    return tuple(size if found else None for found in sliding) if any(sliding) else ()
+    return tuple(size if slides else None for slides in sliding) if any(sliding) else ()
   unknown = [kind for kind in kinds if kind not in _LAYER_TYPES]
   if unknown:
     raise ValueError(f'layer_types: {shown(unknown[0])} is not supported; known are {", ".join(_LAYER_TYPES)}')
@@ -206,9 +206,7 @@ def gpt_neox(spec: dict[str, Any]) -> CausalLMConfig:
   if spec.get('head_dim', head_dim) != head_dim:
     raise ValueError(f'head_dim {spec["head_dim"]} is not supported in this family, whose heads share the width')
   parameters = _rope_parameters(
-    spec,
-    rope_theta=spec.get('rotary_emb_base', 10000.0),
-    partial_rotary_factor=spec.get('rotary_pct', 0.25),
+    spec, rope_theta=spec.get('rotary_emb_base', 10000.0), partial_rotary_factor=spec.get('rotary_pct', 0.25)
   )
   has_bias = spec.get('attention_bias', True)
   return llama_config(

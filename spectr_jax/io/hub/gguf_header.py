@@ -64,15 +64,15 @@ class _Cursor:
     end = self.position + count
     if end > len(self._data):
       raise EOFError
-    found = self._data[self.position : end]
+    part = self._data[self.position : end]
     self.position = end
-    return found
+    return part
 
   def scalar(self, code: str) -> Any:
     return struct.unpack(f'<{code}', self.bytes(struct.calcsize(f'<{code}')))[0]
 
   def strings(self, count: int) -> list[str]:
-    found, at, end = [], self.position, len(self._data)
+    texts, at, end = [], self.position, len(self._data)
     for _ in range(count):
       if at + 8 > end:
         raise EOFError
@@ -80,9 +80,9 @@ class _Cursor:
       at += 8 + size
       if at > end:
         raise EOFError
-      found.append(str(self._data[at - size : at], 'utf-8'))
+      texts.append(str(self._data[at - size : at], 'utf-8'))
     self.position = at
-    return found
+    return texts
 
   def string(self) -> str:
     return self.strings(1)[0]

@@ -107,20 +107,20 @@ def _module_names(family_name: str, architecture: str) -> dict[str, str]:
 
   family = FAMILIES[family_name]
   kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
-  found, stored_name = {'output': family.head_names[0]}, gguf.get_tensor_name_map(kind, 1).get_name
+  hub_names, stored_name = {'output': family.head_names[0]}, gguf.get_tensor_name_map(kind, 1).get_name
   for module in family.modules.values():
     for name in (f'{family.prefix}{module}', f'{family.prefix}{family.blocks}.0.{module}'):
       if stored := stored_name(name):
-        found[stored] = name
-  return found
+        hub_names[stored] = name
+  return hub_names
 
 
 def _hub_name(name: str, family_name: str, architecture: str) -> str:
   family = FAMILIES[family_name]
-  if found := _FREQUENCIES.fullmatch(name):
-    return f'{family.prefix}{family.blocks}.{found[1]}.rotary_emb.inv_freq'
-  found = re.fullmatch(r'(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)', name, re.ASCII)
-  layer, part, kind = found.groups() if found else (None, '', '')
+  if match := _FREQUENCIES.fullmatch(name):
+    return f'{family.prefix}{family.blocks}.{match[1]}.rotary_emb.inv_freq'
+  match = re.fullmatch(r'(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)', name, re.ASCII)
+  layer, part, kind = match.groups() if match else (None, '', '')
   module = _module_names(family_name, architecture).get(part if layer is None else f'blk.0.{part}')
   if module is None:
     raise ValueError('unknown for this architecture')
@@ -225,6 +225,6 @@ def _dequantized(source: _Source, rows: slice | np.ndarray, columns: slice) -> n
   step = max(1, _MOST_AT_ONCE // (blocks.shape[1] * size))
   for start in range(0, len(blocks), step):
     some = np.ascontiguousarray(blocks[start : start + step])
-    found = gguf.quants.dequantize(some.reshape(len(some), -1), source.quantization)
-    values[start : start + step] = found[:, first % size :][:, : values.shape[1]]
+    numbers = gguf.quants.dequantize(some.reshape(len(some), -1), source.quantization)
+    values[start : start + step] = numbers[:, first % size :][:, : values.shape[1]]
   return values

@@ -21,14 +21,10 @@ from spectr_jax.unicode import check_unicode
 
 
 class HubTokenizer(TokenizerBase):
-  """The tokenizer of a public model.
+  """The tokenizer of a public model. Its `chat_template` is None if the model has none.
 
   Names of special tokens in a text are those tokens, as everywhere with such models. In messages of a conversation they
   are text: only the template can end a turn or begin one.
-
-  Attributes:
-    pad_id, bos_id, eos_ids, add_bos: As of `TokenizerBase`.
-    chat_template: The chat template, None if the model has none.
   """
 
   chat_template: ChatTemplate | None
@@ -108,17 +104,13 @@ class HubTokenizer(TokenizerBase):
     return self.special_token_names.get(index) or self.decode([index])
 
   def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-    """Encodes a conversation up to where the model answers.
+    """Encodes a conversation up to where the model answers, of messages with the texts `role` and `content`.
 
     The ids are those of the rendered template, which writes a bos where the model wants one. Special tokens that
     messages spell are encoded as text, see `render_marked`.
 
-    Args:
-      messages: The messages, each with the texts `role` and `content`.
-
-    Raises:
-      ValueError: The model has no chat template, its template refuses the conversation or writes nothing, a message is
-        not valid Unicode, or a special token in a message cannot be told from the template's.
+    Raises `ValueError` if the model has no chat template, its template refuses the conversation or writes nothing, a
+    message is not valid Unicode, or a special token in a message cannot be told from the template's.
     """
     if self.chat_template is None:
       return super().encode_chat(messages)
@@ -271,16 +263,12 @@ def _ids_of(path: epath.Path, content: Mapping[str, Any], name: str, num_ids: in
 def load_hub_tokenizer(folder: epath.PathLike) -> HubTokenizer:
   """Reads the tokenizer of a folder as the hub serves it.
 
-  Text ends at the tokenizer's `eos_token` and at the ids of `generation_config.json`, or of `config.json` if that says
-  nothing. Prompts begin with the token that the rules of `tokenizer.json` put in front of a text, whatever
-  `add_bos_token` says: Transformers 5 reads them so.
+  The folder has `tokenizer.json`, and may have `tokenizer_config.json`, `special_tokens_map.json`,
+  `generation_config.json`, `config.json` and `chat_template.jinja`. Text ends at the tokenizer's `eos_token` and at the
+  ids of `generation_config.json`, or of `config.json` if that says nothing. Prompts begin with the token that the rules
+  of `tokenizer.json` put in front of a text, whatever `add_bos_token` says: Transformers 5 reads them so.
 
-  Args:
-    folder: Has `tokenizer.json`, and may have `tokenizer_config.json`, `special_tokens_map.json`,
-      `generation_config.json`, `config.json` and `chat_template.jinja`.
-
-  Raises:
-    ValueError: A file is missing or damaged; the message names it.
+  A missing or damaged file raises a `ValueError` that names it.
   """
   folder = epath.Path(folder)
   paths = {name: folder / f'{name}.json' for name in _FILES}

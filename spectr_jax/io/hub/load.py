@@ -37,8 +37,8 @@ _ReadPart: TypeAlias = Callable[[Any], np.ndarray]
 def _read(index, *, shape, tensors: Tensors, source: Source, family: Family, config: CausalLMConfig) -> np.ndarray:
   *inputs, outputs = (slice(*part.indices(size)[:2]) for part, size in zip(index, shape, strict=True))
   parts = []
-  for found in output_ranges(outputs, source, family, config):
-    where = (found, *inputs) if source.is_transposed else (*inputs, found)
+  for rows in output_ranges(outputs, source, family, config):
+    where = (rows, *inputs) if source.is_transposed else (*inputs, rows)
     part = tensors.read(source.name, where).astype(config.dtype, copy=False)
     parts.append(part.T if source.is_transposed else part)
   return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
@@ -69,8 +69,8 @@ def _quantized_reads(read: _ReadPart, kernel: Int8Kernel) -> tuple[_ReadPart, _R
     return values, scale
 
   def values(index):
-    found, _ = quantized(*index[axis].indices(num_channels)[:2])
-    return found[index[0]] if axis else found[:, index[1]]
+    numbers, _ = quantized(*index[axis].indices(num_channels)[:2])
+    return numbers[index[0]] if axis else numbers[:, index[1]]
 
   def scale(index):
     return quantized(*index[0].indices(num_channels)[:2])[1]
@@ -84,11 +84,11 @@ def _in_blocks(keys, shape, tensors: Tensors, source: Source, family: Family, co
   if name not in CHANNEL_AXES or not isinstance(tensors, GgufTensors):
     return None
   outputs = slice(0, shape[0] if name == 'embedding' else shape[1])
-  found = tensors.blocks(source.name, list(output_ranges(outputs, source, family, config)))
-  if found is None or found[1] not in KINDS:
+  blocks = tensors.blocks(source.name, list(output_ranges(outputs, source, family, config)))
+  if blocks is None or blocks[1] not in KINDS:
     return None
   try:
-    return packed(*found)
+    return packed(*blocks)
   except ValueError as error:
     raise ValueError(f'tensor {source.name}: {error}') from error
 
@@ -189,15 +189,9 @@ def read_json(folder: epath.PathLike) -> dict[str, Any]:
 def read_hub_config(folder: epath.PathLike, *, dtype: str | None = None, weights: str | None = None) -> CausalLMConfig:
   """The configuration of a hub folder, by its `config.json` alone.
 
-  With `causal_lm.param_shapes` it is enough to compile for a model whose weights are not there.
-
-  Args:
-    folder: The folder.
-    dtype: The dtype to compute in; None for the checkpoint's.
-    weights: As for `load_model`.
-
-  Raises:
-    ValueError: The file is missing, damaged or of an unknown architecture, or the type of weights is unknown.
+  With `causal_lm.param_shapes` it is enough to compile for a model whose weights are not there. The options are those
+  of `load_hub_model`. Raises `ValueError` if the file is missing, damaged or of an unknown architecture, or the type of
+  weights is unknown.
   """
   _, config = read_spec(read_json(folder), f'{folder}/config.json')
   return dataclasses.replace(config, dtype=dtype or config.dtype, weights=weights)
@@ -208,14 +202,8 @@ def load_hub_model(
 ) -> Model:
   """The model of a folder as the hub serves it, without its tokenizer.
 
-  Args:
-    folder: A folder with `config.json` and safetensors files.
-    dtype: As for `make_model`.
-    weights: As for `load_model`.
-    mesh: As for `make_model`.
-
-  Raises:
-    ValueError: As for `make_model`; or a file is missing or damaged.
+  The folder has `config.json` and safetensors files. The options are those of `make_model`, as are the reasons for a
+  `ValueError`; or a file is missing or damaged.
   """
   with named(folder):
     spec, where = read_json(folder), f'{folder}/config.json'

@@ -89,19 +89,19 @@ def _kind(parameters: Mapping[str, Any]) -> str:
   return kind
 
 
-def rope_parameters(spec: Mapping[str, Any], name: str, found: Any, **defaults: float | None) -> dict[str, Any]:
+def rope_parameters(spec: Mapping[str, Any], name: str, values: Any, **defaults: float | None) -> dict[str, Any]:
   """The parameters of rotary positions: those found in the field `name`, with what stands elsewhere in `spec`.
 
   `defaults` apply where neither names a parameter.
   """
-  found = {key: value for key, value in check_object(found, ROPE_FIELDS, name).items() if value is not None}
-  nested = [key for key, value in found.items() if isinstance(value, dict)]
+  values = {key: value for key, value in check_object(values, ROPE_FIELDS, name).items() if value is not None}
+  nested = [key for key, value in values.items() if isinstance(value, dict)]
   if nested:
     raise ValueError(f'{name}: RoPE of its own for {shown(nested[0])} is not supported')
   length = 'original_max_position_embeddings'
   sizes = {'max_position_embeddings': spec['max_position_embeddings'], length: spec['max_position_embeddings']}
   outside = {length: spec[length]} if length in spec else {}  # beside the other sizes it counts more than within
-  return sizes | {key: value for key, value in defaults.items() if value is not None} | found | outside
+  return sizes | {key: value for key, value in defaults.items() if value is not None} | values | outside
 
 
 def context_length(parameters: Mapping[str, Any]) -> int:

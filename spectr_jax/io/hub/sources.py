@@ -24,8 +24,8 @@ class Source:
 def telling_names(family: Family, names: Collection[str]) -> set[str]:
   """Those names, at most a few, that say how a checkpoint names its tensors."""
   ends = (*family.head_names, family.modules['embedding'], f'{family.prefix}{family.modules["embedding"]}')
-  found = {f'{name}.weight' for name in ends} & set(names)
-  return found | ({family.prefix} if any(name.startswith(family.prefix) for name in names) else set())
+  telling = {f'{name}.weight' for name in ends} & set(names)
+  return telling | ({family.prefix} if any(name.startswith(family.prefix) for name in names) else set())
 
 
 def source_of(path: str, shape: tuple[int, ...], family: Family, config: CausalLMConfig, names: set[str]) -> Source:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Protocol
 
 import jax.numpy as jnp
@@ -32,21 +32,14 @@ class Tensors(Protocol):
     """The names of all tensors."""
     ...
 
-  def shape(self, name: str) -> tuple[int, ...]:
-    """The shape of a tensor."""
-    ...
+  def shape(self, name: str) -> tuple[int, ...]: ...
 
   def dtype(self, name: str) -> np.dtype:
     """The type in which `read` returns a tensor."""
     ...
 
   def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-    """A part of a tensor, without reading the rest where the format allows it.
-
-    Args:
-      name: The tensor's name.
-      index: A slice of step 1 for each dimension.
-    """
+    """A part of a tensor, by slices of step 1, without reading the rest where the format allows it."""
     ...
 
 
@@ -85,15 +78,19 @@ def check_tensors(
       raise ValueError(f'tensor {name} must hold {numbers}, got {tensors.dtype(name)}')
 
 
+def row_ranges(num_rows: int, row_size: int) -> Iterator[slice]:
+  """Ranges of rows that are read and compared together."""
+  step = max(1, _MOST_AT_ONCE // max(row_size, 1))
+  return (slice(begin, min(begin + step, num_rows)) for begin in range(0, num_rows, step))
+
+
 def are_equal(tensors: Tensors, name: str, others: Tensors, other: str, *, dtype: Any = None) -> bool:
   """Whether two tensors hold the same numbers once they are rounded to `dtype`; reads some rows at a time."""
   shape = tensors.shape(name)
   if others.shape(other) != shape:
     return False
-  step = max(1, _MOST_AT_ONCE // max(1, math.prod(shape[1:])))
-  for begin in range(0, shape[0] if shape else 1, step):
-    end = min(begin + step, shape[0] if shape else 1)
-    part = (slice(begin, end), *(slice(0, size) for size in shape[1:]))[: len(shape)]
+  for rows in row_ranges(shape[0] if shape else 1, math.prod(shape[1:])):
+    part = (rows, *(slice(0, size) for size in shape[1:]))[: len(shape)]
     first, second = tensors.read(name, part), others.read(other, part)
     if dtype is not None:
       first, second = first.astype(dtype, copy=False), second.astype(dtype, copy=False)
@@ -137,18 +134,18 @@ class SafetensorsFolder(Tensors):
     return tuple(self._files[name][1].get_slice(name).get_shape())
 
   def dtype(self, name: str) -> np.dtype:
-    found = self._files[name][1].get_slice(name).get_dtype()
-    if found not in _DTYPES:
-      raise self._fault(name, f'is of type {found}; known are {", ".join(_DTYPES)}')
-    return np.dtype(_DTYPES[found])
+    kind = self._files[name][1].get_slice(name).get_dtype()
+    if kind not in _DTYPES:
+      raise self._fault(name, f'is of type {kind}; known are {", ".join(_DTYPES)}')
+    return np.dtype(_DTYPES[kind])
 
   def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-    found = self._files[name][1].get_slice(name)
-    shape = tuple(len(range(*part.indices(size))) for part, size in zip(index, found.get_shape(), strict=True))
+    stored = self._files[name][1].get_slice(name)
+    shape = tuple(len(range(*part.indices(size))) for part, size in zip(index, stored.get_shape(), strict=True))
     if 0 in shape:  # the library has no empty parts
       return np.empty(shape, self.dtype(name))
     try:
-      return found[index]
+      return stored[index]
     except (safetensors.SafetensorError, OSError) as error:
       raise self._fault(name, f'is not read: {foreign.first_line(error)}') from error
 

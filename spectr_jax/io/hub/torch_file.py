@@ -156,9 +156,7 @@ class _BoundedReader(io.BufferedReader):
 
 
 class TorchFile(Tensors):
-  """The tensors of a state dict that `torch.save` wrote. A file that holds anything else or is damaged raises
-  `ValueError`.
-  """
+  """The tensors of a state dict that `torch.save` wrote; `ValueError` if the file is damaged or holds anything else."""
 
   def __init__(self, path: epath.PathLike):
     self._path = epath.Path(path)
@@ -192,12 +190,12 @@ class TorchFile(Tensors):
       raise ValueError(f'entry {foreign.name_shown(entry.filename)} is compressed or encrypted')
     return entry.file_size
 
-  def _checked(self, found: Any) -> dict[str, _Tensor]:
+  def _checked(self, content: Any) -> dict[str, _Tensor]:
     """The tensors by name, compared with the entries of the archive."""
-    if type(found) is not dict:
-      raise ValueError(f'it must hold tensors by name, got {type(found).__name__}')
+    if type(content) is not dict:
+      raise ValueError(f'it must hold tensors by name, got {type(content).__name__}')
     num_bytes, stored = 0, {}
-    for name, tensor in found.items():
+    for name, tensor in content.items():
       if type(tensor) is not _Tensor:
         raise ValueError(f'{foreign.shown(name)} is not a tensor')
       size = tensor.storage.size * tensor.storage.dtype.itemsize
@@ -207,7 +205,7 @@ class TorchFile(Tensors):
       stored[tensor.storage.key] = size
     if num_bytes > _SMALL + _MOST_SHARED * sum(stored.values()):
       raise ValueError(f'the tensors share too much: {num_bytes:,} bytes are more than the file has')
-    return found
+    return content
 
   def _entry(self, storage: _Storage) -> str:
     return f'{self._prefix}data/{storage.key}'

@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 
 
 class UnusedPieces:
-  """Cuts unused pieces in the ids of a text, as the package `sentencepiece` does; of two merges the higher score comes
-  first.
+  """Cuts unused pieces in the ids of a text, as the package `sentencepiece` does; high scores are merged first.
 
   Where a piece is cut follows from the last two neighbors in the whole text that could have become it. So the merges of
   a text with such a piece are made again here.
@@ -33,10 +32,10 @@ class UnusedPieces:
         kept[len(symbols)] = index
         symbols.append('')
     places, halves = self._merge(symbols, kept)
-    found: list[int] = []
+    result: list[int] = []
     for place in places:
       if place in kept:
-        found.append(kept[place])
+        result.append(kept[place])
         continue
       waiting = [symbols[place]]
       while waiting:
@@ -45,8 +44,8 @@ class UnusedPieces:
         if index in self._unused and piece in halves:
           waiting += reversed(halves[piece])
         else:
-          found.append(index)
-    return found
+          result.append(index)
+    return result
 
   def _merge(self, symbols: list[str], kept: Mapping[int, int]) -> tuple[list[int], dict[str, tuple[str, str]]]:
     """Merges symbols: the places that are left, and the last two neighbors that could become each unused piece."""
