@@ -24,7 +24,7 @@ from common.output_files import OutputFiles
 from common.printable import printable
 from decode import training_curves
 from decode.papers import figure, plots
-from spectr_jax.io import foreign
+from spectr_jax.io import untrusted
 
 _KINDS = '.png', '.svg'
 _MOST_RESULTS, _MOST_FILES = 10_000, 12
@@ -58,7 +58,7 @@ def read_results(path: str) -> tuple[str, list[dict[str, Any]]]:
 def _read_rows(path: str) -> list[dict[str, Any]]:
   """The rows of a CSV file, with numbers where texts read as such."""
   try:
-    rows = figure.from_csv(foreign.read_text(path, foreign.LARGE))
+    rows = figure.from_csv(untrusted.read_text(path, untrusted.LARGE))
   except ValueError as error:
     raise ValueError(f'cannot read the results: {error}') from error
   except (csv.Error, TypeError) as error:  # a line has more or fewer cells than the first

@@ -9,7 +9,7 @@ from typing import Any
 
 from common.printable import printable
 from decode.papers import plots
-from spectr_jax.io import foreign
+from spectr_jax.io import untrusted
 
 _ADVICE = 'name files metrics.jsonl of a training'
 _MOST_BYTES, _MOST_LINE = 2**27, 2**20
@@ -26,7 +26,7 @@ def read_steps(path: str) -> list[dict[str, float]]:
     ValueError: The file holds something else, or no loss; the message says what is wrong.
   """
   steps, size = [], 0
-  with foreign.open_file(path) as file:
+  with untrusted.open_file(path) as file:
     while line := file.readline(_MOST_LINE):
       size += len(line)
       if size > _MOST_BYTES:
@@ -41,7 +41,7 @@ def read_steps(path: str) -> list[dict[str, float]]:
 
 def _metrics_of(line: bytes, where: str) -> dict[str, float]:
   try:
-    metrics = foreign.parse_json(line.decode(), where)
+    metrics = untrusted.parse_json(line.decode(), where)
   except ValueError as error:
     raise ValueError(f'{where} is not of a training log; {_ADVICE}') from error
   if not isinstance(metrics, dict) or not _is_number(metrics.get('step')):

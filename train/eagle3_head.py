@@ -11,9 +11,9 @@ import jax.numpy as jnp
 
 from spectr_jax.draft import head_drafter
 from spectr_jax.draft.head_drafter import config_of
-from spectr_jax.io.foreign import whole
 from spectr_jax.io.heads.save import eagle3_spec
 from spectr_jax.io.load import ModelFiles
+from spectr_jax.io.untrusted import whole
 from spectr_jax.kernels.products import accumulation_dtype
 from spectr_jax.model import Model
 from spectr_jax.models import causal_lm, head

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 
 from spectr_jax.draft import one_pass_drafter
 from spectr_jax.draft.one_pass_drafter import config_of
-from spectr_jax.io.foreign import Kind, real, whole
 from spectr_jax.io.heads.save import one_pass_spec
 from spectr_jax.io.load import ModelFiles
+from spectr_jax.io.untrusted import Kind, real, whole
 from spectr_jax.model import Model
 from spectr_jax.models import causal_lm, one_pass
 from spectr_jax.models.causal_lm_config import CausalLMConfig

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import tokenizers
 
-from spectr_jax.io.foreign import one_line
+from spectr_jax.io.untrusted import one_line
 
 _T = TypeVar('_T')
 

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from etils import epath
 
-from spectr_jax.io.foreign import is_remote, open_file
+from spectr_jax.io.untrusted import is_remote, open_file
 
 _CHUNK = 2**20  # bytes that are read at a time
 _MAX_FILES = 10**5

@@ -14,7 +14,7 @@ from typing import Any
 from etils import epath
 from jax.sharding import Mesh
 
-from spectr_jax.io import foreign, model_files
+from spectr_jax.io import model_files, untrusted
 from spectr_jax.io.checksums import file_hash
 from spectr_jax.io.hub.families import read_spec
 from spectr_jax.io.hub.gguf_config import architecture_of, hub_config, stop_ids
@@ -131,7 +131,7 @@ class _HubFolder(ModelFiles):
     return load_hub_tokenizer(self.path)
 
   def load(self, *, dtype, weights, mesh) -> Model:
-    with foreign.named(self.path):
+    with untrusted.named(self.path):
       return load_hub_model(self.path, dtype=dtype, weights=weights, mesh=mesh)
 
 
@@ -166,13 +166,13 @@ class GgufFile(ModelFiles):
     )
 
   def load(self, *, dtype, weights, mesh) -> Model:
-    with foreign.named(self.path):
+    with untrusted.named(self.path):
       return make_model(self.spec, self.tensors, dtype=dtype, weights=weights, mesh=mesh, where=self.path)
 
 
 def open_model(path: epath.PathLike) -> ModelFiles:
   """The files of a model of any format that `load_model` reads, downloaded if need be, or a `ValueError`."""
-  path = foreign.as_path(path)
+  path = untrusted.as_path(path)
   if path.suffix == '.gguf':
     return GgufFile(path)
   path = hub_folder(path)
@@ -181,8 +181,8 @@ def open_model(path: epath.PathLike) -> ModelFiles:
   if (path / 'config.json').exists():
     return _HubFolder(path)
   raise ValueError(
-    f'no model at {path}: {foreign.gguf_files(path)}expected a directory with model.json or config.json, a .gguf file,'
-    ' or the name ORG/NAME of a model on the hub'
+    f'no model at {path}: {untrusted.gguf_files(path)}expected a directory with model.json or config.json, a .gguf'
+    ' file, or the name ORG/NAME of a model on the hub'
   )
 
 
@@ -192,11 +192,11 @@ def hub_folder(path: epath.PathLike, *, files: Sequence[str] = _DOWNLOADED) -> e
   What is not in the cache is downloaded, `files` being the patterns of its files. A path that cannot be read, or a name
   that is neither a folder nor on the hub, raises `ValueError`.
   """
-  path = foreign.as_path(path)
+  path = untrusted.as_path(path)
   try:
     is_there = path.exists()
   except Exception as error:  # remote file systems raise their own types
-    raise ValueError(f'no model at {foreign.name_shown(str(path))}: {foreign.first_line(error)}') from error
+    raise ValueError(f'no model at {untrusted.name_shown(str(path))}: {untrusted.first_line(error)}') from error
   if is_there or not re.fullmatch(r'[\w.-]+/[\w.-]+', str(path)):
     return path
   return _download(str(path), files)
@@ -215,7 +215,7 @@ def _download(name: str, files: Sequence[str]) -> epath.Path:
   try:
     return epath.Path(huggingface_hub.snapshot_download(name, allow_patterns=list(files), ignore_patterns=['*/*']))
   except (OSError, ValueError) as error:  # what the client's errors are, of names, of the network and of the server
-    reason = foreign.first_line(error)
+    reason = untrusted.first_line(error)
     raise ValueError(f'no model at {name}, neither a folder nor on the hub: {reason}') from error
 
 
@@ -226,7 +226,7 @@ def files_of(path: epath.PathLike) -> list[epath.Path]:
     return [path]
   names, index = dict.fromkeys(_FILES), path / 'model.safetensors.index.json'
   if index.exists():
-    content = foreign.read_object(index, {'weight_map': foreign.map_of(foreign.TEXT)}, foreign.LARGE)
+    content = untrusted.read_object(index, {'weight_map': untrusted.map_of(untrusted.TEXT)}, untrusted.LARGE)
     names |= dict.fromkeys((content.get('weight_map') or {}).values())
   return [path / name for name in names]
 

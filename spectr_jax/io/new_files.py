@@ -19,7 +19,7 @@ from typing import BinaryIO, cast
 
 from etils import epath
 
-from spectr_jax.io.foreign import is_remote
+from spectr_jax.io.untrusted import is_remote
 
 try:
   import fcntl

@@ -20,7 +20,7 @@ import tokenizers
 from tokenizers import decoders, pre_tokenizers
 
 from spectr_jax.io.backend import Backend, guarded
-from spectr_jax.io.foreign import named
+from spectr_jax.io.untrusted import named
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,8 @@ import tokenizers
 from etils import epath
 
 from spectr_jax.io.backend import Backend, guarded
-from spectr_jax.io.foreign import (
+from spectr_jax.io.patterns import check_pattern
+from spectr_jax.io.untrusted import (
   ANYTHING,
   FLAG,
   TEXT,
@@ -34,7 +35,6 @@ from spectr_jax.io.foreign import (
   shown,
   whole,
 )
-from spectr_jax.io.patterns import check_pattern
 
 MOST_BYTES = 2**26  # the largest of public models has half of that
 MOST_TOKENS = 2**20

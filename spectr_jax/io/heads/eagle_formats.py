@@ -6,10 +6,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from spectr_jax.io.foreign import FLAG
 from spectr_jax.io.heads import layout
 from spectr_jax.io.hub.config_fields import checked
 from spectr_jax.io.hub.tensors import Tensors
+from spectr_jax.io.untrusted import FLAG
 from spectr_jax.models.head import HeadConfig
 
 EAGLE3_FIELDS = {

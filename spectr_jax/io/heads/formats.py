@@ -9,11 +9,11 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from spectr_jax.io.foreign import FLAG, TEXT, list_of, object_of, whole
 from spectr_jax.io.heads import eagle_formats, one_pass_formats
 from spectr_jax.io.heads.layout import Layout, TargetSizes
 from spectr_jax.io.hub.config_fields import BLOCK_FIELDS, checked, plain_name
 from spectr_jax.io.hub.tensors import Tensors
+from spectr_jax.io.untrusted import FLAG, TEXT, list_of, object_of, whole
 
 MEDUSA = 'Medusa'
 # Of the `config.json` of a head. The number of blocks may be that of the target.

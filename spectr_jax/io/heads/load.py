@@ -16,7 +16,6 @@ from etils import epath
 
 from spectr_jax.draft import Drafter, head_drafter, medusa_drafter, one_pass_drafter
 from spectr_jax.draft.medusa_drafter import MedusaConfig
-from spectr_jax.io.foreign import named
 from spectr_jax.io.heads.formats import MEDUSA, READERS, checked_spec, find_format
 from spectr_jax.io.heads.layout import Layout, is_beside, is_transposed, names_and_shapes, target_sizes
 from spectr_jax.io.hub.load import read_json
@@ -24,6 +23,7 @@ from spectr_jax.io.hub.redundant import FREQUENCIES, check_buffers
 from spectr_jax.io.hub.tensors import SafetensorsFolder, Tensors, check_tensors, row_ranges
 from spectr_jax.io.hub.torch_file import TorchFile
 from spectr_jax.io.load import hub_folder
+from spectr_jax.io.untrusted import named
 from spectr_jax.model import Model
 from spectr_jax.models.one_pass_config import OnePassConfig
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from spectr_jax.io.foreign import FLAG, TEXT, shown, whole
 from spectr_jax.io.heads import layout
 from spectr_jax.io.hub.config_fields import TOKEN, VOCAB, WIDTH, checked, plain_name
 from spectr_jax.io.hub.tensors import Tensors
+from spectr_jax.io.untrusted import FLAG, TEXT, shown, whole
 from spectr_jax.models.one_pass_config import Convolution, Markov, OnePassConfig, Selector
 
 ONE_PASS_FIELDS = {

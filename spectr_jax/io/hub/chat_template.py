@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from spectr_jax.io.foreign import TEXT, one_line, shown
+from spectr_jax.io.untrusted import TEXT, one_line, shown
 
 # Begins and ends a mark, which stands for a special token. Unicode assigns no characters to these code points.
 _BEGIN, _END = '\ufdd0', '\ufdd1'

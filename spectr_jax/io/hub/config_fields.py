@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from spectr_jax.io.foreign import FLAG, TEXT, Kind, check_object, either, list_of, object_of, real, shown, whole
+from spectr_jax.io.untrusted import FLAG, TEXT, Kind, check_object, either, list_of, object_of, real, shown, whole
 
 # Far above any model that there is, and low enough that numbers and names of that size are made in no time. What they
 # say is compared with the tensors before anything else is made of them.

@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from spectr_jax.io.foreign import named
 from spectr_jax.io.hub import family_configs
 from spectr_jax.io.hub.config_fields import FIELDS, check_requests, checked, plain_name
+from spectr_jax.io.untrusted import named
 from spectr_jax.models.causal_lm_config import CausalLMConfig
 
 # Where the entries of a head begin along the outputs of the hub's tensor. Parts 0, 1, 2 are queries, keys and values.

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from spectr_jax.io.foreign import shown
 from spectr_jax.io.hub.rope import context_length, read_rope, rope_parameters
+from spectr_jax.io.untrusted import shown
 from spectr_jax.models.causal_lm_config import CausalLMConfig
 
 _ACTIVATIONS = {

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from spectr_jax.io.foreign import FLAG, TEXT, Kind, check_object, either, list_of, real, shown, whole
 from spectr_jax.io.hub import config_fields
 from spectr_jax.io.hub.families import FAMILIES
 from spectr_jax.io.hub.gguf_header import GgufHeader
 from spectr_jax.io.hub.gguf_tokenizer import ID_KEYS, check_metadata
 from spectr_jax.io.hub.rope import read_rope
+from spectr_jax.io.untrusted import FLAG, TEXT, Kind, check_object, either, list_of, real, shown, whole
 
 # Architectures of llama.cpp and their names on the hub.
 _ARCHITECTURES = {

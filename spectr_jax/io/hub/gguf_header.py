@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from spectr_jax.io import foreign
+from spectr_jax.io import untrusted
 
 _MAGIC = b'GGUF'
 _VERSIONS = (2, 3)
@@ -116,7 +116,7 @@ def read_header(path: str | os.PathLike[str]) -> GgufHeader:
   path = os.fspath(path)
   if not os.path.isfile(path):
     raise ValueError(f'no file at {path}: expected a GGUF file')
-  with foreign.open_file(path) as file:
+  with untrusted.open_file(path) as file:
     if file.read(len(_MAGIC)) != _MAGIC:
       raise ValueError(f'{path} is not a GGUF file')
     data = np.asarray(np.memmap(file, np.uint8, mode='r'))
@@ -127,10 +127,10 @@ def read_header(path: str | os.PathLike[str]) -> GgufHeader:
       raise ValueError(f'{path} is damaged: its header is longer than {_LARGEST_HEADER:,} bytes') from None
     raise ValueError(f'{path} is truncated: its header is longer than the {len(data)} bytes of the file') from None
   except ValueError as error:
-    raise ValueError(f'{path} is not a readable GGUF file: {foreign.first_line(error)}') from error
+    raise ValueError(f'{path} is not a readable GGUF file: {untrusted.first_line(error)}') from error
   num_files = metadata.get('split.count', 1)
   if type(num_files) is not int or num_files != 1:
-    raise ValueError(f'{path} is one of {foreign.shown(num_files)} files: merge them with llama-gguf-split --merge')
+    raise ValueError(f'{path} is one of {untrusted.shown(num_files)} files: merge them with llama-gguf-split --merge')
   return GgufHeader(path, metadata, tensors, data)
 
 
@@ -144,23 +144,23 @@ def _parse(cursor: _Cursor) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
   for _ in range(num_values):
     key = cursor.string()
     if key in metadata:
-      raise ValueError(f'the metadata has {foreign.name_shown(key)} twice')
+      raise ValueError(f'the metadata has {untrusted.name_shown(key)} twice')
     metadata[key] = cursor.value(cursor.scalar('I'))
   tensors: dict[str, StoredTensor] = {}
   for _ in range(num_tensors):
     name = cursor.string()
     if name in tensors:
-      raise ValueError(f'tensor {foreign.name_shown(name)} is there twice')
+      raise ValueError(f'tensor {untrusted.name_shown(name)} is there twice')
     tensors[name] = _tensor(name, cursor)
   alignment = metadata.get('general.alignment', _DEFAULT_ALIGNMENT)
   if type(alignment) is not int or alignment < 1:
-    raise ValueError(f'general.alignment must be a positive number, got {foreign.shown(alignment)}')
+    raise ValueError(f'general.alignment must be a positive number, got {untrusted.shown(alignment)}')
   if alignment & (alignment - 1) or alignment > _LARGEST_ALIGNMENT:
     raise ValueError(f'general.alignment must be a power of 2 up to {_LARGEST_ALIGNMENT}, got {alignment}')
   start = -(-cursor.position // alignment) * alignment
   for name, tensor in tensors.items():
     if tensor.offset % alignment:
-      raise ValueError(f'tensor {foreign.name_shown(name)} does not begin at a multiple of {alignment} bytes')
+      raise ValueError(f'tensor {untrusted.name_shown(name)} does not begin at a multiple of {alignment} bytes')
     tensors[name] = dataclasses.replace(tensor, offset=start + tensor.offset)
   return metadata, tensors
 
@@ -168,8 +168,8 @@ def _parse(cursor: _Cursor) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
 def _tensor(name: str, cursor: _Cursor) -> StoredTensor:
   num_axes = cursor.scalar('I')
   if num_axes > _MOST_AXES:
-    raise ValueError(f'tensor {foreign.name_shown(name)} has {num_axes} axes; at most {_MOST_AXES} are read')
+    raise ValueError(f'tensor {untrusted.name_shown(name)} has {num_axes} axes; at most {_MOST_AXES} are read')
   shape = tuple(reversed([cursor.scalar('Q') for _ in range(num_axes)]))
   if 0 in shape:
-    raise ValueError(f'tensor {foreign.name_shown(name)} of shape {shape} has no numbers')
+    raise ValueError(f'tensor {untrusted.name_shown(name)} of shape {shape} has no numbers')
   return StoredTensor(shape, type_id=cursor.scalar('I'), offset=cursor.scalar('Q'))

@@ -12,7 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from spectr_jax.io import foreign
+from spectr_jax.io import untrusted
 from spectr_jax.io.hub.families import FAMILIES
 from spectr_jax.io.hub.gguf_config import ROPE_FREQS
 from spectr_jax.io.hub.gguf_header import GgufHeader, StoredTensor
@@ -62,7 +62,7 @@ class GgufTensors(Tensors):
         end = stored.offset + source.stored.nbytes
         self._sources[hub_name] = source
       except ValueError as error:
-        raise ValueError(f'{header.path}: tensor {foreign.name_shown(name)}: {error}') from error
+        raise ValueError(f'{header.path}: tensor {untrusted.name_shown(name)}: {error}') from error
 
   def names(self) -> set[str]:
     return set(self._sources)

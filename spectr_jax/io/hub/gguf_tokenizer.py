@@ -12,11 +12,11 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from spectr_jax.io.backend import Backend, guarded
-from spectr_jax.io.foreign import FLAG, TEXT, check_object, list_of, real, shown, whole
 from spectr_jax.io.hub.gguf_header import GgufHeader
 from spectr_jax.io.hub.gguf_words import WORDS, Words
 from spectr_jax.io.hub.unused_pieces import UnusedPieces
 from spectr_jax.io.tokenizer_file import MOST_CHARACTERS, MOST_ID, MOST_MERGES, MOST_TOKENS, check_merges
+from spectr_jax.io.untrusted import FLAG, TEXT, check_object, list_of, real, shown, whole
 
 # Types of tokens.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5

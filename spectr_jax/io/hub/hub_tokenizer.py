@@ -13,10 +13,10 @@ import tokenizers
 from etils import epath
 
 from spectr_jax.io.backend import Backend, guarded
-from spectr_jax.io.foreign import FLAG, TEXT, either, list_of, map_of, object_of, read_object, read_text, shown, whole
 from spectr_jax.io.hub.chat_template import ChatTemplate, mark_special, render_marked
 from spectr_jax.io.tokenizer import TokenizerBase
 from spectr_jax.io.tokenizer_file import FLAGS_OF_ADDED, MOST_ID, TOKEN, TOKEN_ID, read_backend
+from spectr_jax.io.untrusted import FLAG, TEXT, either, list_of, map_of, object_of, read_object, read_text, shown, whole
 from spectr_jax.unicode import check_unicode
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from spectr_jax.io.foreign import check_object, shown
 from spectr_jax.io.hub.config_fields import ROPE_FIELDS
+from spectr_jax.io.untrusted import check_object, shown
 from spectr_jax.models.causal_lm_config import Rope
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import safetensors
 from etils import epath
 
-from spectr_jax.io import foreign
+from spectr_jax.io import untrusted
 
 _DTYPES = {
   'F64': np.float64, 'F32': np.float32, 'F16': np.float16, 'BF16': ml_dtypes.bfloat16,
@@ -48,7 +48,7 @@ def check_shape(shape: tuple[int, ...]) -> None:
   if len(shape) > _MOST_AXES:
     raise ValueError(f'it has {len(shape)} axes; at most {_MOST_AXES} are read')
   if math.prod(max(1, size) for size in shape) > _MOST_NUMBERS:
-    raise ValueError(f'its shape {foreign.shown(shape)} has too many numbers')
+    raise ValueError(f'its shape {untrusted.shown(shape)} has too many numbers')
 
 
 def check_tensors(
@@ -68,7 +68,7 @@ def check_tensors(
     raise ValueError(f'the checkpoint lacks {len(missing)} tensors, the first of them {missing[0]}')
   surplus = sorted(name for name in names - wanted.keys() if not is_ignored(name))
   if surplus:
-    first = foreign.name_shown(surplus[0])
+    first = untrusted.name_shown(surplus[0])
     raise ValueError(f'the checkpoint has {len(surplus)} tensors too many, the first of them {first}')
   for name, shape in wanted.items():
     if tensors.shape(name) != shape:
@@ -114,17 +114,17 @@ class SafetensorsFolder(Tensors):
     elif (folder / _INDEX).exists():
       wanted = _read_index(folder / _INDEX)
     else:
-      raise ValueError(f'no weights in {folder}: {foreign.gguf_files(folder)}expected {file_name} or {_INDEX}')
+      raise ValueError(f'no weights in {folder}: {untrusted.gguf_files(folder)}expected {file_name} or {_INDEX}')
     self._files: dict[str, tuple[epath.Path, Any]] = {}
     for name_of_file, listed in wanted.items():
       path = folder / name_of_file
       file, names = _open(path)
       if absent := sorted(set(listed) - names):
-        raise ValueError(f'{path} has no tensor {foreign.name_shown(absent[0])}, which {_INDEX} names')
+        raise ValueError(f'{path} has no tensor {untrusted.name_shown(absent[0])}, which {_INDEX} names')
       before, self._files = copy.copy(self), self._files | dict.fromkeys(names, (path, file))
       for name in sorted(before.names() & names):
         if not are_equal(before, name, self, name):
-          shown = foreign.name_shown(name)
+          shown = untrusted.name_shown(name)
           raise ValueError(f'{before._files[name][0]} and {path} hold different numbers as tensor {shown}')
 
   def names(self) -> set[str]:
@@ -147,22 +147,22 @@ class SafetensorsFolder(Tensors):
     try:
       return stored[index]
     except (safetensors.SafetensorError, OSError) as error:
-      raise self._fault(name, f'is not read: {foreign.first_line(error)}') from error
+      raise self._fault(name, f'is not read: {untrusted.first_line(error)}') from error
 
   def _fault(self, name: str, problem: str) -> ValueError:
-    return ValueError(f'{self._files[name][0]}: tensor {foreign.name_shown(name)} {problem}')
+    return ValueError(f'{self._files[name][0]}: tensor {untrusted.name_shown(name)} {problem}')
 
 
 def _read_index(path: epath.Path) -> dict[str, list[str]]:
   """The names of tensors by file."""
-  content = foreign.parse_json(foreign.read_text(path, foreign.LARGE), str(path), is_read_again=True)
-  foreign.check_object(content, {'weight_map': foreign.map_of(foreign.TEXT)}, str(path), ('weight_map',))
+  content = untrusted.parse_json(untrusted.read_text(path, untrusted.LARGE), str(path), is_read_again=True)
+  untrusted.check_object(content, {'weight_map': untrusted.map_of(untrusted.TEXT)}, str(path), ('weight_map',))
   by_file: dict[str, list[str]] = {}
   for name, file_name in content['weight_map'].items():
     # A name of a file beside the index, and nothing else.
     is_plain = file_name.isprintable() and not {'/', '\\'} & set(file_name) and 0 < len(file_name) < 256
     if not is_plain or file_name in ('.', '..'):
-      raise ValueError(f'{path} names {foreign.shown(file_name)}, which is not a file beside it')
+      raise ValueError(f'{path} names {untrusted.shown(file_name)}, which is not a file beside it')
     by_file.setdefault(file_name, []).append(name)
   return by_file
 
@@ -170,20 +170,20 @@ def _read_index(path: epath.Path) -> dict[str, list[str]]:
 def _open(path: epath.Path) -> tuple[Any, set[str]]:
   if not path.exists():
     raise ValueError(f'{path} is missing')
-  with foreign.open_file(path) as file:
+  with untrusted.open_file(path) as file:
     # The library reads headers of 100 MB, which take more than ten times that in memory.
     header_size = int.from_bytes(file.read(8), 'little')
-  if header_size > foreign.LARGE:
-    raise ValueError(f'{path} is damaged: a header of {header_size:,} bytes; at most {foreign.LARGE:,} are read')
+  if header_size > untrusted.LARGE:
+    raise ValueError(f'{path} is damaged: a header of {header_size:,} bytes; at most {untrusted.LARGE:,} are read')
   try:
     file = safetensors.safe_open(path, framework='numpy').__enter__()
     names = set(file.keys())
     shapes = {name: tuple(file.get_slice(name).get_shape()) for name in names}
   except (safetensors.SafetensorError, OSError) as error:
-    raise ValueError(f'{path} is damaged: {foreign.first_line(error)}') from error
+    raise ValueError(f'{path} is damaged: {untrusted.first_line(error)}') from error
   for name, shape in shapes.items():
     try:
       check_shape(shape)
     except ValueError as error:
-      raise ValueError(f'{path}: tensor {foreign.name_shown(name)} is not read: {error}') from error
+      raise ValueError(f'{path}: tensor {untrusted.name_shown(name)} is not read: {error}') from error
   return file, names
