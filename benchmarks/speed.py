@@ -53,7 +53,7 @@ from decode.experiment import latency
 from decode.experiment.workload import describe_machine
 from spectr_jax import TokenTree
 from spectr_jax.auto.timing import forward_calls, time_in_turns
-from spectr_jax.io.foreign import LARGE, map_of, object_of, read_object
+from spectr_jax.io.untrusted import LARGE, map_of, object_of, read_object
 
 PARTS = 'prompt', 'peer', 'steps', 'rounds', 'trees', 'profile'
 NUM_ROUNDS = 16  # of a timed run

@@ -6,7 +6,7 @@ from typing import Any
 
 from etils import epath
 
-from spectr_jax.io import foreign
+from spectr_jax.io import untrusted
 
 
 def read_json(path: epath.PathLike, what: str, advice: str) -> Any:
@@ -14,10 +14,10 @@ def read_json(path: epath.PathLike, what: str, advice: str) -> Any:
   not JSON, in which case it ends with `advice`.
   """
   try:
-    text = foreign.read_text(path, foreign.LARGE)
+    text = untrusted.read_text(path, untrusted.LARGE)
   except ValueError as error:
     raise ValueError(f'cannot read {what}: {error}') from error
   try:
-    return foreign.parse_json(text, str(path))
+    return untrusted.parse_json(text, str(path))
   except ValueError as error:
     raise ValueError(f'{path} is not JSON ({error.__cause__}); {advice}') from error

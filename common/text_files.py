@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 from etils import epath
 
-from spectr_jax.io.foreign import open_file, open_unpacked
+from spectr_jax.io.untrusted import open_file, open_unpacked
 
 # Text may unpack to so many times its file's size, or to so many bytes; archives that only pretend to hold text do to
 # a thousand times and more.

@@ -24,7 +24,7 @@ from common.json_file import read_json
 from common.output_files import OutputFiles
 from common.printable import printable
 from decode.papers import figure, plots
-from spectr_jax.io import foreign
+from spectr_jax.io import untrusted
 
 _KINDS = '.png', '.svg'
 _MOST_RESULTS, _MOST_FILES = 10_000, 12
@@ -59,7 +59,7 @@ def read_results(path: str) -> tuple[str, list[dict[str, Any]]]:
 def _read_rows(path: str) -> list[dict[str, Any]]:
   """The rows of a CSV file, with numbers where texts read as such."""
   try:
-    rows = figure.from_csv(foreign.read_text(path, foreign.LARGE))
+    rows = figure.from_csv(untrusted.read_text(path, untrusted.LARGE))
   except ValueError as error:
     raise ValueError(f'cannot read the results: {error}') from error
   except (csv.Error, TypeError) as error:  # a line has more or fewer cells than the first
@@ -190,7 +190,7 @@ def read_steps(path: str) -> list[dict[str, float]]:
   An incomplete last line, as of a run that was killed, is left out. A log without a loss is a `ValueError`.
   """
   steps, size = [], 0
-  with foreign.open_file(path) as file:
+  with untrusted.open_file(path) as file:
     while line := file.readline(_MOST_LINE):
       size += len(line)
       if size > _MOST_LOG:
@@ -205,7 +205,7 @@ def read_steps(path: str) -> list[dict[str, float]]:
 
 def _metrics_of(line: bytes, where: str) -> dict[str, float]:
   try:
-    metrics = foreign.parse_json(line.decode(), where)
+    metrics = untrusted.parse_json(line.decode(), where)
   except ValueError as error:
     raise ValueError(f'{where} is not of a training log; {_LOG_ADVICE}') from error
   if not isinstance(metrics, dict) or not _is_finite(metrics.get('step')):

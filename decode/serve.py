@@ -23,7 +23,7 @@ from decode.experiment.settings import only_setting
 from decode.experiment.workload import load_models
 from spectr_jax.auto.trial import Notify
 from spectr_jax.engine.decoder import Decoder
-from spectr_jax.io.foreign import first_line
+from spectr_jax.io.untrusted import first_line
 from spectr_jax.unicode import check_unicode
 
 # Fields of `DecodeOptions` that mean nothing here.

@@ -26,9 +26,9 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from etils import epath
 
-from spectr_jax.io import foreign
+from spectr_jax.io import untrusted
 from spectr_jax.io.checksums import file_hash, files_below
-from spectr_jax.io.foreign import is_remote
+from spectr_jax.io.untrusted import is_remote
 
 _CHECKSUMS = 'checksums.json'
 _MAX_STEP = 2**31 - 1
@@ -77,23 +77,23 @@ def check_files(checkpoint: epath.Path) -> bool:
     return False
   names = files_below(checkpoint)
   for name in filter(_JSON.fullmatch, names):
-    foreign.parse_json(foreign.read_text(checkpoint / name, foreign.LARGE), name)
+    untrusted.parse_json(untrusted.read_text(checkpoint / name, untrusted.LARGE), name)
   if _CHECKSUMS not in names:
     return False
-  content = foreign.read_bytes(checkpoint / _CHECKSUMS, foreign.LARGE)
-  fields = {'sha256': foreign.map_of(foreign.TEXT)}
-  hashes = foreign.check_object(json.loads(content), fields, _CHECKSUMS).get('sha256') or {}
+  content = untrusted.read_bytes(checkpoint / _CHECKSUMS, untrusted.LARGE)
+  fields = {'sha256': untrusted.map_of(untrusted.TEXT)}
+  hashes = untrusted.check_object(json.loads(content), fields, _CHECKSUMS).get('sha256') or {}
   if content != _checksums(hashes) or _CHECKSUMS in hashes:
     raise ValueError(f'{_CHECKSUMS} is not as it was written')
   names.remove(_CHECKSUMS)
   for name in sorted(hashes.keys() | set(names)):
     if name not in names:
-      raise ValueError(f'{foreign.name_shown(name)} is missing')
+      raise ValueError(f'{untrusted.name_shown(name)} is missing')
     if name not in hashes:
       if not epath.Path(name).name.startswith('.'):  # which systems add
-        raise ValueError(f'{foreign.name_shown(name)} was not saved with it')
+        raise ValueError(f'{untrusted.name_shown(name)} was not saved with it')
     elif file_hash(checkpoint / name) != hashes[name]:
-      raise ValueError(f'{foreign.name_shown(name)} differs from its checksum')
+      raise ValueError(f'{untrusted.name_shown(name)} differs from its checksum')
   return True
 
 
@@ -122,14 +122,14 @@ def steps_in(folder: epath.Path) -> list[int]:
 def _check_checkpoint(path: epath.Path) -> None:
   """Refuses what is no checkpoint, and what cannot be looked at without harm."""
   if str(int(path.name[:20])) != path.name or int(path.name) > _MAX_STEP:
-    raise ValueError(f'{path.parent} holds {foreign.shown(path.name)}, which is no step: move it to another place')
+    raise ValueError(f'{path.parent} holds {untrusted.shown(path.name)}, which is no step: move it to another place')
   if is_remote(path):
     return
   try:
     files = files_below(path) if os.path.isdir(path) else []
     for name in filter(_JSON.fullmatch, files):
-      if (size := os.path.getsize(path / name)) > foreign.LARGE:
-        raise ValueError(f'{name} has {size:,} bytes, where {foreign.LARGE:,} are the most')
+      if (size := os.path.getsize(path / name)) > untrusted.LARGE:
+        raise ValueError(f'{name} has {size:,} bytes, where {untrusted.LARGE:,} are the most')
   except ValueError as error:
     raise ValueError(f'checkpoint {path} is damaged ({error}): move it to another place') from error
   if not {'_CHECKPOINT_METADATA', _CHECKSUMS, 'default/_METADATA'} & set(files):

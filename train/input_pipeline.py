@@ -17,9 +17,9 @@ import numpy as np
 from etils import epath
 from jax.sharding import NamedSharding
 
-from spectr_jax.io.foreign import is_remote, object_of, one_of, open_file, read_object, whole
 from spectr_jax.io.new_files import new_folder
 from spectr_jax.io.tokenizer import Tokenizer
+from spectr_jax.io.untrusted import is_remote, object_of, one_of, open_file, read_object, whole
 from train.text_sources import TextSource
 
 _DOCUMENTS_PER_CHUNK = 512

@@ -15,12 +15,12 @@ from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.summary import scalar
 
-from spectr_jax.io import foreign
+from spectr_jax.io import untrusted
 from spectr_jax.io.new_files import NewFile
 
 _BEGINNING = b'{"step": '
 _MAX_LINE = 2**20  # bytes
-_STEP = foreign.whole(0, 2**63)
+_STEP = untrusted.whole(0, 2**63)
 _FLUSH_SECONDS = 60
 
 
@@ -28,7 +28,7 @@ def _lines(path: epath.Path) -> Iterator[tuple[bytes, int, bool]]:
   """The lines of a log, the step of each, and whether it is a final one, without an incomplete last line; a
   `ValueError` if a line is not of a log.
   """
-  with foreign.open_file(path) as file:
+  with untrusted.open_file(path) as file:
     for number in range(1, 2**62):
       try:
         line = file.readline(_MAX_LINE)
@@ -43,7 +43,7 @@ def _lines(path: epath.Path) -> Iterator[tuple[bytes, int, bool]]:
           if len(line) < _MAX_LINE:
             return  # a process was killed while it wrote this line
           raise ValueError('too long')
-        values = foreign.check_object(foreign.parse_json(line.decode(), 'it'), {'step': _STEP}, 'it')
+        values = untrusted.check_object(untrusted.parse_json(line.decode(), 'it'), {'step': _STEP}, 'it')
         yield line, values['step'], any(name.startswith('final_') for name in values)
       except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f'line {number} of {path} is not of a training log: move the file to another place') from error
@@ -80,7 +80,7 @@ class MetricWriter:
   def check(workdir: epath.Path, *, is_ours: bool) -> None:
     """Refuses a log that is none of training, or that no run has written (`is_ours`), with a `ValueError`."""
     path = workdir / 'metrics.jsonl'
-    if not path.exists() and (foreign.is_remote(path) or not os.path.lexists(path)):
+    if not path.exists() and (untrusted.is_remote(path) or not os.path.lexists(path)):
       return
     if not is_ours:
       raise ValueError(f'{path} is there before the first training in {workdir}: move it to another place')

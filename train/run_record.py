@@ -12,10 +12,10 @@ from typing import Any
 
 from etils import epath
 
-from spectr_jax.io import foreign
-from spectr_jax.io.foreign import Kind, real, whole
+from spectr_jax.io import untrusted
 from spectr_jax.io.heads import head_sizes
 from spectr_jax.io.new_files import write_file
+from spectr_jax.io.untrusted import Kind, real, whole
 from spectr_jax.sharding import is_primary
 
 # Of the optimizer, the logs and the checkpoints, which all experiments have.
@@ -35,13 +35,13 @@ _FREE = {
 }  # fmt: skip
 _FORMAT = 'spectr_jax training run'
 _LIMIT = 2**20  # bytes
-_NUMBER = foreign.either(whole(-(2**63), 2**64), real())
-_VALUE = foreign.either(foreign.NOTHING, foreign.FLAG, foreign.TEXT, _NUMBER)
+_NUMBER = untrusted.either(whole(-(2**63), 2**64), real())
+_VALUE = untrusted.either(untrusted.NOTHING, untrusted.FLAG, untrusted.TEXT, _NUMBER)
 _RECORD = {
-  'format': foreign.one_of(_FORMAT),
-  'trains': foreign.TEXT,
-  'settings': foreign.map_of(foreign.either(_VALUE, foreign.list_of(_VALUE))),
-  'num_steps': foreign.list_of(foreign.list_of(whole(), 2)),
+  'format': untrusted.one_of(_FORMAT),
+  'trains': untrusted.TEXT,
+  'settings': untrusted.map_of(untrusted.either(_VALUE, untrusted.list_of(_VALUE))),
+  'num_steps': untrusted.list_of(untrusted.list_of(whole(), 2)),
 }
 
 
@@ -90,10 +90,10 @@ class RunRecord:
     return self._before is not None
 
   def _read(self) -> dict[str, Any] | None:
-    if not (self._path.exists() or (not foreign.is_remote(self._path) and os.path.lexists(self._path))):
+    if not (self._path.exists() or (not untrusted.is_remote(self._path) and os.path.lexists(self._path))):
       return None
     try:
-      record = foreign.read_object(self._path, _RECORD, _LIMIT)
+      record = untrusted.read_object(self._path, _RECORD, _LIMIT)
       if any(record.get(name) is None for name in _RECORD):
         raise ValueError(f'{self._path} is not the record of a training run')
     except ValueError as error:
@@ -109,11 +109,12 @@ class RunRecord:
     folder, was, now = self._path.parent, self._before['settings'], self._fields | self._content
     if self._before['trains'] != self._trains:
       raise ValueError(
-        f'{folder} was begun by {foreign.shown(self._before["trains"])}, not by {self._trains}: take another one'
+        f'{folder} was begun by {untrusted.shown(self._before["trains"])}, not by {self._trains}: take another one'
       )
     unknown = {name for name in self._content if name in was and None in (was[name], now[name])}
     wrong = [
-      f'{name if name in now else foreign.shown(name)} is {foreign.shown(now.get(name))} and was {foreign.shown(value)}'
+      f'{name if name in now else untrusted.shown(name)} is {untrusted.shown(now.get(name))}'
+      f' and was {untrusted.shown(value)}'
       for name, value in was.items()
       if now.get(name) != value and name not in unknown
     ]
@@ -152,7 +153,7 @@ class RunRecord:
       if added := sorted(settings.keys() - self._before['settings'].keys()):
         notes.append(f'{self._path} does not say what {", ".join(added)} was')
     record = {'format': _FORMAT, 'trains': self._trains, 'settings': settings, 'num_steps': history}
-    foreign.check_object(record, _RECORD, str(self._path))
+    untrusted.check_object(record, _RECORD, str(self._path))
     if record != self._before and is_primary():
       write_file(self._path, (json.dumps(record, indent=2) + '\n').encode())
     self._before = record

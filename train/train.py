@@ -16,10 +16,10 @@ from rich import console
 
 from common.progress_bar import ProgressBar
 from spectr_jax.io.checksums import content_hash
-from spectr_jax.io.foreign import Kind, whole
 from spectr_jax.io.model_files import files_of_model, load_transformer, save_model
 from spectr_jax.io.new_files import check_new_folder
 from spectr_jax.io.tokenizer import Tokenizer
+from spectr_jax.io.untrusted import Kind, whole
 from spectr_jax.model import Model
 from spectr_jax.models.transformer import TransformerConfig, config_of, transformer_model
 from spectr_jax.sharding import is_primary, put, shardings

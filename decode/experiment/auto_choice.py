@@ -19,7 +19,7 @@ from spectr_jax.auto.measurement import KeysFn, predict_settings
 from spectr_jax.auto.prediction import Prediction
 from spectr_jax.auto.setting import GREEDY_WIDTHS, worth_comparing
 from spectr_jax.auto.trial import Notify
-from spectr_jax.io.foreign import FLAG, check_object, list_of, map_of, object_of, real, whole
+from spectr_jax.io.untrusted import FLAG, check_object, list_of, map_of, object_of, real, whole
 from spectr_jax.sharding import is_primary
 
 # Trees that are added at temperature 0: 8, 16, 16 and 32 of the draft's likeliest guesses.

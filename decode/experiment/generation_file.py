@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from decode.experiment.records import Part, options_of
-from spectr_jax.io.foreign import (
+from spectr_jax.io.new_files import lock, only_writer, resolved, write_file
+from spectr_jax.io.untrusted import (
   ANYTHING,
   NOTHING,
   TEXT,
@@ -27,7 +28,6 @@ from spectr_jax.io.foreign import (
   shown,
   whole,
 )
-from spectr_jax.io.new_files import lock, only_writer, resolved, write_file
 
 _LONGEST = 2**24  # bytes of a line; JSON takes up to 25 times its size in memory
 _TOKENS = Kind('a list of ids', lambda x: type(x) is list and {*map(type, x)} <= {int} and min(x, default=0) >= 0)

@@ -21,7 +21,7 @@ from decode.experiment.workload import Workload
 from spectr_jax import METHODS, Method, Statistics, TokenTree, optimal_factors
 from spectr_jax.auto.trial import Notify
 from spectr_jax.engine.program_memory import make_room
-from spectr_jax.io.foreign import NOTHING, check_object, either, list_of, map_of, real
+from spectr_jax.io.untrusted import NOTHING, check_object, either, list_of, map_of, real
 from spectr_jax.sharding import fetch
 from spectr_jax.theory import stateless_kept_bound
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from etils import epath
 
-from spectr_jax.io.foreign import as_path
+from spectr_jax.io.untrusted import as_path
 
 # Spec-Bench's tasks by category. The categories of MT-Bench are one task.
 _MT_BENCH = ('writing', 'roleplay', 'reasoning', 'math', 'coding', 'extraction', 'stem', 'humanities')

@@ -13,8 +13,8 @@ import numpy as np
 from etils import epath
 
 from decode.experiment.prompt_sets import PromptSet, excerpt, split_set
-from spectr_jax.io.foreign import open_unpacked
 from spectr_jax.io.tokenizer import TokenizerBase
+from spectr_jax.io.untrusted import open_unpacked
 from spectr_jax.unicode import check_unicode
 
 # Field names in common prompt sets. The first field that a JSON object has is the prompt.

@@ -19,7 +19,7 @@ from decode.serving.answer import Answer, Served
 from decode.serving.faults import RefusedError, RequestError, failure, refusing
 from decode.serving.gate import Gate
 from decode.serving.protocol import check_model, parse
-from spectr_jax.io.foreign import parse_json
+from spectr_jax.io.untrusted import parse_json
 
 _T = TypeVar('_T')
 

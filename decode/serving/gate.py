@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from decode.serving.answer import Served
 from decode.serving.counters import KINDS
 from decode.serving.faults import RefusedError, RequestError, failure
-from spectr_jax.io.foreign import one_line
+from spectr_jax.io.untrusted import one_line
 
 READ_SECONDS = 30.0  # for a body
 _MOST_BYTES = 2**22  # of a body

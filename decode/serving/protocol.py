@@ -14,7 +14,7 @@ import numpy as np
 
 from decode.serving.faults import RefusedError, refusing
 from spectr_jax.engine.stop import check_stop_texts
-from spectr_jax.io.foreign import ANYTHING, FLAG, Kind, name_shown, real, shown, whole
+from spectr_jax.io.untrusted import ANYTHING, FLAG, Kind, name_shown, real, shown, whole
 from spectr_jax.sampling import SamplingParams
 from spectr_jax.unicode import check_unicode
 

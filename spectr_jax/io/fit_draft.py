@@ -30,7 +30,7 @@ _MOST_OF_SAMPLE = 128
 
 def _roles(tokenizer: TokenizerBase) -> list[tuple[str, int]]:
   """Special tokens by what they do: where a turn of a conversation begins and ends, and where a text does."""
-  found = []
+  roles = []
   if getattr(tokenizer, 'chat_template', None) is not None:
     try:
       ids = tokenizer.encode_chat([{'role': 'user', 'content': _QUESTION}])
@@ -39,10 +39,10 @@ def _roles(tokenizer: TokenizerBase) -> list[tuple[str, int]]:
     special = tokenizer.special_token_names
     end = next((i for i in range(len(ids)) if _QUESTION in tokenizer.decode(ids[: i + 1])), len(ids))
     before, behind = ([index for index in part if index in special] for part in (ids[:end], ids[end:]))
-    found = [('turn', each) for each in before[-1:]] + [('end of turn', each) for each in behind[:1]]
+    roles = [('turn', each) for each in before[-1:]] + [('end of turn', each) for each in behind[:1]]
   if tokenizer.bos_id is not None:
-    found.append(('bos', tokenizer.bos_id))
-  return found + [(f'eos {place}', index) for place, index in enumerate(tokenizer.eos_ids)]
+    roles.append(('bos', tokenizer.bos_id))
+  return roles + [(f'eos {place}', index) for place, index in enumerate(tokenizer.eos_ids)]
 
 
 def _by_bytes(tokenizer: TokenizerBase, contents: Sequence[bytes]) -> dict[bytes, int]:
@@ -50,29 +50,31 @@ def _by_bytes(tokenizer: TokenizerBase, contents: Sequence[bytes]) -> dict[bytes
 
   So a letter stands before the token of its byte, as in what tokenizers write.
   """
-  found: dict[bytes, tuple[int, int]] = {}
+  best: dict[bytes, tuple[int, int]] = {}
   for index, content in enumerate(contents):
     if content:
       own = len(tokenizer.token(index) or ''), index
-      found[content] = min(found.get(content, own), own)
-  return {content: index for content, (_, index) in found.items()}
+      best[content] = min(best.get(content, own), own)
+  return {content: index for content, (_, index) in best.items()}
 
 
 def _spelled(content: bytes, ids: Mapping[bytes, int]) -> list[int]:
   """The tokens of some bytes, the longest that fit from left to right; bytes that are in none are left out."""
-  found, start = [], 0
+  tokens, start = [], 0
   while start < len(content):
     for end in range(min(len(content), start + _LONGEST), start, -1):
       if (index := ids.get(content[start:end])) is not None:
-        found.append(index)
+        tokens.append(index)
         start = end
         break
     else:
       start += 1
-  return found
+  return tokens
 
 
-def _encoded(tokenizer: TokenizerBase, texts: Sequence[bytes], own: Sequence[bytes], ids: Mapping[bytes, int]):
+def _encoded(
+  tokenizer: TokenizerBase, texts: Sequence[bytes], own: Sequence[bytes], ids: Mapping[bytes, int]
+) -> list[list[int]]:
   """The tokens of each text, as the tokenizer encodes it, unless its rules change the bytes."""
   places, decoded = [], []
   for place, text in enumerate(texts):

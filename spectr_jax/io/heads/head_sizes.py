@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from spectr_jax.io.foreign import Kind, real, whole
 from spectr_jax.io.heads.save import eagle3_spec, one_pass_spec
+from spectr_jax.io.untrusted import Kind, real, whole
 from spectr_jax.models.causal_lm_config import CausalLMConfig
 from spectr_jax.models.head import HeadConfig
 from spectr_jax.models.one_pass_config import MARKOV_KINDS, Markov, OnePassConfig

@@ -83,7 +83,8 @@ def _check_products() -> None:
   @jax.jit
   def compute(packed):
     products = [product(rows, panels, 40) for rows, panels in packed]
-    return products, attention(query, keys[..., :2], values[:, :, :2], masks[0], keys, values, masks[1])
+    operands = query, keys[..., :2], values[:, :, :2], masks[0], keys, values, masks[1]
+    return products, attention(*map(jnp.asarray, operands))
 
   try:
     with jax.default_device(jax.local_devices(backend='cpu')[0]), jax.ensure_compile_time_eval():

@@ -10,8 +10,7 @@ from gguf import GGMLQuantizationType as Type
 from spectr_jax import TokenTree, generate, load_drafter, load_model
 from spectr_jax.draft import head_drafter
 from spectr_jax.io.heads.save import save_drafter
-from spectr_jax.io.hub.gguf_file import GgufFile
-from spectr_jax.io.hub.load import make_model
+from spectr_jax.io.load import open_model
 from spectr_jax.kernels.block_kernel import is_in_blocks
 from spectr_jax.kernels.int8 import check_savable
 from spectr_jax.models.causal_lm_config import CausalLMConfig, Rope
@@ -21,8 +20,7 @@ from spectr_jax.sharding import make_mesh
 
 
 def _load(path, **options):
-  file = GgufFile(path)
-  return make_model(file.config, file.tensors, dtype='float32', **options)
+  return open_model(path).load(dtype='float32', **({'weights': None, 'mesh': None} | options))
 
 
 def _matrices(model):
