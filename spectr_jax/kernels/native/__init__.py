@@ -10,6 +10,7 @@ is, and which form this processor takes. Without it everything works by XLA's pr
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import contextvars
 import ctypes
@@ -64,7 +65,8 @@ def _library() -> tuple[ctypes.CDLL | None, str]:
   """The library, compared with NumPy, or None and why."""
   try:
     library = _load()
-    _check_products()
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:  # which has nobody's trace around it
+      thread.submit(_check_products).result()
   except _UnavailableError as error:
     _logger.info('products on this CPU are those of XLA: %s', error)
     return None, str(error)
@@ -87,8 +89,8 @@ def _check_products() -> None:
     return products, attention(*map(jnp.asarray, operands))
 
   try:
-    with jax.default_device(jax.local_devices(backend='cpu')[0]), jax.ensure_compile_time_eval():
-      outputs, mixed = compute([(rows, pack(kernel)) for rows, kernel in operands])
+    with jax.default_device(jax.local_devices(backend='cpu')[0]):
+      outputs, mixed = jax.device_get(compute([(rows, pack(kernel)) for rows, kernel in operands]))
   except Exception as error:  # of any kind: XLA refuses a call in its own ways
     raise _UnavailableError(f'XLA refuses it: {error}') from None
   for (rows, kernel), products in zip(operands, outputs):
