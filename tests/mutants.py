@@ -114,7 +114,7 @@ _MUTANTS = (
   ('serving_limit', 'decode/serving/answer.py', 'max_tokens > most:', 'max_tokens < 0:',
    'serving/app_test.py serving/gate_test.py'),
   ('serving_stop', 'spectr_jax/io/text_stream.py', 'return text[:begin]', 'return text',
-  XX),
+   'serving/app_test.py'),
 )
 # fmt: on
 
