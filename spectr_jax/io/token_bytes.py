@@ -207,7 +207,7 @@ class TokenBytes(dict[int, bytes]):
     characters = codecs.getincrementaldecoder('utf-8')('replace')
     return lambda ids, is_end: self._finished(characters.decode(self.join(ids), is_end))
 
-  def _content(self, index: int) -> bytes:
+  def content(self, index: int) -> bytes:
     """The bytes that an id has in a text, in which some characters have been replaced."""
     text = self[index].decode(errors='surrogateescape')
     return self._finished(text).encode(errors='surrogateescape')
@@ -228,7 +228,7 @@ class TokenBytes(dict[int, bytes]):
       nonlocal length
       found = []
       for index in map(int, ids):
-        raw, content = self[index], self._content(index)
+        raw, content = self[index], self.content(index)
         text = characters.decode(raw[:1])
         # The first byte is part of the character that waits for more of them, or else of the last one.
         is_waiting = bool(characters.getstate()[0]) or not raw
