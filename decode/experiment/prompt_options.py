@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from decode.experiment.model_options import PRETRAINED
 from decode.experiment.option_fields import AT_LEAST_0, AT_LEAST_1, Record, Rule, option
 from decode.experiment.prompt_sets import PROMPT_SETS
 from decode.experiment.prompts import Prompt, as_conversations, read_prompts
-from spectr_jax import StopStrings
+from spectr_jax import Constraint, StopStrings
 from spectr_jax.engine.stop import check_stop_texts
+from spectr_jax.io.constraints import compile_constraint
+from spectr_jax.io.foreign import parse_json, read_text
 from spectr_jax.io.tokenizer import TokenizerBase
 from spectr_jax.sampling import SAMPLING_NAMES, SamplingParams
 from spectr_jax.unicode import check_unicode
 
+# Of which one may be given.
+CONSTRAINTS = 'regex', 'json_schema', 'choice'
 SHIPPED_PROMPTS = PRETRAINED / 'prompts.jsonl'
 _TOP_K: Rule = 'at least 0 (0 keeps all) and below 2**31', lambda x: 0 <= x < 2**31
 _TOP_P: Rule = 'above 0 and at most 1', lambda x: 0 < x <= 1
@@ -30,6 +35,11 @@ class SamplingOptions(Record):
   min_p: float = option(
     'Sampling', 'Sample from tokens at least this many times as likely as the likeliest; 0 for all.', 0.0, rule=_MIN_P
   )
+  regex: str | None = option('Sampling', 'Regular expression that a whole continuation must match.', None)
+  json_schema: str | None = option('Sampling', 'File of a JSON schema that continuations must follow.', None)
+  choice: tuple[str, ...] = option(
+    'Sampling', 'Text that a continuation may be; repeat for several, of which it is one.', (), is_repeated=True
+  )
   num_samples: int = option('Sampling', 'Continuations of each prompt with each seed.', 1, rule=AT_LEAST_1)
   num_seeds: int = option('Sampling', 'Runs of every setting, each with its own seed.', 1, rule=AT_LEAST_1)
   seed: int = option('Sampling', 'The first seed.', 0)
@@ -38,6 +48,9 @@ class SamplingOptions(Record):
     super().__post_init__()
     if self.seed < 0 or self.seed + self.num_seeds > 2**32:
       raise ValueError(f'seeds must be from 0 to 2**32 - 1, got {self.num_seeds} from {self.seed} on')
+    given = [name for name in CONSTRAINTS if getattr(self, name)]
+    if len(given) > 1:
+      raise ValueError(f'{given[0]} and {given[1]} are both given; choose one')
 
   @property
   def seeds(self) -> range:
@@ -47,6 +60,29 @@ class SamplingOptions(Record):
   def sampling(self) -> SamplingParams:
     """The sampling parameters, the same for all rows."""
     return SamplingParams(**{name: getattr(self, name) for name in SAMPLING_NAMES})
+
+  def read_constraint(self) -> dict[str, Any]:
+    """What continuations must follow, as a keyword argument of `compile_constraint`; empty for nothing.
+
+    Raises:
+      ValueError: The file of the schema is unusable.
+    """
+    if self.json_schema:
+      return {'json_schema': parse_json(read_text(self.json_schema), self.json_schema)}
+    return {'regex': self.regex} if self.regex else {'choices': self.choice} if self.choice else {}
+
+  def make_constraint(self, tokenizer: TokenizerBase, vocab_size: int) -> Constraint | None:
+    """What continuations must follow, or None.
+
+    Args:
+      tokenizer: The target's tokenizer.
+      vocab_size: V, the target's.
+
+    Raises:
+      ValueError: It cannot be compiled; the message says why.
+    """
+    given = self.read_constraint()
+    return compile_constraint(tokenizer, vocab_size=vocab_size, **given) if given else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

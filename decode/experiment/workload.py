@@ -20,7 +20,7 @@ from common.text_files import Files
 from decode.experiment.options import ROOT, DecodeOptions
 from decode.experiment.prompts import Prompt, encode_prompts, take_first, without_long
 from decode.experiment.settings import Setting
-from spectr_jax import Drafter, Generation, Model, SamplingParams, StopStrings, lookup_corpus
+from spectr_jax import Constraint, Drafter, Generation, Model, SamplingParams, StopStrings, lookup_corpus
 from spectr_jax.auto.trial import Batches, take_keys
 from spectr_jax.draft import as_drafter, lookup_beside, lookup_drafter
 from spectr_jax.engine.result import NotFiniteError
@@ -267,6 +267,7 @@ class Workload(Batches):
   tokens: np.ndarray
   lengths: np.ndarray
   sharding: DecodeSharding | None
+  constraint: Constraint | None = None
 
   @classmethod
   def load(cls, options: DecodeOptions, *, is_local: bool = False, pick: Pick = take_first) -> Workload:
@@ -293,7 +294,8 @@ class Workload(Batches):
       target, drafter = sharding.put_models(target, as_drafter(draft))
       draft = drafter.model if drafter is not None and is_model else drafter
     info = describe(options, models.info) | {'num_long_prompts': len(every) - len(fitting)}
-    return cls(options, target, draft, tokenizer, info, prompts, tokens, lengths, sharding)
+    constraint = options.make_constraint(tokenizer, target.vocab_size)
+    return cls(options, target, draft, tokenizer, info, prompts, tokens, lengths, sharding, constraint)
 
   @property
   def batch_size(self) -> int:
@@ -357,6 +359,7 @@ class Workload(Batches):
         max_new_tokens=self.max_new_tokens,
         num_samples=num_samples,
         sampling=self.sampling,
+        constraint=self.constraint,
         eos_id=self.eos_ids,
         stop=None if statistics else self.stop,
         statistics=statistics,

@@ -15,9 +15,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from decode.serving.compiling import Compiler
 from decode.serving.faults import RefusedError, refusing
 from decode.serving.protocol import DEFAULT_TOKENS, MOST_SAMPLES, CompletionRequest
 from decode.serving.worker import Job, Piece, Worker
+from spectr_jax.constraint import Constraint
 from spectr_jax.engine.likelihood import LogLikelihood
 from spectr_jax.engine.state import sample_keys
 from spectr_jax.engine.stop import StopStrings
@@ -41,6 +43,7 @@ class Served:
     hosts: Names that requests may be sent to, and whose pages may send some, besides those of this machine for itself;
       `*` is all. None for any name, and pages of that name alone.
     threads: Where requests are read and responses are written, which takes time that the event loop does not have.
+    compiler: Where constraints are compiled.
   """
 
   worker: Worker
@@ -53,6 +56,7 @@ class Served:
   threads: concurrent.futures.Executor = dataclasses.field(
     default_factory=lambda: concurrent.futures.ThreadPoolExecutor(_READERS, 'reading')
   )
+  compiler: Compiler = dataclasses.field(default_factory=Compiler)
 
   def prepare(self) -> None:
     """Does what is done once, and what the first requests would wait for: a look at the vocabulary, and programs."""
@@ -120,13 +124,17 @@ class _Place(NamedTuple):
 class Answer:
   """A request on its way to an answer."""
 
-  def __init__(self, served: Served, request: CompletionRequest):
+  def __init__(self, served: Served, request: CompletionRequest, constraint: Constraint | None = None):
     """Encodes the prompts.
+
+    Args:
+      served, request: What is served, and what is asked for.
+      constraint: What continuations must follow, compiled.
 
     Raises:
       RefusedError: They are too long, too many or no prompts, or too many new tokens are asked for.
     """
-    self.served, self.request = served, request
+    self.served, self.request, self.constraint = served, request, constraint
     self.id = f'{"chatcmpl" if request.is_chat else "cmpl"}-{secrets.token_hex(12)}'
     self.created = int(time.time())
     self.max_tokens = self._allowed_tokens()
@@ -203,7 +211,7 @@ class Answer:
         loop.call_soon_threadsafe(self._arrived.put_nowait, (choice, piece))
 
       limit = min(self.max_tokens, served.most_new(choice.prompt))
-      choice.job = Job(choice.prompt, key, request.sampling, limit, stop, tell)
+      choice.job = Job(choice.prompt, key, request.sampling, limit, stop, tell, constraint=self.constraint)
       jobs.append(choice.job)
     self._num_open = len(jobs)
     self._count('received_total', len(jobs))

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from spectr_jax.auto.setting import Setting
+from spectr_jax.constraint import Constraint
 from spectr_jax.draft import Drafter, as_drafter
 from spectr_jax.engine.decoder import Decoder, choose_cache_size
 from spectr_jax.engine.sharding import DecodeSharding
@@ -47,8 +48,10 @@ class Batches:
     eos_ids: Ids that end a row.
     logprobs: Whether runs return log probabilities.
     sharding: The sharding over devices, or None for one device.
+    constraint: What all continuations must follow, or None.
   """
 
+  constraint: Constraint | None = None
   target: Model
   draft: Model | Drafter | None
   tokens: np.ndarray
@@ -94,6 +97,7 @@ class Batches:
       statistics=statistics,
       logprobs=self.logprobs,
       sharding=self.sharding,
+      constraints=[] if self.constraint is None else [self.constraint],
     )
 
   def init(self, decoder: Decoder, keys: jax.Array, rows: np.ndarray, *, num_samples: int = 1) -> DecodeState:
@@ -106,7 +110,8 @@ class Batches:
       num_samples: Samples of each prompt, in rows one after another.
     """
     prompts = self.tokens[rows], self.lengths[rows]
-    return init_decode(decoder, take_keys(keys, rows), *prompts, num_samples=num_samples, sampling=self.sampling)
+    own = {'sampling': self.sampling, 'constraint': None if self.constraint is None else 0}
+    return init_decode(decoder, take_keys(keys, rows), *prompts, num_samples=num_samples, **own)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -42,7 +42,9 @@ def _automaton(regex, most_states):
   from outlines_core import Index, Vocabulary
 
   bytes_alone = Vocabulary(256, {bytes([value]): [value] for value in range(256)})
-  index = Index(regex, bytes_alone)
+  # A match that ends with the text alone: otherwise the first alternative that matches ends the automaton's search, and
+  # `a|ab` would not have `ab`.
+  index = Index(rf'(?:{regex})\z', bytes_alone)
   transitions = index.get_transitions()
   if len(transitions) > most_states:
     raise ValueError(f'its automaton has {len(transitions):,} states, allowed are {most_states:,}')

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 from spectr_jax.io.foreign import shown
 from spectr_jax.io.json_regex import (
   ANY_DEPTH,
-  CHARACTER,
-  FORMATS,
+    FORMATS,
   FRACTION,
   NATURAL,
   PLAIN,
@@ -25,7 +24,7 @@ from spectr_jax.io.json_regex import (
   SPACE,
   STRING,
   any_value,
-  ecma,
+  ecma_alternatives,
   either,
   escaped,
   integers,
@@ -259,16 +258,20 @@ class _Writer:
       return STRING
     if least is not None and most is not None and least > most:
       return None
-    return f'"{CHARACTER}{{{least or 0},{"" if most is None else most}}}"'
+    # Repeats of a choice between two would take the compiler of expressions exponential time.
+    return f'"{PLAIN}{{{least or 0},{"" if most is None else most}}}"'
 
   def _pattern(self, pattern: Any, where: str) -> str:
     if not isinstance(pattern, str):
       raise _refused(where, f'pattern must be a text, got {shown(pattern)}')
-    # It need not match a whole string.
-    is_first, is_last = pattern.startswith('^'), bool(re.search(r'(?<!\\)(?:\\\\)*\$$', pattern))
-    inner = f'(?:{ecma(pattern[is_first : len(pattern) - is_last])})'
-    self.patterns.append(inner)
-    return f'"{"" if is_first else PLAIN + "*"}{inner}{"" if is_last else PLAIN + "*"}"'
+    found = []
+    for part in ecma_alternatives(pattern):
+      # It need not match a whole string.
+      is_first, is_last = part[:1] == ['^'], part[-1:] == ['$']
+      inner = f'(?:{"".join(part[is_first : len(part) - is_last])})'
+      self.patterns.append(inner)
+      found.append(f'{"" if is_first else PLAIN + "*"}{inner}{"" if is_last else PLAIN + "*"}')
+    return f'"{either(found)}"'
 
 
 def _integer(schema: Mapping[str, Any], where: str) -> str | None:
@@ -357,12 +360,12 @@ def _are_apart(one: Any, other: Any) -> bool:
   types = [_spread(each) for each in (one, other)]
   if types[0] is not None and types[1] is not None and not types[0] & types[1]:
     return True
-  shared = [set(map(str, each.get('required', ()))) for each in (one, other)]
-  own = [each.get('properties') if isinstance(each.get('properties'), Mapping) else {} for each in (one, other)]
-  return any(
-    _values(own[0].get(name)) is not None and _values(own[1].get(name)) is not None
-    and _are_apart(own[0][name], own[1][name]) for name in shared[0] & shared[1]
-  )  # fmt: skip
+  shared = set(map(str, one.get('required', ()))) & set(map(str, other.get('required', ())))
+  own, others = (each.get('properties', {}) for each in (one, other))
+  if not isinstance(own, Mapping) or not isinstance(others, Mapping):
+    return False
+  listed = [name for name in shared if None not in (_values(own.get(name)), _values(others.get(name)))]
+  return any(_are_apart(own[name], others[name]) for name in listed)
 
 
 def _values(schema: Any) -> list[Any] | None:
