@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from spectr_jax.io.foreign import parse_json, read_text
+
 from decode.experiment.model_options import PRETRAINED
 from decode.experiment.option_fields import AT_LEAST_0, AT_LEAST_1, Record, Rule, option
 from decode.experiment.prompt_sets import PROMPT_SETS
@@ -12,7 +14,6 @@ from decode.experiment.prompts import Prompt, as_conversations, read_prompts
 from spectr_jax import Constraint, StopStrings
 from spectr_jax.engine.stop import check_stop_texts
 from spectr_jax.io.constraints import compile_constraint
-from spectr_jax.io.foreign import parse_json, read_text
 from spectr_jax.io.tokenizer import TokenizerBase
 from spectr_jax.sampling import SAMPLING_NAMES, SamplingParams
 from spectr_jax.unicode import check_unicode
@@ -58,7 +59,6 @@ class SamplingOptions(Record):
 
   @property
   def sampling(self) -> SamplingParams:
-    """The sampling parameters, the same for all rows."""
     return SamplingParams(**{name: getattr(self, name) for name in SAMPLING_NAMES})
 
   def read_constraint(self) -> dict[str, Any]:
@@ -143,15 +143,10 @@ class PromptOptions(Record):
       raise ValueError('system is for --chat, which renders conversations')
 
   def make_stop(self, tokenizer: TokenizerBase) -> StopStrings | None:
-    """The stop texts as the library takes them, or None if there are none."""
     return StopStrings(tokenizer, self.stop) if self.stop else None
 
   def read_prompts(self) -> list[Prompt]:
-    """All prompts of the file, or the one text; conversations with `chat`.
-
-    Raises:
-      ValueError: The file is unusable, or has conversations without `chat`.
-    """
+    """All prompts of the file, or the one text; conversations with `chat`, refused without it."""
     path = SHIPPED_PROMPTS if self.prompts is None else self.prompts
     prompts = read_prompts(path) if self.prompt is None else [Prompt(self.prompt)]
     if self.chat:
