@@ -5,16 +5,15 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from spectr_jax.io.foreign import parse_json, read_text
-
+import spectr_jax
 from decode.experiment.model_options import PRETRAINED
 from decode.experiment.option_fields import AT_LEAST_0, AT_LEAST_1, Record, Rule, option
 from decode.experiment.prompt_sets import PROMPT_SETS
 from decode.experiment.prompts import Prompt, as_conversations, read_prompts
 from spectr_jax import Constraint, StopStrings
 from spectr_jax.engine.stop import check_stop_texts
-from spectr_jax.io.constraints import compile_constraint
 from spectr_jax.io.tokenizer import TokenizerBase
+from spectr_jax.io.untrusted import parse_json, read_text
 from spectr_jax.sampling import SAMPLING_NAMES, SamplingParams
 from spectr_jax.unicode import check_unicode
 
@@ -82,7 +81,7 @@ class SamplingOptions(Record):
       ValueError: It cannot be compiled; the message says why.
     """
     given = self.read_constraint()
-    return compile_constraint(tokenizer, vocab_size=vocab_size, **given) if given else None
+    return spectr_jax.compile_constraint(tokenizer, vocab_size=vocab_size, **given) if given else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

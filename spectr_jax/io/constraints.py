@@ -16,14 +16,15 @@ import numpy as np
 import scipy.sparse
 
 from spectr_jax.constraint import Constraint
-from spectr_jax.io.foreign import one_line, parse_json, shown
-from spectr_jax.io.json_regex import any_object, either, escaped
+from spectr_jax.io.json_regex import any_object, either, escaped, whole
 from spectr_jax.io.json_schema import schema_regex
 from spectr_jax.io.tokenizer import TokenizerBase
+from spectr_jax.io.untrusted import one_line, parse_json, shown
 from spectr_jax.unicode import check_unicode
 
 _SECONDS, _MEMORY = 30, 2**30  # of the process that compiles an expression
 _MOST_STATES = 2**15  # of an automaton over bytes
+_OBJECT_DEPTH = 3  # levels of objects and lists in `json_schema=True`
 _MOST_CELLS = 2**25  # transitions of a table, 128 MiB
 _MOST_MERGING = 2**28  # transitions that are looked at to merge states
 _MOST_TEXT, _MOST_CHOICES = 2**20, 2**12
@@ -68,7 +69,7 @@ def compile_constraint(
   elif json_schema is not None:
     expression, patterns = _of_schema(json_schema)
   else:
-    expression = regex
+    expression = whole(regex) if isinstance(regex, str) else regex
   if not isinstance(expression, str):
     raise ValueError(f'regex must be a text, got {shown(expression)}')
   check_unicode(expression, names[0])
@@ -94,7 +95,7 @@ def _of_choices(choices: Sequence[str]) -> str:
 
 def _of_schema(schema: Any) -> tuple[str, tuple[str, ...]]:
   if schema is True:
-    return any_object(), ()
+    return any_object(_OBJECT_DEPTH), ()
   if isinstance(schema, str):
     schema = parse_json(schema, 'the JSON schema')
   try:

@@ -110,18 +110,29 @@ def integers(low: int | None, high: int | None) -> str | None:
   return either(parts)
 
 
-def ecma_alternatives(pattern: str) -> list[list[str]]:
-  r"""The alternatives of a pattern, each as a list of its characters and escapes.
-
-  `\d` and `\w` are for ASCII alone, as JavaScript and so JSON Schema has them.
-  """
+def alternatives(pattern: str) -> list[list[str]]:
+  """The alternatives of a pattern, each as a list of its characters and escapes."""
   found, depth, is_in_class = [[]], 0, False
   for part in re.findall(r'\\.|[^\\]', pattern, flags=re.DOTALL):
     is_in_class = (is_in_class and part != ']') or part == '['
     depth += 0 if is_in_class else (part == '(') - (part == ')')
     if part == '|' and depth == 0 and not is_in_class:
       found.append([])
-      continue
-    meant = {r'\d': '0-9', r'\w': '0-9A-Za-z_'}.get(part)
-    found[-1].append(part if meant is None else meant if is_in_class else f'[{meant}]')
+    else:
+      found[-1].append(part)
   return found
+
+
+def ecma(parts: Sequence[str]) -> str:
+  r"""A part of a pattern with `\d` and `\w` for ASCII alone, as JavaScript and so JSON Schema has them."""
+  spelled, is_in_class = [], False
+  for part in parts:
+    is_in_class = (is_in_class and part != ']') or part == '['
+    meant = {r'\d': '0-9', r'\w': '0-9A-Za-z_'}.get(part)
+    spelled.append(part if meant is None else meant if is_in_class else f'[{meant}]')
+  return ''.join(spelled)
+
+
+def whole(regex: str) -> str:
+  """An expression without the `^` that its alternatives may begin with, which says nothing of a whole text."""
+  return '|'.join(''.join(part[part[:1] == ['^'] :]) for part in alternatives(regex))

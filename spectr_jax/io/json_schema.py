@@ -13,23 +13,24 @@ import urllib.parse
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from spectr_jax.io.foreign import shown
 from spectr_jax.io.json_regex import (
   ANY_DEPTH,
-    FORMATS,
+  FORMATS,
   FRACTION,
   NATURAL,
   PLAIN,
   SIMPLE,
   SPACE,
   STRING,
+  alternatives,
   any_value,
-  ecma_alternatives,
+  ecma,
   either,
   escaped,
   integers,
   listed,
 )  # fmt: skip
+from spectr_jax.io.untrusted import shown
 
 _MOST_VISITS, _MOST_CHARACTERS = 20_000, 2**20  # of schemas that refer to themselves
 _MOST_NESTED = 3  # times that a reference may stand within itself
@@ -265,10 +266,10 @@ class _Writer:
     if not isinstance(pattern, str):
       raise _refused(where, f'pattern must be a text, got {shown(pattern)}')
     found = []
-    for part in ecma_alternatives(pattern):
+    for part in alternatives(pattern):
       # It need not match a whole string.
       is_first, is_last = part[:1] == ['^'], part[-1:] == ['$']
-      inner = f'(?:{"".join(part[is_first : len(part) - is_last])})'
+      inner = f'(?:{ecma(part[is_first : len(part) - is_last])})'
       self.patterns.append(inner)
       found.append(f'{"" if is_first else PLAIN + "*"}{inner}{"" if is_last else PLAIN + "*"}')
     return f'"{either(found)}"'
