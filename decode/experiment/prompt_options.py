@@ -31,14 +31,14 @@ class SamplingOptions(Record):
 
   temperature: float = option('Sampling', 'Sampling temperature; 0 decodes greedily.', 1.0, rule=AT_LEAST_0)
   top_k: int = option('Sampling', 'Sample from the k likeliest tokens; 0 for all.', 0, rule=_TOP_K)
-  top_p: float = option('Sampling', 'Sample from the fewest likeliest tokens of this mass.', 1.0, rule=_TOP_P)
+  top_p: float = option('Sampling', 'Sample from the likeliest tokens of this mass.', 1.0, rule=_TOP_P)
   min_p: float = option(
     'Sampling', 'Sample from tokens at least this many times as likely as the likeliest; 0 for all.', 0.0, rule=_MIN_P
   )
-  regex: str | None = option('Sampling', 'Regular expression that a whole continuation must match.', None)
-  json_schema: str | None = option('Sampling', 'File of a JSON schema that continuations must follow.', None)
+  regex: str | None = option('Sampling', 'Regular expression that continuations match.', None)
+  json_schema: str | None = option('Sampling', 'File of a JSON schema that continuations follow.', None)
   choice: tuple[str, ...] = option(
-    'Sampling', 'Text that a continuation may be; repeat for several, of which it is one.', (), is_repeated=True
+    'Sampling', 'Text that continuations may be; repeat for several.', (), is_repeated=True
   )
   num_samples: int = option('Sampling', 'Continuations of each prompt with each seed.', 1, rule=AT_LEAST_1)
   num_seeds: int = option('Sampling', 'Runs of every setting, each with its own seed.', 1, rule=AT_LEAST_1)
@@ -110,8 +110,8 @@ class PromptOptions(Record):
     "Let the model answer: render prompts as turns of the user, and conversations, by the model's chat template.",
     False,
   )
-  system: str | None = option('Prompts', 'System message of conversations that have none of their own.', None)
-  skip_long: bool = option('Prompts', 'Leave out prompts that are too long instead of refusing them.', False)
+  system: str | None = option('Prompts', 'System message of conversations without one.', None)
+  skip_long: bool = option('Prompts', 'Leave out prompts that are too long; else refused.', False)
   batch_size: int = option('Prompts', 'Prompts decoded together, at most.', 1, rule=AT_LEAST_1)
   max_new_tokens: int = option('Prompts', 'New tokens per prompt, at most.', 64, rule=AT_LEAST_1)
   share_of_optimum: bool = option(
