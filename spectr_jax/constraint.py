@@ -20,7 +20,7 @@ _FEWEST_STATES, _FEWEST_CELLS, _FEWEST_MASKS, _FEWEST_CONSTRAINTS = 2**10, 2**16
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Constraint:
-  """A deterministic automaton over tokens: the continuations that it accepts are those that may be generated.
+  """A deterministic automaton over tokens, which continuations follow.
 
   A continuation begins in state 0. A token with class c leads from state s to `next_state[s, c]`. An id that ends rows
   is allowed in final states alone, whatever its class, and it is all that is allowed in a final state without a way on.

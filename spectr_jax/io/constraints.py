@@ -40,7 +40,9 @@ def compile_constraint(
   choices: Sequence[str] | None = None,
   vocab_size: int | None = None,
 ) -> Constraint:
-  """The constraint that a continuation, without the id that ends it, is a text of one of three kinds.
+  """Compiles what continuations must be.
+
+  The id that ends a continuation is no part of the text.
 
   An expression matches whole texts. Its syntax is that of Rust's `regex`, without assertions that look around. Of a
   JSON schema those texts are allowed that `json_schema.schema_regex` describes: properties in the order of the schema,
