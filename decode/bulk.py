@@ -80,7 +80,8 @@ def decode_bulk(
           missing = [i for i in range(options.num_samples) if (seed, prompts[row].index, i) not in file.done]
           samples = sample_keys(keys[row : row + 1], options.num_samples) if missing else ()
           for sample in missing:
-            yield Request((seed, row, sample), work.tokens[row, : work.lengths[row]], samples[sample])
+            name, tokens = (seed, row, sample), work.tokens[row, : work.lengths[row]]
+            yield Request(name, tokens, samples[sample], constraint=work.constraint)
 
     notify('compiling and decoding', num_done, total)
     start = time.perf_counter()

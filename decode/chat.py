@@ -88,6 +88,7 @@ def start_chat(
     raise ValueError(
       f'max_new_tokens {options.max_new_tokens} leaves no room for a prompt: the conversation may have {limit} tokens'
     )
+  constraint = options.make_constraint(models.tokenizer, models.target.vocab_size)
   decoder = Decoder.make(
     models.target,
     setting.drafter(models.draft),
@@ -96,8 +97,9 @@ def start_chat(
     max_new_tokens=options.max_new_tokens,
     cache_size=limit,
     eos_id=models.tokenizer.eos_ids,
+    constraints=[] if constraint is None else [constraint],
   )
-  session = Session(decoder, sampling=options.sampling)
+  session = Session(decoder, sampling=options.sampling, constraint=-1 if constraint is None else 0)
   if compiles_ahead:
     session.compile(lambda done, total: notify('compiling', done, total))
   stop = options.make_stop(models.tokenizer)

@@ -30,6 +30,7 @@ from spectr_jax.unicode import check_unicode
 _UNUSED = (
   'acceptance', 'grid', 'calibration', 'share_of_optimum', 'breakdown', 'profile_dir', 'prompt', 'prompts', 'skip_long',
   'mesh', 'logprobs', 'chat', 'system', 'stop', 'gumbel', 'num_prompts', 'num_samples', 'num_seeds', 'draft_mesh',
+  'regex', 'json_schema', 'choice',
 )  # fmt: skip
 
 _LONGEST_PROMPT = _MOST_NEW = 1024  # tokens, unless options say otherwise

@@ -105,6 +105,7 @@ def record_trace(options: DecodeOptions, compare: tuple[str, ...] = (), notify: 
     others=others,
     max_new_tokens=options.max_new_tokens,
     sampling=options.sampling,
+    constraint=work.constraint,
     eos_id=work.tokenizer.eos_ids,
     notify=notify,
   )

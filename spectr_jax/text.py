@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from spectr_jax.auto import predict_speeds
+from spectr_jax.constraint import Constraint, numbered
 from spectr_jax.draft import Drafter
 from spectr_jax.engine.refill import Continuation, Request, generate_many
 from spectr_jax.engine.stop import Decodes, StopStrings
@@ -53,6 +54,7 @@ def generate_text(
   method: str | Method | None = None,
   tree: TokenTree | None = None,
   sampling: SamplingParams | None = None,
+  constraint: Constraint | Sequence[Constraint | None] | None = None,
   seed: int = 0,
   stop: Sequence[str] = (),
   batch_size: int = 8,
@@ -73,6 +75,7 @@ def generate_text(
       takes a minute or more: to keep what it finds, call `auto.predict_speeds`.
     tree: As for `generate`.
     sampling: Of scalars, for all texts, as for `generate`.
+    constraint: What continuations must follow, one for all texts or one for each, as for `generate`.
     seed: From 0 to 2**32 - 1.
     stop: Texts that end a continuation, and are no part of it.
     batch_size: The most texts that are decoded together.
@@ -113,7 +116,9 @@ def generate_text(
       sharding=options.get('sharding'),
     )[0].setting
     method, tree, draft = best.method, best.tree, best.drafter(draft)
-  requests = [Request(i, prompt, jax.random.fold_in(key, i)) for i, prompt in enumerate(prompts)]
+  constraints, numbers = numbered(constraint, len(prompts))
+  own = [None if numbers is None or numbers[i] < 0 else constraints[numbers[i]] for i in range(len(prompts))]
+  requests = [Request(i, prompt, jax.random.fold_in(key, i), constraint=own[i]) for i, prompt in enumerate(prompts)]
   end = StopStrings(tokenizer, stop) if stop else None
   generated = generate_many(
     target,

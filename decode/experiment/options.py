@@ -67,7 +67,7 @@ class DecodeOptions(PromptOptions, SamplingOptions, MethodOptions, ModelOptions)
       inputs['prompts'] = [split_set(SHIPPED_PROMPTS if self.prompts is None else self.prompts)[1]]
     if self.lookup_corpus:
       inputs['lookup_corpus'] = list(Files(self.lookup_corpus).paths)
-    for name in ('acceptance', 'calibration'):
+    for name in ('acceptance', 'calibration', 'json_schema'):
       if getattr(self, name) is not None:
         inputs[name] = [epath.Path(getattr(self, name))]
     return inputs

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
+import spectr_jax
 from decode.experiment.model_options import PRETRAINED
 from decode.experiment.option_fields import AT_LEAST_0, AT_LEAST_1, Record, Rule, option
 from decode.experiment.prompt_sets import PROMPT_SETS
 from decode.experiment.prompts import Prompt, as_conversations, read_prompts
-from spectr_jax import StopStrings
+from spectr_jax import Constraint, StopStrings
 from spectr_jax.engine.stop import check_stop_texts
 from spectr_jax.io.tokenizer import TokenizerBase
+from spectr_jax.io.untrusted import parse_json, read_text
 from spectr_jax.sampling import SAMPLING_NAMES, SamplingParams
 from spectr_jax.unicode import check_unicode
 
+# Of which one may be given.
+CONSTRAINTS = 'regex', 'json_schema', 'choice'
 SHIPPED_PROMPTS = PRETRAINED / 'prompts.jsonl'
 _TOP_K: Rule = 'at least 0 (0 keeps all) and below 2**31', lambda x: 0 <= x < 2**31
 _TOP_P: Rule = 'above 0 and at most 1', lambda x: 0 < x <= 1
@@ -26,9 +31,14 @@ class SamplingOptions(Record):
 
   temperature: float = option('Sampling', 'Sampling temperature; 0 decodes greedily.', 1.0, rule=AT_LEAST_0)
   top_k: int = option('Sampling', 'Sample from the k likeliest tokens; 0 for all.', 0, rule=_TOP_K)
-  top_p: float = option('Sampling', 'Sample from the fewest likeliest tokens of this mass.', 1.0, rule=_TOP_P)
+  top_p: float = option('Sampling', 'Sample from the likeliest tokens of this mass.', 1.0, rule=_TOP_P)
   min_p: float = option(
     'Sampling', 'Sample from tokens at least this many times as likely as the likeliest; 0 for all.', 0.0, rule=_MIN_P
+  )
+  regex: str | None = option('Sampling', 'Regular expression that continuations match.', None)
+  json_schema: str | None = option('Sampling', 'File of a JSON schema that continuations follow.', None)
+  choice: tuple[str, ...] = option(
+    'Sampling', 'Text that continuations may be; repeat for several.', (), is_repeated=True
   )
   num_samples: int = option('Sampling', 'Continuations of each prompt with each seed.', 1, rule=AT_LEAST_1)
   num_seeds: int = option('Sampling', 'Runs of every setting, each with its own seed.', 1, rule=AT_LEAST_1)
@@ -38,6 +48,9 @@ class SamplingOptions(Record):
     super().__post_init__()
     if self.seed < 0 or self.seed + self.num_seeds > 2**32:
       raise ValueError(f'seeds must be from 0 to 2**32 - 1, got {self.num_seeds} from {self.seed} on')
+    given = [name for name in CONSTRAINTS if getattr(self, name)]
+    if len(given) > 1:
+      raise ValueError(f'{given[0]} and {given[1]} are both given; choose one')
 
   @property
   def seeds(self) -> range:
@@ -46,6 +59,29 @@ class SamplingOptions(Record):
   @property
   def sampling(self) -> SamplingParams:
     return SamplingParams(**{name: getattr(self, name) for name in SAMPLING_NAMES})
+
+  def read_constraint(self) -> dict[str, Any]:
+    """What continuations must follow, as a keyword argument of `compile_constraint`; empty for nothing.
+
+    Raises:
+      ValueError: The file of the schema is unusable.
+    """
+    if self.json_schema:
+      return {'json_schema': parse_json(read_text(self.json_schema), self.json_schema)}
+    return {'regex': self.regex} if self.regex else {'choices': self.choice} if self.choice else {}
+
+  def make_constraint(self, tokenizer: TokenizerBase, vocab_size: int) -> Constraint | None:
+    """What continuations must follow, or None.
+
+    Args:
+      tokenizer: The target's tokenizer.
+      vocab_size: V, the target's.
+
+    Raises:
+      ValueError: It cannot be compiled; the message says why.
+    """
+    given = self.read_constraint()
+    return spectr_jax.compile_constraint(tokenizer, vocab_size=vocab_size, **given) if given else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,8 +110,8 @@ class PromptOptions(Record):
     "Let the model answer: render prompts as turns of the user, and conversations, by the model's chat template.",
     False,
   )
-  system: str | None = option('Prompts', 'System message of conversations that have none of their own.', None)
-  skip_long: bool = option('Prompts', 'Leave out prompts that are too long instead of refusing them.', False)
+  system: str | None = option('Prompts', 'System message of conversations without one.', None)
+  skip_long: bool = option('Prompts', 'Leave out prompts that are too long; else refused.', False)
   batch_size: int = option('Prompts', 'Prompts decoded together, at most.', 1, rule=AT_LEAST_1)
   max_new_tokens: int = option('Prompts', 'New tokens per prompt, at most.', 64, rule=AT_LEAST_1)
   share_of_optimum: bool = option(

@@ -183,6 +183,7 @@ class Part(enum.Enum):
 OPTIONS = {
   'target': Part.RUN, 'draft': Part.RUN, 'lookup_max': Part.RUN, 'lookup_min': Part.RUN, 'lookup_corpus': Part.RUN,
   'dtype': Part.RUN, 'weights': Part.RUN, 'growth_threshold': Part.RUN, 'gumbel': Part.RUN, 'logprobs': Part.RUN,
+  'regex': Part.RUN, 'json_schema': Part.RUN, 'choice': Part.RUN,
   'method': Part.SETTING, 'num_drafts': Part.SETTING, 'draft_length': Part.SETTING, 'tree': Part.SETTING,
   'children': Part.SETTING, 'epsilon': Part.SETTING, 'temperature': Part.SETTING,
   'top_k': Part.FIELD, 'top_p': Part.FIELD, 'min_p': Part.FIELD, 'stop': Part.FIELD, 'max_new_tokens': Part.FIELD,
@@ -215,6 +216,7 @@ def describe_run(work: Workload, setting: Setting) -> dict[str, Any]:
     'growth_threshold': 0.0 if setting.growth is None else setting.growth.threshold,
     'gumbel': options.gumbel,
     'logprobs': options.logprobs,
+    **({'constraint': _hash(constraint)} if (constraint := options.read_constraint()) else {}),
   }
   fields = {name: getattr(options, name) for name in options_of(Part.FIELD)}
   return {'run': run} | describe_setting(options, setting) | fields | {'stop': list(options.stop)}

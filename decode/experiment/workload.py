@@ -270,6 +270,7 @@ class Workload(Batches):
       target, draft, tokens, lengths, _rows_of(options, len(prompts), sharding), options.max_new_tokens,
       options.sampling, tokenizer.eos_ids, options.logprobs, sharding,
       options=options, tokenizer=tokenizer, info=info, prompts=prompts,
+      constraint=options.make_constraint(tokenizer, target.vocab_size),
     )  # fmt: skip
 
   def take(self, num_prompts: int) -> Workload:
@@ -301,6 +302,7 @@ class Workload(Batches):
         max_new_tokens=self.max_new_tokens,
         num_samples=num_samples,
         sampling=self.sampling,
+        constraint=self.constraint,
         eos_id=self.eos_ids,
         stop=None if statistics else self.stop,
         statistics=statistics,

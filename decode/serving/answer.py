@@ -15,9 +15,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from decode.serving.compiling import Compiler
 from decode.serving.faults import RefusedError, refusing
 from decode.serving.protocol import DEFAULT_TOKENS, MOST_SAMPLES, CompletionRequest
 from decode.serving.worker import Job, Piece, Worker
+from spectr_jax.constraint import Constraint
 from spectr_jax.engine.likelihood import LogLikelihood
 from spectr_jax.engine.state import sample_keys
 from spectr_jax.engine.stop import StopStrings
@@ -41,6 +43,7 @@ class Served:
   threads: concurrent.futures.Executor = dataclasses.field(
     default_factory=lambda: concurrent.futures.ThreadPoolExecutor(_READERS, 'reading')
   )
+  compiler: Compiler = dataclasses.field(default_factory=Compiler)
 
   def prepare(self) -> None:
     """Does what is done once, and what the first requests would wait for: a look at the vocabulary, and programs."""
@@ -98,9 +101,9 @@ class _Place(NamedTuple):
 
 
 class Answer:
-  def __init__(self, served: Served, request: CompletionRequest):
+  def __init__(self, served: Served, request: CompletionRequest, constraint: Constraint | None = None):
     """Encodes the prompts; a `RefusedError` if they are too long or too many, or ask for too many tokens."""
-    self.served, self.request = served, request
+    self.served, self.request, self.constraint = served, request, constraint
     self.id = f'{"chatcmpl" if request.is_chat else "cmpl"}-{secrets.token_hex(12)}'
     self.created = int(time.time())
     self.max_tokens = self._allowed_tokens()
@@ -169,7 +172,7 @@ class Answer:
         loop.call_soon_threadsafe(self._arrived.put_nowait, (choice, piece))
 
       limit = min(self.max_tokens, served.most_new(choice.prompt))
-      choice.job = Job(choice.prompt, key, request.sampling, limit, stop, tell)
+      choice.job = Job(choice.prompt, key, request.sampling, limit, stop, tell, constraint=self.constraint)
       jobs.append(choice.job)
     self._num_open = len(jobs)
     self._count('received_total', len(jobs))

@@ -100,8 +100,11 @@ def make_app(served: Served) -> Starlette:
     loop, is_chat = asyncio.get_running_loop(), request.scope['path'].endswith('/chat/completions')
     body = await request.body()
 
+    asked = await _in_thread(served, lambda: parse(_parsed(body), is_chat=is_chat, model=served.name))
+    constraint = await served.compiler.compile(asked.constraint, served.tokenizer, worker.vocab_size)
+
     def submitted() -> Answer:
-      answer = Answer(served, parse(_parsed(body), is_chat=is_chat, model=served.name))
+      answer = Answer(served, asked, constraint)
       answer.submit(loop)
       return answer
 

@@ -37,6 +37,8 @@ class CompletionRequest:
   has_usage_in_chunks: bool  # every chunk of a stream has the counts so far
   top_logprobs: int | None  # likeliest tokens that are named with every token; None for no log probabilities
   echo: bool  # the prompt is returned in front
+  # a keyword argument of `compile_constraint`, and the field that asks for it
+  constraint: tuple[str, Any, str] | None = None
 
 
 def _is_text(x: Any) -> bool:
@@ -93,7 +95,6 @@ _OFF: dict[str, Kind] = {
   **dict.fromkeys(('audio', 'prediction', 'moderation', 'web_search_options'), _off()),
   'best_of': _off(1),
   'suffix': _off(''),
-  'response_format': _off({'type': 'text'}),
   'modalities': _off(['text']),
   'service_tier': _off('auto', 'default'),
   'reasoning_effort': _off('none'),
@@ -122,6 +123,8 @@ _SHARED: dict[str, Kind] = {
   'max_tokens': _LIMIT,
   'max_new_tokens': _LIMIT,
   'do_sample': FLAG,
+  'response_format': Kind('an object with a type', lambda x: isinstance(x, dict)),
+  'structured_outputs': Kind('an object with json, regex, choice or json_object', lambda x: isinstance(x, dict)),
   # They name who asks, and change no answer.
   **dict.fromkeys(('user', 'safety_identifier', 'prompt_cache_key'), _TEXT),
 }
@@ -177,6 +180,7 @@ def parse(body: Any, *, is_chat: bool, model: str) -> CompletionRequest:
     has_usage_in_chunks=bool(options.get('continuous_usage_stats')),
     top_logprobs=_top(given, is_chat),
     echo=given.get('echo', False),
+    constraint=_constraint(given),
   )
   _check_together(request, given)
   return request
@@ -193,6 +197,9 @@ def _check_together(request: CompletionRequest, given: Mapping[str, Any]) -> Non
   if request.is_streamed and request.top_logprobs:
     name = 'top_logprobs' if request.is_chat else 'logprobs'
     raise RefusedError('the likeliest tokens are not offered for streams: ask for 0 of them', name)
+  if request.constraint and (request.top_logprobs or (request.echo and request.top_logprobs is not None)):
+    name = 'top_logprobs' if request.is_chat else 'logprobs'
+    raise RefusedError(f'with {request.constraint[2]} only log probabilities of the new tokens are offered', name)
   if request.max_tokens == 0 and not request.echo:
     raise RefusedError('max_tokens 0 is for echo', 'max_tokens')
   with refusing('stop'):
@@ -207,6 +214,50 @@ def _sampling(given: Mapping[str, Any]) -> SamplingParams:
     top_p=float(given.get('top_p', 1.0)),
     min_p=float(given.get('min_p', 0.0)),
   )
+
+
+def _constraint(given: Mapping[str, Any]) -> tuple[str, Any, str] | None:
+  found = [
+    (*each, field)
+    for field, read in (('response_format', _format), ('structured_outputs', _structure))
+    if (each := read(given.get(field, {}))) is not None
+  ]
+  if len(found) > 1:
+    raise RefusedError('response_format and structured_outputs both ask for a form: choose one', 'structured_outputs')
+  return found[0] if found else None
+
+
+def _format(form: Mapping[str, Any]) -> tuple[str, Any] | None:
+  """What `response_format` asks for."""
+  field, kind = 'response_format', form.get('type', None if form else 'text')
+  inner = form.get('json_schema') if kind == 'json_schema' else None
+  if kind not in ('text', 'json_object', 'json_schema'):
+    raise RefusedError('response_format.type must be text, json_object or json_schema', field)
+  if more := set(form) - {'type', 'json_schema'}:
+    raise RefusedError(f'unknown field response_format.{name_shown(min(more))}', field)
+  if kind != 'json_schema':
+    return None if kind == 'text' else ('json_schema', True)
+  if not isinstance(inner, dict) or not isinstance(inner.get('schema'), dict):
+    raise RefusedError('response_format.json_schema must be an object with a schema', field)
+  if more := set(inner) - {'name', 'schema', 'strict', 'description'}:
+    raise RefusedError(f'unknown field response_format.json_schema.{name_shown(min(more))}', field)
+  return 'json_schema', inner['schema']
+
+
+def _structure(form: Mapping[str, Any]) -> tuple[str, Any] | None:
+  """What `structured_outputs` asks for, as vLLM has it."""
+  names, given = {'json': 'json_schema', 'regex': 'regex', 'choice': 'choices', 'json_object': 'json_schema'}, []
+  for name, value in form.items():
+    if value is None or value is False:
+      continue
+    if name not in names:
+      raise RefusedError(f'structured_outputs.{name_shown(name)} is not offered here', 'structured_outputs')
+    if name == 'json_object' and value is not True or name == 'json' and not isinstance(value, dict | str):
+      raise RefusedError(f'structured_outputs.{name} has a wrong value', 'structured_outputs')
+    given.append((names[name], value))
+  if len(given) > 1:
+    raise RefusedError('structured_outputs asks for several forms: choose one', 'structured_outputs')
+  return given[0] if given else None
 
 
 def _limit(given: Mapping[str, Any]) -> int | None:

@@ -18,6 +18,7 @@ import numpy as np
 from decode.serving.counters import Metrics
 from decode.serving.faults import EndedError, FullError, failure
 from decode.serving.protocol import MOST_TOP
+from spectr_jax.constraint import Constraint
 from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.likelihood import CHUNK, LogLikelihood, log_likelihood
 from spectr_jax.engine.refill import Pool, Request, padded_lengths
@@ -34,7 +35,7 @@ class Piece:
 
   text: str  # may lag behind the tokens
   tokens: Sequence[int]  # ids
-  logprobs: Sequence[float]  # under the target's own distribution, in nats
+  logprobs: Sequence[float]  # under the target's own distribution, among allowed tokens, in nats
   finish_reason: str | None  # `stop` or `length` in the last piece
   num_target_calls: int  # so far
   num_accepted: int  # so far
@@ -51,6 +52,7 @@ class Job:
   is_cancelled: bool = False  # nobody waits for it any more
   begun: float = dataclasses.field(default_factory=time.monotonic)
   stream: TextStream | None = None  # the tokens that were handed out, once it has a row
+  constraint: Constraint | None = None
 
 
 def _next_piece(job: Job, result: Generation, row: int, eos_ids: Collection[int]) -> Piece | None:
@@ -241,7 +243,9 @@ class Worker:
     try:
       for job in jobs:
         job.stream = TextStream(self._tokenizer, job.stop)
-      pool.put([Request(job, job.tokens, job.key, job.sampling, job.max_tokens) for job in jobs])
+      pool.put(
+        [Request(job, job.tokens, job.key, job.sampling, job.max_tokens, constraint=job.constraint) for job in jobs]
+      )
       self._growing |= {row: own.name for row, own in pool.owners.items() if own.name in jobs}
     except BaseException as error:
       if any(array.is_deleted() for array in jax.tree.leaves(pool.state) if isinstance(array, jax.Array)):

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from spectr_jax.auto.setting import Setting
+from spectr_jax.constraint import Constraint
 from spectr_jax.draft import Drafter, as_drafter
 from spectr_jax.engine.decoder import Decoder, choose_cache_size
 from spectr_jax.engine.sharding import DecodeSharding
@@ -40,6 +41,7 @@ class Batches:
   eos_ids: tuple[int, ...] = ()
   logprobs: bool = False
   sharding: DecodeSharding | None = None
+  constraint: Constraint | None = None  # that all continuations follow
 
   @property
   def batches(self) -> list[np.ndarray]:
@@ -76,6 +78,7 @@ class Batches:
       statistics=statistics,
       logprobs=self.logprobs,
       sharding=self.sharding,
+      constraints=[] if self.constraint is None else [self.constraint],
     )
 
   def init(self, decoder: Decoder, keys: jax.Array, rows: np.ndarray, *, num_samples: int = 1) -> DecodeState:

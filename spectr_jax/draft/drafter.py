@@ -8,6 +8,7 @@ from typing import Any, Self
 
 import jax
 
+from spectr_jax.constraint import ConstraintTables
 from spectr_jax.model import Model, static_field
 from spectr_jax.proposal import Proposal, ProposalRule
 from spectr_jax.sampling import SamplingParams
@@ -47,6 +48,9 @@ class DraftRequest:
     rule: The rule that draws children, static.
     given: int32 `[B, N]`, tokens fixed before anything is drawn; -1 for nodes that are drawn. None if all are drawn,
       and where trees grow. A `DrawingDrafter` takes them.
+    constraints: The constraints of the rows, or None if none has one. `draw_tree` and lookup keep to them. A drafter
+      that does not guesses tokens that the target never keeps.
+    states: int32 `[B]`, the states of the roots under these constraints, or None.
   """
 
   keys: jax.Array
@@ -54,6 +58,8 @@ class DraftRequest:
   tree: TokenTree = static_field()
   rule: ProposalRule = static_field()
   given: jax.Array | None = None
+  constraints: ConstraintTables | None = None
+  states: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass

@@ -129,6 +129,13 @@ class Lookup:
     return jax.vmap(of_row)(context.tokens, context.lengths)
 
 
+def _allowed(tokens: jax.Array, request: DraftRequest) -> jax.Array:
+  """Guesses `[B, N]` without those that the rows' constraints do not allow, and without what stands below these."""
+  if request.constraints is None or request.states is None:
+    return tokens
+  return request.constraints.allowed_guesses(request.states, tokens, request.tree)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LookupDrafter(Drafter):
@@ -142,7 +149,7 @@ class LookupDrafter(Drafter):
   gives = True
 
   def propose(self, state: Any, context: DraftContext, request: DraftRequest) -> Proposal:
-    tokens = self.lookup.guesses(context, request.tree, self.corpus)
+    tokens = _allowed(self.lookup.guesses(context, request.tree, self.corpus), request)
     # Nothing is drawn, so the distributions are not read.
     probs = jnp.zeros((len(tokens), len(request.tree.parent_nodes), self.vocab_size))
     return Proposal(tokens, probs, state, is_given=tokens >= 0)
@@ -187,7 +194,7 @@ class LookupBeside(Drafter):
     return self.drafter.reprompt(state, context, num_kept, num_new, cache_size)
 
   def propose(self, state: Any, context: DraftContext, request: DraftRequest) -> Proposal:
-    given = self.lookup.guesses(context, request.tree, self.corpus)
+    given = _allowed(self.lookup.guesses(context, request.tree, self.corpus), request)
     return self.drafter.propose(state, context, dataclasses.replace(request, given=given))
 
   def commit(self, state: Any, context: DraftContext, commitment: Commitment) -> Any:

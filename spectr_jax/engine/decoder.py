@@ -9,7 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer
+from jax.typing import ArrayLike
 
+from spectr_jax.constraint import Constraint, ConstraintTables
 from spectr_jax.draft import Drafter, as_drafter
 from spectr_jax.draft.model_drafter import ModelDrafter
 from spectr_jax.engine import checks
@@ -17,6 +19,7 @@ from spectr_jax.engine.result import FAILED_DRAFT, FAILED_TARGET, Generation, No
 from spectr_jax.engine.sharding import DecodeSharding
 from spectr_jax.methods import DEFAULT_METHOD, Method, get_method
 from spectr_jax.model import NO_LIMIT, Model, static_field
+from spectr_jax.sharding import fetch
 from spectr_jax.tree import TokenTree
 
 
@@ -58,6 +61,7 @@ class Decoder:
     sharding: The sharding over devices, or None for one device.
     drafter_classes: The classes of the drafter and of what it consists of. JAX takes pytrees for equal whose classes
       have equal fields, and would let them share programs.
+    constraints: The constraints that rows may follow, joined, or None.
   """
 
   target: Model
@@ -72,6 +76,7 @@ class Decoder:
   has_logprobs: bool = static_field(False)
   sharding: DecodeSharding | None = static_field(None)
   drafter_classes: tuple[type, ...] = static_field(())
+  constraints: ConstraintTables | None = None
 
   @classmethod
   def make(
@@ -87,6 +92,7 @@ class Decoder:
     statistics: bool = False,
     sharding: DecodeSharding | None = None,
     logprobs: bool = False,
+    constraints: Sequence[Constraint] = (),
   ) -> Decoder:
     """Puts a decoder together, with its models on their devices.
 
@@ -99,6 +105,7 @@ class Decoder:
       cache_size: Committed tokens that a row can hold: those of the longest prompt and `max_new_tokens`.
       statistics: Whether to count `Statistics`.
       logprobs: Whether to keep the log probabilities of new tokens, see `Generation`.
+      constraints: The constraints that rows may follow; `init_decode` takes their numbers.
 
     Raises:
       ValueError: The parts do not fit each other; the message names what would fit.
@@ -116,7 +123,7 @@ class Decoder:
       target = target.with_features(drafter.feature_layers)
     if sharding is not None:
       target, drafter = sharding.put_models(target, drafter)
-    return cls(
+    decoder = cls(
       target=target,
       drafter=drafter,
       max_new_tokens=np.int32(max_new_tokens),
@@ -130,6 +137,60 @@ class Decoder:
       sharding=sharding,
       drafter_classes=() if drafter is None else _classes_of(drafter),
     )
+    return decoder.with_constraints(constraints) if constraints else decoder
+
+  def with_constraints(self, constraints: Sequence[Constraint], *, keeps_sizes: bool = False) -> Decoder:
+    """The decoder with other constraints that rows may follow.
+
+    Args:
+      constraints: The constraints.
+      keeps_sizes: Whether its tables are to be at least as large as those of this decoder, to share programs.
+
+    Raises:
+      ValueError: As for `ConstraintTables.join`.
+    """
+    eos_ids = [int(token) for token in self.eos_ids if token >= 0]
+    like = self.constraints if keeps_sizes else None
+    tables = ConstraintTables.join(constraints, self.target.vocab_size, eos_ids, like)
+    return dataclasses.replace(self, constraints=tables if self.sharding is None else self.sharding.put_whole(tables))
+
+  def adopt(self, state: Any, other: Decoder, places: Sequence[int]) -> Any:
+    """A `DecodeState` of another decoder, between two rounds, for this one, which has other constraints alone.
+
+    Args:
+      state: The state; it stays usable.
+      other: Its decoder.
+      places: Which of this decoder's constraints each of the other's is; -1 for those that no row in progress has.
+    """
+    states = np.zeros(len(state.keys), np.int32)
+    if self.constraints is not None and other.constraints is not None:
+      # States are numbered constraint by constraint; 0 is that of rows without one.
+      states, old, new = fetch((state.constraint_states, other.constraints.starts, self.constraints.starts))
+      number = np.searchsorted(old[: len(places)], states, side='right') - 1
+      owner = np.maximum(number, 0)
+      place = np.array(places, np.int32)[owner]
+      states = np.where((number < 0) | (place < 0), 0, states - old[owner] + new[place])
+    states = states.astype(np.int32)
+    own = jax.numpy.asarray(states) if self.sharding is None else self.sharding.put_rows(states)
+    return dataclasses.replace(state, constraint_states=own)
+
+  def start_states(self, constraint: ArrayLike | None, batch_size: int) -> np.ndarray | None:
+    """The states int32 `[B]` in which rows begin, see `init_decode`; None for a decoder without constraints.
+
+    Raises:
+      ValueError: There is no such constraint, or there are not as many numbers as rows.
+    """
+    if self.constraints is None:
+      if constraint is not None and np.any(np.asarray(constraint) >= 0):
+        raise ValueError('the decoder has no constraints: give them to Decoder.make')
+      return None
+    numbers = np.asarray(-1 if constraint is None else constraint)
+    starts = np.asarray(fetch(self.constraints.starts))
+    if numbers.shape not in ((), (batch_size,)) or numbers.dtype.kind != 'i' or numbers.max() >= np.sum(starts > 0):
+      raise ValueError(
+        f'constraint must be from -1 to {np.sum(starts > 0) - 1}, one or [{batch_size}], got {numbers.tolist()}'
+      )
+    return np.broadcast_to(np.where(numbers < 0, 0, starts[numbers]), (batch_size,)).astype(np.int32)
 
   @property
   def context_length(self) -> int | None:

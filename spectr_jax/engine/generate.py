@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
+from spectr_jax.constraint import Constraint, numbered
 from spectr_jax.draft import Drafter
 from spectr_jax.engine import checks
 from spectr_jax.engine.decoder import Decoder, choose_cache_size
@@ -31,6 +34,7 @@ def generate(
   tree: TokenTree | None = None,
   max_new_tokens: ArrayLike,
   sampling: SamplingParams | None = None,
+  constraint: Constraint | Sequence[Constraint | None] | None = None,
   eos_id: int | tuple[int, ...] | None = None,
   statistics: bool = False,
   sharding: DecodeSharding | None = None,
@@ -59,11 +63,15 @@ def generate(
       that draft nothing ignore it.
     max_new_tokens: Limit of new tokens per row, an int, or integers `[B]`, one per prompt.
     sampling: Temperature and filters, of scalars or arrays `[B]`; None for temperature 1 and no filters.
+    constraint: What continuations must follow, see `compile_constraint`: one for all prompts, or B of them, in which
+      None stands for none. At every step the target's distribution is that of the allowed tokens, before temperature
+      and filters; a continuation is cut where its limit ends it. The ids of `eos_id` end it where it is complete.
     eos_id: Id or ids that end a row, or None.
     statistics: Whether to count `Statistics`; this sorts the distributions of the positions visited and takes time.
     sharding: The sharding of rows, models and caches over the devices of a mesh, or None for one device. Models that
       `DecodeSharding.put_models` has sharded already are not moved. Tokens are the same up to rounding.
-    logprobs: Whether to return the target's log probabilities of the new tokens, from calls that are made anyway.
+    logprobs: Whether to return the target's log probabilities of the new tokens, from calls that are made anyway; with
+      a constraint those among the allowed tokens.
     num_samples: Continuations of each prompt, with the keys of `sample_keys`. Row `b * num_samples + i` of the result
       is sample i of prompt b, and sample 0 is what a single one would be. A prompt is prefilled once, and its row
       of the caches is copied: decoding takes the memory of `B * num_samples` rows.
@@ -84,6 +92,7 @@ def generate(
   checks.check_count('rounds_at_a_time', rounds_at_a_time)
   if stop is not None and (statistics or isinstance(prompts, Tracer)):
     raise ValueError('stop is for calls outside of a trace and without statistics, which are of whole rounds')
+  constraints, numbers = numbered(constraint, len(prompts))
   decoder = Decoder.make(
     target,
     draft,
@@ -95,8 +104,9 @@ def generate(
     statistics=statistics,
     sharding=sharding,
     logprobs=logprobs,
+    constraints=constraints,
   )
-  rows = {'sampling': sampling, 'num_samples': num_samples, 'max_new_tokens': limits}
+  rows = {'sampling': sampling, 'num_samples': num_samples, 'max_new_tokens': limits, 'constraint': numbers}
   state = init_decode(decoder, rng_key, prompts, prompt_lengths, **rows)
   if stop is None:
     result = decode_rounds(decoder, state).result

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spectr_jax.constraint import masked
 from spectr_jax.draft import Commitment, DraftRequest
 from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.result import (
@@ -90,7 +91,8 @@ def propose(decoder: Decoder, state: DecodeState, keys: jax.Array) -> Proposal:
   drafter, rule = decoder.drafter, decoder.method.proposal_rule
   guess, sharding = type(drafter).propose, decoder.sharding
   is_alone = sharding is None or sharding.drafts_alone(drafter, len(keys))
-  request = DraftRequest(keys, state.sampling, decoder.tree, rule)
+  constrained = {'constraints': decoder.constraints, 'states': state.constraint_states}
+  request = DraftRequest(keys, state.sampling, decoder.tree, rule, **constrained)
   if sharding is not None and is_alone:
     guess = sharding.on_each_device(guess)
   with round_on_one_device(is_alone):
@@ -104,15 +106,20 @@ def propose(decoder: Decoder, state: DecodeState, keys: jax.Array) -> Proposal:
 
 @jax.named_scope(TARGET)
 def score(decoder: Decoder, state: DecodeState, proposal: Proposal) -> ModelOutput:
-  """The target's call on the last token and the N guesses: logits `[B, N + 1, V]`, and a cache with these pending."""
+  """The target's call on the last token and the N guesses: logits `[B, N + 1, V]`, and a cache with these pending.
+
+  Under constraints the logits of tokens that are not allowed are -inf.
+  """
   tree = decoder.tree
   mask = jax.vmap(lambda parents: tree.of_row(parents).ancestors)(proposal.parents) if tree.is_grown else tree.ancestors
-  return decoder.target.apply(
+  output = decoder.target.apply(
     jnp.concatenate([state.last_token[:, None], jnp.maximum(proposal.tokens, 0)], axis=1),
     state.root_position[:, None] + jnp.asarray(tree.depths),
     mask,
     state.target_cache,
   )
+  states = state.node_states(decoder, proposal)
+  return dataclasses.replace(output, logits=masked(decoder.constraints, output.logits, states))
 
 
 def judge(
@@ -226,6 +233,7 @@ def commit(
   num_committed = jnp.where(state.is_done | (verdict.next_token < 0), 0, verdict.num_accepted + 1)
   state = dataclasses.replace(
     _extend_context(state, output, tokens, path, num_committed),
+    constraint_states=state.states_after(decoder, proposal, verdict),
     last_token=jnp.where(state.is_done, state.last_token, verdict.next_token),
     root_position=state.root_position + num_committed,
     is_done=is_done,
@@ -289,6 +297,8 @@ def _pass_round(decoder: Decoder, state: DecodeState) -> DecodeState:
   output = decoder.target.apply(
     state.last_token[:, None], state.root_position[:, None], jnp.ones((1, 1), bool), state.target_cache
   )
+  states = None if state.constraint_states is None else state.constraint_states[:, None]
+  output = dataclasses.replace(output, logits=masked(decoder.constraints, output.logits, states))
   target_probs = logits_to_probs(output.logits, state.sampling)
   verifier, tree = decoder.method.verifier, decoder.tree
   verdict = jax.vmap(lambda keys, probs, own: verifier.without_candidates(keys, tree, probs, own))(

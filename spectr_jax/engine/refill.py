@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from spectr_jax.constraint import Constraint, numbered, place_of
 from spectr_jax.draft import Drafter
 from spectr_jax.engine import checks
 from spectr_jax.engine.decoder import Decoder, choose_cache_size
@@ -46,6 +47,7 @@ def refill(
   *,
   sampling: SamplingParams | None = None,
   max_new_tokens: ArrayLike | None = None,
+  constraint: ArrayLike | None = None,
 ) -> DecodeState:
   """Gives rows, done or not, to other prompts; their old contents are lost. Each pair of R and P is a program.
 
@@ -60,6 +62,7 @@ def refill(
     rng_key, sampling: As for `generate`, of R rows.
     prompts, prompt_lengths: Integers `[R, P]`, right-padded, and integers `[R]`, from 1 to P.
     max_new_tokens: Limit of new tokens, one or `[R]`, at most the decoder's; None for the decoder's.
+    constraint: As for `init_decode`, one or `[R]`.
 
   Raises:
     ValueError: As for `generate`, or a row is negative or occurs twice.
@@ -69,7 +72,8 @@ def refill(
   kept = rows[rows < batch_size]
   if rows.shape != prompts.shape[:1] or (kept < 0).any() or len(set(kept.tolist())) < len(kept):
     raise ValueError(f'rows must be one different row of {batch_size} for each prompt, got {rows.tolist()}')
-  new = checked_rows(decoder, rng_key, prompts, prompt_lengths, sampling, max_new_tokens, like=state.sampling)
+  own = {'like': state.sampling, 'constraint': constraint}
+  new = checked_rows(decoder, rng_key, prompts, prompt_lengths, sampling, max_new_tokens, **own)
   return _replace_rows(decoder, state, prefilled(decoder, new), rows.astype(np.int32))
 
 
@@ -83,6 +87,7 @@ class Request:
     key: A typed key; the continuation depends on it, the prompt and the sampling parameters alone.
     sampling: Its own sampling parameters, scalars; None for those of all.
     max_new_tokens: Its own limit of new tokens, at most that of all; None for that.
+    constraint: What its continuation must follow, or None.
   """
 
   name: Hashable
@@ -90,6 +95,7 @@ class Request:
   key: jax.Array
   sampling: SamplingParams | None = None
   max_new_tokens: int | None = None
+  constraint: Constraint | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,6 +166,9 @@ class Pool:
     self.rows_at_a_time = max(1, batch_size // 8)
     if decoder.sharding is not None:
       self.rows_at_a_time = decoder.sharding.round_up(self.rows_at_a_time)
+    self._constraints, _ = numbered([request.constraint for request in requests], len(requests))
+    if self._constraints:
+      self.decoder = decoder = decoder.with_constraints(self._constraints)
     rows, options = self._arrange(requests, batch_size, longest_prompt)
     self.state = init_decode(decoder, *rows, **options)
     if len(requests) < batch_size:
@@ -185,7 +194,22 @@ class Pool:
       for request in filled
     ]
     rows = jnp.stack([request.key for request in filled]), tokens, np.array([len(each.tokens) for each in filled])
-    return rows, {'sampling': SamplingParams.of_rows(own), 'max_new_tokens': np.array(limits)}
+    options = {'sampling': SamplingParams.of_rows(own), 'max_new_tokens': np.array(limits)}
+    if self._constraints:
+      own = [place_of(request.constraint, self._constraints) for request in filled]
+      options['constraint'] = np.array(own, np.int32)
+    return rows, options
+
+  def _add_constraints(self, requests: Sequence[Request]) -> None:
+    """Makes tables for the constraints of requests that have come, beside those of the rows in progress."""
+    new = [each.constraint for each in requests if each.constraint is not None]
+    if all(place_of(each, self._constraints) >= 0 for each in new):
+      return
+    used = [each.constraint for each in self.owners.values() if each.constraint is not None]
+    constraints = list({id(each): each for each in [*used, *new]}.values())
+    decoder = self.decoder.with_constraints(constraints, keeps_sizes=True)
+    self.state = decoder.adopt(self.state, self.decoder, [place_of(each, constraints) for each in self._constraints])
+    self.decoder, self._constraints = decoder, constraints
 
   @property
   def free(self) -> list[int]:
@@ -194,6 +218,7 @@ class Pool:
 
   def put(self, requests: Sequence[Request]) -> None:
     """Gives free rows to at most as many requests, checked; those of similar lengths are prefilled together."""
+    self._add_constraints(requests)
     lengths = padded_lengths(self._longest)
 
     def padded(pair: tuple[int, Request]) -> int:

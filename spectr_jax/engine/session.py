@@ -32,6 +32,7 @@ def reprompt(
   *,
   sampling: SamplingParams | None = None,
   shortest: int = 16,
+  constraint: ArrayLike | None = None,
 ) -> DecodeState:
   """Gives all rows other prompts that begin like their texts; the models read the rest of the prompts only.
 
@@ -45,6 +46,7 @@ def reprompt(
     rng_key, sampling: As for `generate`.
     prompts, prompt_lengths: As for `init_decode`; P and the new tokens fit into `decoder.cache_size`.
     shortest: The fewest tokens that a program reads.
+    constraint: As for `init_decode`.
 
   Raises:
     ValueError: As for `init_decode`; or `num_kept` is not `[B]`, from 0 to the prompt's length.
@@ -53,7 +55,7 @@ def reprompt(
     np.asarray(checks.as_integers(name, values))
     for name, values in (('prompts', prompts), ('prompt_lengths', prompt_lengths), ('num_kept', num_kept))
   )
-  rows = checked_rows(decoder, rng_key, prompts, lengths, sampling, None)
+  rows = checked_rows(decoder, rng_key, prompts, lengths, sampling, None, constraint=constraint)
   if num_kept.shape != lengths.shape or (num_kept < 0).any() or (num_kept > lengths).any():
     raise ValueError(f'num_kept must be [{len(lengths)}], from 0 to the length of each prompt, got {num_kept.tolist()}')
   if len(lengths) != len(state.keys):
@@ -98,10 +100,11 @@ class Session:
     decoder: The decoder; its `cache_size` bounds the text, the new tokens of a turn included.
     tokens: The text so far: the last prompt, and the new tokens that were taken from `stream`.
     sampling: The sampling parameters of the next prompt; scalars, as for `generate`. It may be replaced between two.
+    constraint: Which of the decoder's constraints the next continuation follows, -1 for none. It may be replaced, too.
   """
 
-  def __init__(self, decoder: Decoder, *, sampling: SamplingParams | None = None):
-    self.decoder = decoder
+  def __init__(self, decoder: Decoder, *, sampling: SamplingParams | None = None, constraint: int = -1):
+    self.decoder, self.constraint = decoder, constraint
     self.tokens: list[int] = []
     self.num_target_calls = 0
     self.sampling = sampling
@@ -170,7 +173,8 @@ class Session:
         (1, next(size for size in padded_lengths(self.longest_prompt) if size >= len(prompt))), np.int32
       )
       padded[0, : len(prompt)] = prompt
-      state = init_decode(self.decoder, keys, padded, np.array([len(prompt)]), sampling=self.sampling)
+      own = {'sampling': self.sampling, 'constraint': self.constraint}
+      state = init_decode(self.decoder, keys, padded, np.array([len(prompt)]), **own)
       self.tokens = prompt
       return state
     num_shared, end = _num_shared(self.tokens, prompt), 0
@@ -182,7 +186,8 @@ class Session:
       end = min(len(prompt), num_read + size + 1)
       part, length = np.array([prompt[:end]]), np.array([end])
       kept = np.array([num_shared])
-      state = reprompt(self.decoder, state, kept, keys, part, length, sampling=self.sampling, shortest=size)
+      own = {'sampling': self.sampling, 'constraint': self.constraint, 'shortest': size}
+      state = reprompt(self.decoder, state, kept, keys, part, length, **own)
       self._state, num_shared = state, end
     return state
 

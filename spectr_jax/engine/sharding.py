@@ -163,6 +163,10 @@ class DecodeSharding:
       return models
     return put(models, places)
 
+  def put_whole(self, tree: Any) -> Any:
+    """Puts arrays on every device."""
+    return put(tree, jax.tree.map(lambda _: replicated(self.mesh), tree))
+
   def put_rows(self, tree: Any) -> Any:
     """Puts arrays with rows in front on their devices."""
     return put(tree, self.of_rows(tree))

@@ -19,7 +19,9 @@ from spectr_jax.engine.result import Generation
 from spectr_jax.engine.sharding import DecodeSharding, tracing_with
 from spectr_jax.engine.statistics import Statistics
 from spectr_jax.model import Model
+from spectr_jax.proposal import Proposal
 from spectr_jax.sampling import SamplingParams
+from spectr_jax.verifiers import Verdict
 
 _constrain = jax.lax.with_sharding_constraint
 
@@ -43,6 +45,8 @@ class DecodeState:
     features: `[B, cache_size, F, D]`, the target's hidden states at all committed tokens but the last if the drafter
       reads them, else None.
     result: The tokens so far.
+    constraint_states: int32 `[B]`, the rows' states in `Decoder.constraints`, 0 for rows without a constraint; None if
+      the decoder has none.
   """
 
   keys: jax.Array
@@ -57,10 +61,27 @@ class DecodeState:
   text: jax.Array | None
   features: jax.Array | None
   result: Generation
+  constraint_states: jax.Array | None = None
 
   def draft_context(self, decoder: Decoder) -> DraftContext:
     """The text and hidden states that the drafter may read."""
     return DraftContext(self.root_position + 1, decoder.target, self.text, self.features)
+
+  def node_states(self, decoder: Decoder, proposal: Proposal) -> jax.Array | None:
+    """The states `[B, N + 1]` of the root and of all guesses under the constraints, or None without constraints."""
+    if decoder.constraints is None or self.constraint_states is None:
+      return None
+    return decoder.constraints.of_nodes(self.constraint_states, proposal.tokens, decoder.tree, proposal.parents)
+
+  def states_after(self, decoder: Decoder, proposal: Proposal, verdict: Verdict) -> jax.Array | None:
+    """The rows' states `[B]` after a round, or None: those after the last accepted guesses and the tokens behind."""
+    of_nodes = self.node_states(decoder, proposal)
+    if decoder.constraints is None or self.constraint_states is None or of_nodes is None:
+      return None
+    path = jnp.pad(verdict.path, ((0, 0), (1, 0)))
+    deepest = jnp.take_along_axis(path, verdict.num_accepted[:, None], axis=1)
+    own = jnp.take_along_axis(of_nodes, deepest, axis=1)[:, 0]
+    return jnp.where(self.is_done, self.constraint_states, decoder.constraints.after(own, verdict.next_token))
 
 
 def sample_keys(keys: jax.Array, num_samples: int) -> jax.Array:
@@ -91,6 +112,7 @@ def init_decode(
   sampling: SamplingParams | None = None,
   num_samples: int = 1,
   max_new_tokens: ArrayLike | None = None,
+  constraint: ArrayLike | None = None,
 ) -> DecodeState:
   """The state before the first round, with prompts checked and prefilled.
 
@@ -100,12 +122,13 @@ def init_decode(
     prompts, prompt_lengths: Integers `[B, P]`, right-padded, and integers `[B]`, from 1 to P.
     num_samples: Rows of each prompt, as for `generate`; it is prefilled once and its row of the state is repeated.
     max_new_tokens: Limit of new tokens, one or `[B]`, at most the decoder's; None for the decoder's.
+    constraint: Integers, one or `[B]`: which of the decoder's constraints each row follows, -1 for none; None for none.
 
   Raises:
-    ValueError: As for `generate`; or prompts and new tokens do not fit the caches.
+    ValueError: As for `generate`; or prompts and new tokens do not fit the caches, or there is no such constraint.
   """
   checks.check_count('num_samples', num_samples)
-  rows = checked_rows(decoder, rng_key, prompts, prompt_lengths, sampling, max_new_tokens)
+  rows = checked_rows(decoder, rng_key, prompts, prompt_lengths, sampling, max_new_tokens, constraint=constraint)
   state = prefilled(decoder, rows)
   if num_samples == 1:
     return state
@@ -122,6 +145,7 @@ class Rows(NamedTuple):
   prompts: Any  # int32 [B, P], right-padded
   lengths: Any  # int32 [B], from 1 to P
   limits: Any  # int32 [B], the most new tokens
+  constraint_states: Any = None  # int32 [B], as in `DecodeState`
 
 
 def checked_rows(
@@ -132,6 +156,7 @@ def checked_rows(
   sampling: SamplingParams | None,
   max_new_tokens: ArrayLike | None,
   like: SamplingParams | None = None,
+  constraint: ArrayLike | None = None,
 ) -> Rows:
   """The rows of prompts as for `init_decode`, with all filters that `like` has."""
   prompts = checks.as_integers('prompts', prompts)
@@ -150,6 +175,7 @@ def checked_rows(
     prompts.astype(jnp.int32),
     prompt_lengths.astype(jnp.int32),
     limits,
+    decoder.start_states(constraint, batch_size),
   )
   if decoder.sharding is None:
     return rows
@@ -235,6 +261,7 @@ def first_state(
       statistics=Statistics.zeros(batch_size, tree) if decoder.has_statistics else None,
       logprobs=jnp.full(nothing.shape, jnp.nan, jnp.float32) if decoder.has_logprobs else None,
     ),
+    constraint_states=rows.constraint_states,
   )
   return constrain(decoder, state)
 

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from spectr_jax.constraint import Constraint, numbered
 from spectr_jax.draft import Drafter
 from spectr_jax.engine import checks
 from spectr_jax.engine.decoder import Decoder, choose_cache_size
@@ -164,6 +165,7 @@ def trace_decode(
   max_new_tokens: int,
   others: Sequence[str | Method] = (),
   sampling: SamplingParams | None = None,
+  constraint: Constraint | None = None,
   notify: Callable[[str, int, int], None] = lambda what, done, total: None,
   **request: Any,
 ) -> Trace:
@@ -179,6 +181,7 @@ def trace_decode(
     method, tree: The run's method, one that drafts, and its tree, the same for all rounds.
     max_new_tokens: Limit of new tokens.
     others: Methods that judge the same drafts; see `make_judge`.
+    constraint: What the continuation must follow, as for `generate`.
     notify: Called with the current activity, the steps done and the steps in total: programs in the first round, each
       of which is compiled then, and tokens from then on.
     **request: Other options of `generate`.
@@ -199,7 +202,8 @@ def trace_decode(
   judges = tuple(make_judge(get_method(each), method, tree, **kinds) for each in (method, *others))
   cache_size = choose_cache_size(target, draft, len(prompt_tokens) + max_new_tokens)
   sizes = {'max_new_tokens': max_new_tokens, 'cache_size': cache_size}
-  decoder = Decoder.make(target, draft, method=method, tree=tree, **sizes, **request)
+  constraints, numbers = numbered(constraint, 1)
+  decoder = Decoder.make(target, draft, method=method, tree=tree, constraints=constraints, **sizes, **request)
   programs = ['the prompt', *(judge.method.name for judge in judges)]
 
   def begin(number: int) -> None:
@@ -208,7 +212,8 @@ def trace_decode(
 
   rounds: list[TracedRound] = []
   begin(0)
-  state = init_decode(decoder, rng_key, prompt_tokens[None], np.array([len(prompt_tokens)]), sampling=sampling)
+  own = {'sampling': sampling, 'constraint': numbers}
+  state = init_decode(decoder, rng_key, prompt_tokens[None], np.array([len(prompt_tokens)]), **own)
   begin(1)
   while not bool(state.is_done[0]):
     before = state

@@ -112,6 +112,11 @@ class TokenizerBase(abc.ABC):
     """
     return self._bytes.decode(ids)
 
+  @functools.cached_property
+  def token_contents(self) -> Sequence[bytes]:
+    """The bytes that each id has within a text; those of all ids in a row are a text. Special tokens have none."""
+    return [self._bytes.content(index) for index in range(self.vocab_size)]
+
   def decode_stream(self) -> TextDecoder:
     """A decoder of ids that come in pieces, whose texts in a row are those that `decode` gives for all ids."""
     return self._bytes.stream()

@@ -194,3 +194,20 @@ def test_repeats_of_lm_eval(address, tasks, model, monkeypatch):
       assert len(texts) == 4
       assert len(set(texts)) == num_texts
       assert all(1 <= len(model[1].encode(text)) <= 7 + 2 for text in texts)
+
+
+def test_constraints_as_openai_asks_for_them(in_process):
+  schema = {
+    'type': 'object',
+    'properties': {'a': {'type': 'boolean'}},
+    'required': ['a'],
+    'additionalProperties': False,
+  }
+  form = {'type': 'json_schema', 'json_schema': {'name': 'it', 'schema': schema, 'strict': True}}
+  asked = {'model': 'tiny', 'messages': [{'role': 'user', 'content': 'owl'}], 'seed': 3}
+  (choice,) = in_process.chat.completions.create(**asked, response_format=form).choices
+  assert choice.finish_reason == 'length' or set(json.loads(choice.message.content)) == {'a'}
+  (choice,) = in_process.chat.completions.create(
+    **asked, extra_body={'structured_outputs': {'choice': ['a', 'b']}}
+  ).choices
+  assert choice.message.content in ('a', 'b')

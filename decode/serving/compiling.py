@@ -1,0 +1,75 @@
+"""Constraints of requests: compiled one at a time beside the other work, and kept for the requests that come again."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import concurrent.futures
+import json
+from typing import Any
+
+from decode.serving.faults import FullError, RefusedError
+from spectr_jax.constraint import Constraint
+from spectr_jax.io.constraints import compile_constraint
+from spectr_jax.io.tokenizer import TokenizerBase
+
+_MOST_KEPT, _MOST_BYTES = 64, 2**28  # constraints, and what they may take together
+_MOST_WAITING = 16
+
+
+class Compiler:
+  """Compiles constraints in a thread of its own, so that a hostile one delays none but others of its kind."""
+
+  def __init__(self):
+    """Starts with no constraint."""
+    self._thread = concurrent.futures.ThreadPoolExecutor(1, 'compiling')
+    self._kept: collections.OrderedDict[str, Constraint | str] = collections.OrderedDict()
+    self._num_waiting = 0
+
+  async def compile(
+    self, asked: tuple[str, Any, str] | None, tokenizer: TokenizerBase, vocab_size: int
+  ) -> Constraint | None:
+    """The constraint that a request asks for, or None.
+
+    Args:
+      asked: `CompletionRequest.constraint`.
+      tokenizer, vocab_size: As for `compile_constraint`.
+
+    Raises:
+      RefusedError: It cannot be compiled.
+      FullError: Too many wait.
+    """
+    if asked is None:
+      return None
+    kind, value, field = asked
+    key = json.dumps([kind, value])  # the order of properties counts
+    found = self._kept.get(key)
+    if found is None:
+      if self._num_waiting >= _MOST_WAITING:
+        raise FullError
+      self._num_waiting += 1
+      try:
+        found = await asyncio.get_running_loop().run_in_executor(
+          self._thread, _compiled, tokenizer, vocab_size, kind, value
+        )
+      finally:
+        self._num_waiting -= 1
+      self._kept[key] = found
+    self._kept.move_to_end(key)
+    while len(self._kept) > _MOST_KEPT or (len(self._kept) > 1 and self._num_bytes > _MOST_BYTES):
+      self._kept.popitem(last=False)
+    if isinstance(found, str):
+      raise RefusedError(found, field)
+    return found
+
+  @property
+  def _num_bytes(self) -> int:
+    return sum(len(key) + (len(each) if isinstance(each, str) else each.nbytes) for key, each in self._kept.items())
+
+
+def _compiled(tokenizer: TokenizerBase, vocab_size: int, kind: str, value: Any) -> Constraint | str:
+  """The constraint, or why there is none."""
+  try:
+    return compile_constraint(tokenizer, vocab_size=vocab_size, **{kind: value})
+  except ValueError as error:
+    return str(error)

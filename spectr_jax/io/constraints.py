@@ -1,0 +1,260 @@
+"""`compile_constraint`: regular expressions, JSON schemas and choices as automata over the tokens of a tokenizer."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import scipy.sparse
+
+from spectr_jax.constraint import Constraint
+from spectr_jax.io.json_regex import any_object, either, escaped, whole
+from spectr_jax.io.json_schema import schema_regex
+from spectr_jax.io.tokenizer import TokenizerBase
+from spectr_jax.io.untrusted import one_line, parse_json, shown
+from spectr_jax.unicode import check_unicode
+
+_SECONDS, _MEMORY = 30, 2**30  # of the process that compiles an expression
+_MOST_STATES = 2**15  # of an automaton over bytes
+_OBJECT_DEPTH = 3  # levels of objects and lists in `json_schema=True`
+_MOST_CELLS = 2**25  # transitions of a table, 128 MiB
+_MOST_MERGING = 2**28  # transitions that are looked at to merge states
+_MOST_TEXT, _MOST_CHOICES = 2**20, 2**12
+_WORKER = pathlib.Path(__file__).with_name('constraint_worker.py')
+_ENVIRONMENT = 'LD_LIBRARY_PATH', 'DYLD_LIBRARY_PATH', 'SYSTEMROOT'
+
+
+def compile_constraint(
+  tokenizer: TokenizerBase,
+  *,
+  regex: str | None = None,
+  json_schema: Mapping[str, Any] | str | bool | None = None,
+  choices: Sequence[str] | None = None,
+  vocab_size: int | None = None,
+) -> Constraint:
+  """Compiles what continuations must be.
+
+  The id that ends a continuation is no part of the text.
+
+  An expression matches whole texts. Its syntax is that of Rust's `regex`, without assertions that look around. Of a
+  JSON schema those texts are allowed that `json_schema.schema_regex` describes: properties in the order of the schema,
+  at most one space between two parts.
+
+  Compiling runs `outlines-core` (the extra `grammar`) in a process of its own with at most 30 seconds and 1 GiB.
+
+  Args:
+    tokenizer: The target's tokenizer.
+    regex: A regular expression.
+    json_schema: A JSON schema, parsed or as a text; True for any JSON object.
+    choices: Texts, of which a continuation is one.
+    vocab_size: V, where the target has more logits than the tokenizer has ids; the ids beyond are never allowed.
+
+  Raises:
+    ValueError: Not exactly one of the three is given; it cannot be compiled within the bounds, or has something that
+      is not supported; or no text of these tokens is allowed. One line says why.
+  """
+  given = {'regex': regex, 'json_schema': json_schema, 'choices': choices}
+  names = [name for name, value in given.items() if value is not None]
+  if len(names) != 1:
+    raise ValueError(f'a constraint is one of {", ".join(given)}; got {", ".join(names) or "none"}')
+  patterns: tuple[str, ...] = ()
+  if choices is not None:
+    expression = _of_choices(choices)
+  elif json_schema is not None:
+    expression, patterns = _of_schema(json_schema)
+  else:
+    expression = whole(regex) if isinstance(regex, str) else regex
+  if not isinstance(expression, str):
+    raise ValueError(f'regex must be a text, got {shown(expression)}')
+  check_unicode(expression, names[0])
+  if len(expression) > _MOST_TEXT:
+    raise ValueError(f'{names[0]} has {len(expression):,} characters, allowed are {_MOST_TEXT:,}')
+  try:
+    return _over_tokens(*_automaton(expression, patterns), tokenizer, vocab_size or tokenizer.vocab_size)
+  except _CannotError as error:
+    raise ValueError(f'{names[0]} cannot be compiled: {error}') from None
+
+
+class _CannotError(Exception):
+  """Says why an expression makes no constraint."""
+
+
+def _of_choices(choices: Sequence[str]) -> str:
+  if isinstance(choices, str) or not choices or not all(isinstance(each, str) and each for each in choices):
+    raise ValueError(f'choices must be a list of texts that are not empty, got {shown(choices)}')
+  if len(choices) > _MOST_CHOICES:
+    raise ValueError(f'there are {len(choices):,} choices, allowed are {_MOST_CHOICES:,}')
+  return either([escaped(each) for each in choices])
+
+
+def _of_schema(schema: Any) -> tuple[str, tuple[str, ...]]:
+  if schema is True:
+    return any_object(_OBJECT_DEPTH), ()
+  if isinstance(schema, str):
+    schema = parse_json(schema, 'the JSON schema')
+  try:
+    if len(json.dumps(schema)) > _MOST_TEXT:
+      raise ValueError(f'the JSON schema is too large: more than {_MOST_TEXT:,} characters')
+  except (TypeError, RecursionError):
+    raise ValueError('the JSON schema must be a JSON value that is not nested too deeply') from None
+  return schema_regex(schema)
+
+
+def _library_folder() -> str:
+  spec = importlib.util.find_spec('outlines_core')
+  if spec is None or not spec.submodule_search_locations:
+    raise ValueError("constraints need the package outlines-core: pip install 'spectr_jax[grammar]'")
+  return os.path.dirname(os.path.abspath(spec.submodule_search_locations[0]))
+
+
+def _automaton(regex: str, patterns: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+  """The automaton of whole texts over bytes: int32 `[S, 256]`, -1 for no way on, and bool `[S]`, the final states."""
+  limits = {'memory': _MEMORY, 'seconds': _SECONDS, 'states': _MOST_STATES}
+  request = json.dumps({'regex': regex, 'patterns': list(patterns), 'limits': limits})
+  command = [sys.executable, '-I', '-S', str(_WORKER), _library_folder()]
+  try:
+    done = subprocess.run(
+      command,
+      input=request.encode() + b'\n',
+      capture_output=True,
+      timeout=_SECONDS,
+      env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
+      start_new_session=True,
+    )
+  except subprocess.TimeoutExpired:
+    raise _CannotError(f'it takes longer than {_SECONDS} seconds') from None
+  except OSError as error:
+    raise ValueError(f'cannot start a process for a constraint: {one_line(error)}') from error
+  header, _, table = done.stdout.partition(b'\n')
+  if not header:
+    raise _CannotError(
+      f'it needs more than {_MEMORY // 2**20:,} MiB or {_SECONDS} seconds (exit code {done.returncode})'
+    )
+  answer = json.loads(header)
+  if 'refused' in answer:
+    raise _CannotError(one_line(answer['refused']))
+  is_final = np.zeros(answer['num_states'], bool)
+  is_final[answer['finals']] = True
+  return np.frombuffer(table, np.int32).reshape(-1, 256), is_final
+
+
+@functools.lru_cache(maxsize=4)
+def _levels(tokenizer: TokenizerBase) -> tuple[list[tuple[np.ndarray, np.ndarray]], np.ndarray]:
+  """The tokens' bytes as a tree of beginnings.
+
+  Returns:
+    For each depth from 1 on the place of each beginning's parent in the depth above, and its last byte; and int32
+    `[V, 2]`, the depth of each token, 0 for one without bytes, and its place there.
+  """
+  places: list[dict[bytes, int]] = [{b'': 0}]
+  found = np.zeros((tokenizer.vocab_size, 2), np.int32)
+  for token, content in enumerate(tokenizer.token_contents):
+    for depth in range(1, len(content) + 1):
+      if depth == len(places):
+        places.append({})
+      places[depth].setdefault(content[:depth], len(places[depth]))
+    found[token] = len(content), places[len(content)][content]
+  levels = []
+  for above, own in zip(places, places[1:]):
+    parents = np.fromiter((above[each[:-1]] for each in own), np.int32, len(own))
+    levels.append((parents, np.fromiter((each[-1] for each in own), np.int32, len(own))))
+  return levels, found
+
+
+def _over_tokens(next_state: np.ndarray, is_final: np.ndarray, tokenizer: TokenizerBase, vocab_size: int) -> Constraint:
+  """The constraint of an automaton over bytes.
+
+  A beginning of tokens maps states to states. Few of these maps are different, so each is computed once for every pair
+  of a shorter map and a byte, whatever the number of tokens.
+  """
+  # The last state is the one without a way on.
+  next_state, is_final, num_states = _merged(next_state, is_final)
+  step = np.append(np.where(next_state < 0, num_states, next_state), np.full((1, 256), num_states, np.int32), axis=0)
+  kinds, kind_of = np.unique(step, axis=1, return_inverse=True)
+  kinds, kind_of = np.ascontiguousarray(kinds.T), kind_of.reshape(-1)
+  dead = np.full(num_states + 1, num_states, np.int32)
+  maps = [dead, np.arange(num_states + 1, dtype=np.int32)]
+  numbers = {each.tobytes(): number for number, each in enumerate(maps)}
+  levels, tokens = _levels(tokenizer)
+  own, of_depths = np.array([1]), [np.array([0])]
+  for parents, last in levels:
+    pairs, places = np.unique(np.stack([own[parents], kind_of[last]]), axis=1, return_inverse=True)
+    after = np.zeros(pairs.shape[1], np.int32)
+    for place, (number, kind) in enumerate(pairs.T):
+      if number == 0:
+        continue
+      new = kinds[kind][maps[number]]
+      after[place] = numbers.setdefault(new.tobytes(), len(maps))
+      if after[place] == len(maps):
+        maps.append(new)
+        if len(maps) * num_states > _MOST_CELLS:
+          raise _CannotError(f'its table has more than {_MOST_CELLS:,} transitions')
+    own = after[places.reshape(-1)]
+    of_depths.append(own)
+  map_of = np.zeros(max(vocab_size, len(tokens)), np.int32)
+  for depth, of_depth in enumerate(of_depths):
+    is_there = np.flatnonzero(tokens[:, 0] == depth)
+    map_of[is_there] = of_depth[tokens[is_there, 1]]
+  used, class_of = np.unique(map_of[:vocab_size], return_inverse=True)
+  table = np.stack([maps[number][:-1] for number in used], axis=1)
+  return _trimmed(np.where(table == num_states, -1, table), is_final, class_of.reshape(-1))
+
+
+def _merged(next_state: np.ndarray, is_final: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
+  """The automaton with states merged that nothing tells apart, and their number; as it is where that takes too long.
+
+  States are told apart by whether they are final, then round by round by the groups of the states that follow (Moore's
+  algorithm, with hashes of 64 bits in place of lists of groups).
+  """
+  kinds = np.unique(next_state, axis=1)
+  group = is_final.astype(np.int64)
+  num_groups = len(np.unique(group))
+  rng = np.random.default_rng(0)
+  for _ in range(_MOST_MERGING // kinds.size):
+    hashes = rng.integers(1, 2**62, len(next_state) + 1)
+    hashed = hashes[np.append(group, -1)]
+    mixed = hashed[:-1] + (hashed[kinds] * (2 * rng.integers(1, 2**62, kinds.shape[1]) + 1)).sum(axis=1)
+    _, first, group = np.unique(mixed, return_index=True, return_inverse=True)
+    group = group.reshape(-1)
+    if len(first) == num_groups:
+      break
+    num_groups = len(first)
+  else:
+    return next_state, is_final, len(next_state)
+  # The first state's group comes first.
+  order = np.argsort(np.arange(num_groups) != group[0], kind='stable')
+  numbers = np.append(np.argsort(order), -1)
+  merged = numbers[np.append(group, -1)][next_state[first[order]]]
+  return merged.astype(np.int32), is_final[first[order]], num_groups
+
+
+def _trimmed(table: np.ndarray, is_final: np.ndarray, class_of: np.ndarray) -> Constraint:
+  """The constraint of the states that the first one leads to and that lead to an end."""
+  num_states = len(table)
+  states, classes = np.nonzero(table >= 0)
+  edges = np.unique(states.astype(np.int64) * num_states + table[states, classes])
+  sources, targets = np.append(edges // num_states, np.flatnonzero(is_final)), edges % num_states
+  targets = np.append(targets, np.full(is_final.sum(), num_states))
+  graph = scipy.sparse.csr_array((np.ones(len(sources)), (sources, targets)), shape=(num_states + 1,) * 2)
+
+  def reached(graph, start: int) -> np.ndarray:
+    is_reached = np.zeros(num_states + 1, bool)
+    order = scipy.sparse.csgraph.breadth_first_order(graph, start, return_predecessors=False)
+    is_reached[order] = True
+    return is_reached[:-1]
+
+  is_kept = reached(graph, 0) & reached(graph.T.tocsr(), num_states)
+  if not is_kept[0]:
+    raise _CannotError('no text of these tokens matches')
+  numbers = np.append(np.where(is_kept, np.cumsum(is_kept) - 1, -1), -1)
+  kept = numbers[table[is_kept]]
+  columns, class_of_class = np.unique(kept, axis=1, return_inverse=True)
+  return Constraint(class_of_class.reshape(-1)[class_of], columns, is_final[is_kept])

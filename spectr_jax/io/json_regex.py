@@ -1,0 +1,138 @@
+"""Regular expressions of parts of JSON: texts, numbers in bounds, dates and the like, and values of any kind."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+ANY_DEPTH = 2  # levels of objects and lists where a schema leaves all open
+SPACE = ' ?'
+CHARACTER = r'(?:[^"\\\x00-\x1f\x7f]|\\["\\/bfnrt])'
+STRING = f'"{CHARACTER}*"'
+PLAIN = r'[^"\\\x00-\x1f\x7f]'  # a character that JSON spells as itself
+NATURAL = '(?:0|[1-9][0-9]*)'
+FRACTION = r'(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?'
+SIMPLE = {'boolean': '(?:true|false)', 'null': 'null'}
+_DATE = (
+  '[1-9][0-9]{3}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)'
+  '|02-(?:0[1-9]|1[0-9]|2[0-8]))'
+)
+_TIME = r'(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,6})?(?:Z|[-+](?:0[0-9]|1[0-4]):[0-5][0-9])'
+_LABEL = '[a-z0-9](?:[a-z0-9-]*[a-z0-9])?'
+_BYTE = '(?:25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])'
+FORMATS = {
+  'date': _DATE,
+  'time': _TIME,
+  'date-time': f'{_DATE}T{_TIME}',
+  'email': rf'[A-Za-z0-9_+-]+(?:\.[A-Za-z0-9_+-]+)*@{_LABEL}(?:\.{_LABEL})+',
+  'hostname': rf'{_LABEL}(?:\.{_LABEL})*',
+  'ipv4': rf'{_BYTE}(?:\.{_BYTE}){{3}}',
+  'uri': rf"https?://{_LABEL}(?:\.{_LABEL})*(?::[1-9][0-9]{{0,3}})?(?:/[A-Za-z0-9._~!$&'()*+,;=:@%-]*)*",
+  'uuid': '[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}',
+}
+
+
+def escaped(text: str) -> str:
+  """The regular expression of one text."""
+  return re.escape(text)
+
+
+def either(parts: Sequence[str]) -> str:
+  """One of several expressions."""
+  return f'(?:{"|".join(parts)})'
+
+
+def listed(item: str, least: int, most: int | None) -> str:
+  """Items from `least` to `most` times, with commas."""
+  more = f'(?:,{SPACE}{item})'
+  if most == 0:
+    return ''
+  repeats = f'{{{max(least - 1, 0)},{"" if most is None else most - 1}}}'
+  both = f'{item}{more}{repeats}{SPACE}'
+  return f'(?:{both})?' if least == 0 else both
+
+
+def any_object(depth: int = ANY_DEPTH) -> str:
+  """JSON objects with any content; objects and lists are nested at most `depth` levels deep."""
+  return rf'\{{{SPACE}{listed(f"{STRING}:{SPACE}{any_value(depth - 1)}", 0, None)}\}}'
+
+
+def any_value(depth: int) -> str:
+  """Any JSON value; lists and objects in it are nested at most `depth` levels deep."""
+  parts = [STRING, f'-?{NATURAL}{FRACTION}', *SIMPLE.values()]
+  if depth > 0:
+    parts += [any_object(depth), rf'\[{SPACE}{listed(any_value(depth - 1), 0, None)}\]']
+  return either(parts)
+
+
+def _same_length(low: str, high: str) -> str:
+  """Numbers of equally many digits from `low` to `high`."""
+  if low == high:
+    return low
+  if set(low) == {'0'} and set(high) == {'9'}:
+    return f'[0-9]{{{len(low)}}}'
+  rest = len(low) - 1
+  if low[0] == high[0]:
+    return low[0] + _same_length(low[1:], high[1:])
+  parts, first, last = [], int(low[0]), int(high[0])
+  if rest and set(low[1:]) != {'0'}:
+    parts.append(low[0] + _same_length(low[1:], '9' * rest))
+    first += 1
+  if rest and set(high[1:]) != {'9'}:
+    parts.append(high[0] + _same_length('0' * rest, high[1:]))
+    last -= 1
+  if first <= last:
+    parts.append(f'[{first}-{last}]' + (f'[0-9]{{{rest}}}' if rest else ''))
+  return either(parts)
+
+
+def _naturals(low: int, high: int | None) -> str:
+  """Whole numbers from `low`, at least 0, to `high`, or without an end."""
+  digits, parts = len(str(low)), []
+  for size in range(digits, len(str(high)) + 1 if high is not None else digits + 1):
+    first = str(low) if size == digits else '1' + '0' * (size - 1)
+    last = str(high) if high is not None and size == len(str(high)) else '9' * size
+    parts.append(_same_length(first, last))
+  if high is None:
+    parts.append(f'[1-9][0-9]{{{digits},}}')
+  return either(parts)
+
+
+def integers(low: int | None, high: int | None) -> str | None:
+  """Whole numbers from `low` to `high`, None for no bound; None if there are none."""
+  if low is not None and high is not None and low > high:
+    return None
+  parts = []
+  if high is None or high >= 0:
+    parts.append(_naturals(max(low or 0, 0), high))
+  if low is None or low < 0:
+    parts.append('-' + _naturals(max(1, -high if high is not None else 1), None if low is None else -low))
+  return either(parts)
+
+
+def alternatives(pattern: str) -> list[list[str]]:
+  """The alternatives of a pattern, each as a list of its characters and escapes."""
+  found, depth, is_in_class = [[]], 0, False
+  for part in re.findall(r'\\.|[^\\]', pattern, flags=re.DOTALL):
+    is_in_class = (is_in_class and part != ']') or part == '['
+    depth += 0 if is_in_class else (part == '(') - (part == ')')
+    if part == '|' and depth == 0 and not is_in_class:
+      found.append([])
+    else:
+      found[-1].append(part)
+  return found
+
+
+def ecma(parts: Sequence[str]) -> str:
+  r"""A part of a pattern with `\d` and `\w` for ASCII alone, as JavaScript and so JSON Schema has them."""
+  spelled, is_in_class = [], False
+  for part in parts:
+    is_in_class = (is_in_class and part != ']') or part == '['
+    meant = {r'\d': '0-9', r'\w': '0-9A-Za-z_'}.get(part)
+    spelled.append(part if meant is None else meant if is_in_class else f'[{meant}]')
+  return ''.join(spelled)
+
+
+def whole(regex: str) -> str:
+  """An expression without the `^` that its alternatives may begin with, which says nothing of a whole text."""
+  return '|'.join(''.join(part[part[:1] == ['^'] :]) for part in alternatives(regex))

@@ -1,0 +1,54 @@
+"""The flags of constraints: which may be given together, what they read, and what a run does with them."""
+
+import json
+import re
+
+import commands
+import pytest
+
+from decode.experiment.options import DecodeOptions
+from spectr_jax import Tokenizer
+
+pytest.importorskip('outlines_core', reason='needs the extra grammar')
+
+
+def test_one_of_them_may_be_given(tmp_path):
+  with pytest.raises(ValueError, match='regex and choice are both given'):
+    DecodeOptions(regex='a', choice=('b',))
+  assert DecodeOptions().read_constraint() == {}
+  assert DecodeOptions(choice=(' a', 'b ')).read_constraint() == {'choices': (' a', 'b ')}
+  path = tmp_path / 'schema.json'
+  path.write_text('{"type": "null"}')
+  options = DecodeOptions(json_schema=str(path))
+  assert options.read_constraint() == {'json_schema': {'type': 'null'}}
+  assert [str(each) for each in options.inputs()['json_schema']] == [str(path)]
+  tokenizer = Tokenizer.load('pretrained/target/tokenizer.json')
+  made = options.make_constraint(tokenizer, tokenizer.vocab_size + 3)
+  assert made.accepts(tokenizer.encode('null'))
+  assert made.vocab_size == tokenizer.vocab_size + 3
+
+
+@pytest.mark.parametrize(
+  ('content', 'words'), [(None, 'schema.json'), ('{', 'schema.json'), ('[1]', 'must be an object')]
+)
+def test_a_wrong_file_gets_one_line(tmp_path, content, words):
+  path = tmp_path / 'schema.json'
+  if content is not None:
+    path.write_text(content)
+  with pytest.raises((ValueError, OSError), match=words):
+    DecodeOptions(json_schema=str(path)).make_constraint(Tokenizer.load('pretrained/target/tokenizer.json'), 4096)
+
+
+@pytest.mark.slow
+def test_a_bulk_run_follows_it(pair, prompt_file, tmp_path):
+  path = tmp_path / 'out.jsonl'
+  own = [f'--{role}={model}' for role, model in pair.items()]
+  own += [f'--prompts={prompt_file}', '--method=spectr', '--num_drafts=2', '--draft_length=2', '--max_new_tokens=9']
+  ran = commands.run('decode.bulk', *own, f'--generations={path}', '--regex=[a-c]{2}')
+  assert ran.returncode == 0, ran.stderr
+  lines = [json.loads(line) for line in path.read_text().splitlines()]
+  assert lines
+  assert all(re.fullmatch('[a-c]{2}', line['text']) for line in lines)
+  ran = commands.run('decode.bulk', *own, f'--generations={path}', '--regex=[a-c]{3}', '--resume')
+  assert ran.returncode != 0
+  assert 'Traceback' not in ran.stderr

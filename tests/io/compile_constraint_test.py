@@ -1,0 +1,254 @@
+"""Compiled constraints: what they accept, what is refused by name, bounds, and texts of random schemas."""
+
+import json
+import re
+import time
+
+import jsonschema
+import numpy as np
+import pytest
+
+import spectr_jax
+from spectr_jax import Tokenizer, compile_constraint
+from spectr_jax.io import constraints as constraints_module
+from tests.slow import slow
+
+pytest.importorskip('outlines_core', reason='needs the extra grammar')
+
+
+@pytest.fixture(scope='module')
+def tokenizer():
+  return Tokenizer.load('pretrained/target/tokenizer.json')
+
+
+def accepts(constraint, tokenizer, text):
+  return constraint.accepts(tokenizer.encode(text))
+
+
+@pytest.mark.parametrize(
+  ('given', 'inside', 'outside'),
+  [
+    ({'regex': '[0-9]{3}-[a-z]+'}, ['123-abc', '000-z'], ['12-abc', '123-', '123-abcX', '']),
+    ({'regex': '^a*$|^[|b]+$'}, ['', 'a', 'aaa', '|b'], ['ab', 'c']),
+    ({'regex': 'a|ab|abc'}, ['a', 'ab', 'abc'], ['', 'abcd', 'b']),
+    ({'regex': 'é+|☃'}, ['é', 'éé', '☃'], ['e', '☃☃']),
+    ({'choices': ['yes', 'no', ' a.b']}, ['yes', 'no', ' a.b'], ['ye', 'yesno', ' axb']),
+    ({'json_schema': {'type': 'integer', 'minimum': 7, 'maximum': 1203}}, ['7', '99', '1203'], ['6', '1204', '-7']),
+    ({'json_schema': {'type': 'integer', 'exclusiveMaximum': -8}}, ['-9', '-100'], ['-8', '0', '5', '-0']),
+    ({'json_schema': {'type': 'integer', 'minimum': -12}}, ['-12', '0', '99999'], ['-13', '-0', '01']),
+    ({'json_schema': {'enum': [1, 'a"b', None, {'x': [1]}]}}, ['1', r'"a\"b"', 'null', '{"x": [1]}'], ['2', 'a"b']),
+    ({'json_schema': {'type': 'string', 'maxLength': 3}}, ['""', '"abc"'], ['"abcd"', 'abc']),
+    ({'json_schema': {'type': 'string', 'pattern': r'^\d+$|^x'}}, ['"12"', '"x"'], ['"1x"', '"y"']),
+    ({'json_schema': {'type': 'string', 'pattern': 'b'}}, ['"b"', '"abc"'], ['"ac"']),
+    ({'json_schema': True}, ['{}', '{"a": [1, {"b": null}]}'], ['[]', '{"a"}', '1']),
+  ],
+)
+def test_accept_whole_texts(tokenizer, given, inside, outside):
+  constraint = compile_constraint(tokenizer, **given)
+  assert [text for text in inside if not accepts(constraint, tokenizer, text)] == []
+  assert [text for text in outside if accepts(constraint, tokenizer, text)] == []
+
+
+_PERSON = {
+  'type': 'object',
+  'properties': {
+    'nick': {'type': 'string'}, 'name': {'type': 'string'}, 'age': {'type': 'integer', 'minimum': 0},
+    'tags': {'type': 'array', 'items': {'enum': ['a', 'b']}, 'minItems': 1, 'maxItems': 2},
+  },
+  'required': ['name'],
+}  # fmt: skip
+
+
+def test_objects_have_their_properties_in_order(tokenizer):
+  constraint = compile_constraint(tokenizer, json_schema=json.dumps(_PERSON))
+  for text in ('{"name":"x"}', '{"nick": "y", "name": "x", "age": 3}', '{"name": "x", "tags": ["a", "b"]}'):
+    assert accepts(constraint, tokenizer, text), text
+  for text in ('{}', '{"age": 3}', '{"age": 3, "name": "x"}', '{"name": "x",}', '{"name": "x", "tags": []}'):
+    assert not accepts(constraint, tokenizer, text), text
+
+
+def test_schemas_may_refer_to_themselves(tokenizer):
+  node = {'type': 'object', 'properties': {'value': {'type': 'null'}, 'next': {'$ref': '#/$defs/node'}}}
+  constraint = compile_constraint(tokenizer, json_schema={'$ref': '#/$defs/node', '$defs': {'node': node}})
+  assert accepts(constraint, tokenizer, '{"value": null, "next": {"next": {"value": null}}}')
+  with pytest.raises(ValueError, match='accepts nothing'):
+    compile_constraint(
+      tokenizer, json_schema={'$ref': '#/$defs/node', '$defs': {'node': node | {'required': ['next']}}}
+    )
+
+
+@pytest.mark.parametrize(
+  ('schema', 'words'),
+  [
+    ({'type': 'array', 'uniqueItems': True}, "'#': uniqueItems is not supported"),
+    ({'properties': {'a': {'not': {}}}}, "'#/properties/a': 'not' is not supported"),
+    ({'type': 'number', 'maximum': 3}, 'of bounds of numbers only minimum 0'),
+    ({'type': 'number', 'exclusiveMaximum': 3}, 'of bounds of numbers only minimum 0'),
+    ({'type': 'integer', 'multipleOf': 3}, "'multipleOf' is not supported"),
+    ({'allOf': [{'type': 'string'}, {'minLength': 2}]}, 'allOf of several'),
+    ({'oneOf': [{'type': 'integer'}, {'type': 'number'}]}, 'oneOf is supported where'),
+    ({'anyOf': [{}], 'type': 'string'}, "'type' beside anyOf"),
+    ({'type': 'string', 'format': 'duration'}, "format 'duration' is not supported"),
+    ({'type': 'string', 'pattern': '.*'}, 'can match characters that JSON escapes'),
+    ({'type': 'string', 'pattern': 'a(?=b)'}, 'cannot be compiled'),
+    ({'type': 'object', 'required': ['b']}, "required names 'b'"),
+    ({'$ref': 'https://example.org/schema'}, 'must name a part of this schema'),
+    ({'$ref': '#/$defs/a'}, "there is no '#/\\$defs/a'"),
+    ({'type': 'text'}, 'type must be one of'),
+    ({'enum': []}, 'enum must be a list'),
+    (False, 'accepts nothing'),
+  ],
+)
+def test_what_cannot_be_done_is_refused_by_name(tokenizer, schema, words):
+  with pytest.raises(ValueError, match=words) as caught:
+    compile_constraint(tokenizer, json_schema=schema)
+  assert '\n' not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+  ('given', 'words'),
+  [
+    ({}, 'a constraint is one of'),
+    ({'regex': 'a', 'choices': ['b']}, 'got regex, choices'),
+    ({'regex': '('}, 'regex cannot be compiled'),
+    ({'regex': 'a^b'}, 'regex cannot be compiled'),
+    ({'regex': 'a' * (2**20 + 1)}, 'regex has 1,048,577 characters'),
+    ({'regex': '\ud800'}, 'regex'),
+    ({'regex': 3}, 'regex must be a text'),
+    ({'choices': []}, 'choices must be a list of texts'),
+    ({'choices': ['a', '']}, 'that are not empty'),
+    ({'json_schema': '{"type": '}, 'the JSON schema'),
+    ({'json_schema': '[' * 5000 + ']' * 5000}, 'the JSON schema'),
+    ({'json_schema': {'type': object}}, 'must be a JSON value'),
+  ],
+)
+def test_wrong_arguments_get_one_line(tokenizer, given, words):
+  with pytest.raises(ValueError, match=words) as caught:
+    compile_constraint(tokenizer, **given)
+  assert '\n' not in str(caught.value)
+
+
+def test_hostile_expressions_and_schemas_are_bounded(tokenizer, monkeypatch):
+  monkeypatch.setattr(constraints_module, '_SECONDS', 2)
+  monkeypatch.setattr(constraints_module, '_MEMORY', 2**28)
+  loops = {'$defs': {'a': {'anyOf': [{'$ref': '#/$defs/a'}] * 9 + [{'type': 'null'}]}}, '$ref': '#/$defs/a'}
+  start = time.monotonic()
+  for given in (
+    {'regex': '(a{1000}){1000}'},
+    {'regex': '(0|1)*1(0|1){18}'},
+    {'json_schema': {'type': 'string', 'pattern': '^(([a-z]{0,99}){0,99}){0,99}$'}},
+    {'json_schema': {'properties': {f'p{i}': loops for i in range(200)}, '$defs': loops['$defs']}},
+    {'json_schema': {'type': 'array', 'items': {'type': 'array', 'minItems': 1000, 'maxItems': 1000}, 'minItems': 999}},
+  ):
+    with pytest.raises(ValueError, match='cannot be compiled|too large|more than') as caught:
+      compile_constraint(tokenizer, **given)
+    assert '\n' not in str(caught.value)
+  assert time.monotonic() - start < 60
+
+
+def test_a_table_that_is_too_large_is_refused(tokenizer, monkeypatch):
+  monkeypatch.setattr(constraints_module, '_MOST_CELLS', 1000)
+  with pytest.raises(ValueError, match='more than 1,000 transitions'):
+    compile_constraint(tokenizer, json_schema=_PERSON)
+
+
+def test_the_missing_package_is_named(tokenizer, monkeypatch):
+  monkeypatch.setattr(constraints_module.importlib.util, 'find_spec', lambda name: None)
+  with pytest.raises(ValueError, match=r"pip install 'spectr_jax\[grammar\]'"):
+    compile_constraint(tokenizer, regex='a')
+
+
+# Texts of random schemas.
+
+
+def random_schema(rng, depth=3):
+  kind = rng.choice(['object', 'array', 'string', 'integer', 'number', 'boolean', 'null', 'enum', 'anyOf', 'pattern',
+                     'format', 'const', 'types', 'any'][0 if depth else 2 :])  # fmt: skip
+  match kind:
+    case 'object':
+      names = rng.permutation(['a', 'b c', 'd"e', 'é', 'f'])[: rng.integers(0, 5)].tolist()
+      schema = {'type': 'object', 'properties': {name: random_schema(rng, depth - 1) for name in names}}
+      if rng.random() < 0.8:
+        schema['required'] = [name for name in names if rng.random() < 0.5]
+      return schema | ({'additionalProperties': False} if rng.random() < 0.5 else {})
+    case 'array':
+      least, items = int(rng.integers(0, 3)), {}
+      while ': {}' in f'{{0: {items}}}':  # lists of so many values of any kind take the compiler too long
+        items = random_schema(rng, depth - 1)
+      return {'type': 'array', 'items': items, 'minItems': least, 'maxItems': least + 2}
+    case 'string':
+      return {'type': 'string'} | ({'minLength': 1, 'maxLength': 5} if rng.random() < 0.5 else {})
+    case 'integer':
+      low = int(rng.integers(-1200, 1200))
+      return {'type': 'integer', 'minimum': low, 'maximum': low + int(rng.integers(0, 3000))}
+    case 'enum':
+      return {'enum': [1, 'x', None, True, 2.5, [1, 'y'], {'z': 'w'}][rng.integers(0, 6) :]}
+    case 'const':
+      return {'const': ['only', 3, {'k': []}][rng.integers(0, 3)]}
+    case 'anyOf':
+      return {'anyOf': [random_schema(rng, max(depth - 1, 0)) for _ in range(2)]}
+    case 'pattern':
+      return {
+        'type': 'string',
+        'pattern': [r'^\d{2}-\w+$', 'ab|cd', '^x[^"\\\\\\x00-\\x20]?', '[0-9]$'][rng.integers(4)],
+      }
+    case 'format':
+      return {
+        'type': 'string',
+        'format': ['date', 'time', 'date-time', 'email', 'ipv4', 'uuid', 'uri'][rng.integers(7)],
+      }
+    case 'types':
+      return {'type': ['string', 'null', 'boolean'], 'maxLength': 3}
+    case 'any':
+      return {}
+  return {'type': str(kind)}
+
+
+def walk(rng, constraint, closeness=0.4):
+  """A random way through a constraint's table, which goes towards an end every now and then."""
+  used = np.unique(constraint.class_of)
+  distance = np.where(constraint.is_final, 0, np.iinfo(np.int32).max - 1)
+  while True:
+    after = np.where(constraint.next_state < 0, np.iinfo(np.int32).max - 1, distance[constraint.next_state])
+    closer = np.minimum(distance, after[:, used].min(axis=1) + 1)
+    if (closer == distance).all():
+      break
+    distance = closer
+  tokens, state = [], 0
+  while True:
+    ways = constraint.next_state[state, constraint.class_of]
+    is_open = ways >= 0
+    if constraint.is_final[state] and (not is_open.any() or rng.random() < closeness):
+      return tokens
+    if not constraint.is_final[state] and (rng.random() < closeness or len(tokens) > 200):
+      is_open &= distance[ways] < distance[state]
+    tokens.append(int(rng.choice(np.flatnonzero(is_open))))
+    state = ways[tokens[-1]]
+
+
+def check_random_schemas(tokenizer, seed, count, per_schema=4):
+  rng = np.random.default_rng(seed)
+  for _ in range(count // per_schema):
+    schema = random_schema(rng)
+    constraint = compile_constraint(tokenizer, json_schema=schema)
+    for _ in range(per_schema):
+      tokens = walk(rng, constraint)
+      text = tokenizer.decode(tokens)
+      assert text.encode() == b''.join(tokenizer.token_contents[token] for token in tokens)
+      jsonschema.validate(json.loads(text), schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER)
+
+
+@pytest.mark.parametrize('count', [80, slow(2000)])
+def test_texts_of_random_schemas_are_valid(tokenizer, count):
+  check_random_schemas(tokenizer, 1, count)
+
+
+def test_text_that_is_generated_is_whole(tokenizer):
+  """By the names that users import, with the shipped pair's tokenizer and a draft."""
+  target, own = spectr_jax.load_model('pretrained/draft')
+  constraint = spectr_jax.compile_constraint(own, regex='(yes|no)[.!]')
+  found = spectr_jax.generate_text(
+    target, None, own, 'Mr. Speaker', max_new_tokens=8, constraint=constraint, method='autoregressive'
+  )
+  assert re.fullmatch('(yes|no)[.!]', found[0].text)
+  assert found[0].finish_reason == 'eos'
