@@ -7,11 +7,22 @@ import functools
 
 import numpy as np
 
-from spectr_jax.couplings import KSeq, Maximal, MaximalAfter, OverAccept, Race, Recursive, SingleDraft
+from spectr_jax.couplings import HighestRatio, KSeq, Maximal, MaximalAfter, OverAccept, Race, Recursive, SingleDraft
 from spectr_jax.proposal import FirstArrivals, Independent, LikeliestAndOne, ProposalRule, WithoutReplacement
 from spectr_jax.suggestion import did_you_mean
 from spectr_jax.tree import TokenTree
-from spectr_jax.verifiers import Block, GreedyBlock, RaceTraversal, SeedExact, Traversal, UniVer, Verifier, Walk
+from spectr_jax.verifiers import (
+  Block,
+  GreedyBlock,
+  Hierarchical,
+  RaceLayers,
+  RaceTraversal,
+  SeedExact,
+  Traversal,
+  UniVer,
+  Verifier,
+  Walk,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,6 +176,11 @@ _METHODS = (
   _lossless(
     'race', Walk(MaximalAfter(Race())), source="this library: SpecTr's optimal transport by an exponential race"
   ),
+  _lossless(
+    'ratio_block',
+    Block(HighestRatio()),
+    source='greedy multi-path block verification (Thomas and Pal 2026), as its abstract and summaries describe it',
+  ),
   _lossless('race_block', Block(Race()), source='this library: block verification of the path that a race picks'),
   _lossless(
     'traversal',
@@ -181,6 +197,18 @@ _METHODS = (
     'race_traversal',
     RaceTraversal(),
     source='this library: every branch of the tree, leaves first, with the shares of races as credit',
+  ),
+  _lossless(
+    'race_layers',
+    RaceLayers(),
+    source='this library: the contexts of a depth share one mass, by one race for all of them; the deepest layer first',
+  ),
+  _biased(
+    'hsd',
+    Hierarchical(SingleDraft()),
+    source="HSD (2026) with capped ratios, as its authors' code has it",
+    max_drafts=1,
+    bias='it keeps a whole draft by a ratio that is not capped, more often than the target covers',
   ),
   _biased(
     'decoding_opt',

@@ -41,9 +41,10 @@ CHILDREN = {name: {'independent'} for name in METHODS} | {
 
 
 def test_the_methods():
-  assert list(METHODS)[:17] == [  # others may have been registered
+  assert list(METHODS)[:20] == [  # others may have been registered
     'autoregressive', 'speculative', 'spectr', 'specinfer', 'batch', 'gsd', 'ersd', 'block', 'greedy_block',
-    'spectr_gbv', 'race', 'race_block', 'traversal', 'univer', 'race_traversal', 'decoding_opt', 'decoding_uno',
+    'spectr_gbv', 'race', 'ratio_block', 'race_block', 'traversal', 'univer', 'race_traversal', 'race_layers', 'hsd',
+    'decoding_opt', 'decoding_uno',
   ]  # fmt: skip
   assert not METHODS.keys() & CONTROLS.keys()
   # Twice the same would be two names for one thing.
@@ -67,14 +68,14 @@ def _names(attribute):
 
 
 def test_what_a_method_takes():
-  blocks = {'block', 'race_block', 'traversal', 'univer', 'race_traversal'}
+  blocks = {'block', 'ratio_block', 'race_block', 'traversal', 'univer', 'race_traversal', 'race_layers', 'hsd'}
   greedy = {'greedy_block', 'spectr_gbv'}
   token_level = METHODS.keys() - blocks - greedy
   assert _names('is_token_level') == token_level
   assert _names('takes_given') == token_level | {'race_block', 'race_traversal'}
   assert _names('takes_mixed') == {'race', 'race_block', 'race_traversal'}
-  assert _names('takes_grown') == METHODS.keys() - greedy - {'univer'}
-  assert _names('tries_every_branch') == {'univer', 'race_traversal'}
+  assert _names('takes_grown') == METHODS.keys() - greedy - {'univer', 'hsd'}
+  assert _names('tries_every_branch') == {'univer', 'race_traversal', 'race_layers'}
   biased = {name for name, method in METHODS.items() if method.verifier.is_biased}
   assert biased == {'decoding_opt', 'decoding_uno'}
 
@@ -155,7 +156,7 @@ def test_words_of_a_rule_of_ones_own_are_shown():
 
 def test_what_is_not_lossless_is_marked():
   biased = {name for name, method in METHODS.items() if not method.is_lossless}
-  assert biased == {'spectr_gbv', 'decoding_opt', 'decoding_uno'}
+  assert biased == {'spectr_gbv', 'hsd', 'decoding_opt', 'decoding_uno'}
   assert not any(method.is_lossless for method in CONTROLS.values())
 
 

@@ -24,14 +24,13 @@ class LayerRace(NamedTuple):
   scale: jax.Array
 
 
-def _goal(masses: jax.Array, number: jax.Array, draft: jax.Array, target: jax.Array) -> jax.Array:
+def _goal(number: jax.Array, draft: jax.Array, target: jax.Array) -> jax.Array:
   """The best probability that each cell, a class of a context, is picked; `[W, C]`, as `draft` and `target`.
 
   Cells are sorted by their ratio. A set A of low cells is picked at least when all candidates lie in it, with
   probability S(A), and its tokens can be used at most Q(A) of the time. So E = [S - Q]+ at the worst set is lost, and
   the goal takes this excess from the cells below that set, and leaves the cells above it as they are.
   """
-  del masses
   size = draft.size
   is_possible = draft > 0
   order = jnp.argsort(jnp.where(is_possible, target / jnp.where(is_possible, draft, 1), jnp.inf).reshape(-1))
@@ -69,8 +68,9 @@ def fit_layer_race(race: Race, masses: jax.Array, number: jax.Array, credits: ja
   takes_part = (number > 0)[:, None]
   draft = jnp.where(takes_part, masses[..., 0], 0)
   target = jnp.where(takes_part, credits[:, None] * masses[..., 1], 0)
-  goal = _goal(masses, number, draft, target)
-  nodes, spacing = race._integral(dtype)
+  goal = _goal(number, draft, target)
+  options = race.fit_options(dtype)
+  nodes, spacing = options['nodes'], options['spacing']
   tiny = jnp.finfo(dtype).tiny
 
   def scale_of(log_weights):

@@ -13,7 +13,7 @@ import numpy as np
 from spectr_jax.couplings import Coupling, KSeq, Maximal, MaximalAfter, Outcome, Race, SingleDraft
 from spectr_jax.methods import Method
 from spectr_jax.proposal import Independent, LikeliestAndOne
-from spectr_jax.verifiers import Block, GreedyBlock, RaceTraversal, UniVer, Verifier, Walk
+from spectr_jax.verifiers import Block, GreedyBlock, RaceLayers, RaceTraversal, UniVer, Verifier, Walk
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +121,22 @@ class ResidualOfParent(RaceTraversal):
 
 
 @dataclasses.dataclass(frozen=True)
+class MassOfOneBranch(RaceLayers):
+  """Layers that keep a context as if it were alone in its layer, with h = S / (S + 1 - P)."""
+
+  def _unkept(self, masses, excess):
+    return 1 - masses + excess
+
+
+@dataclasses.dataclass(frozen=True)
+class CopiesForgotten(RaceLayers):
+  """Layers in which a token drawn twice has the mass of one copy."""
+
+  def _together(self, own, is_same):
+    return own
+
+
+@dataclasses.dataclass(frozen=True)
 class RoomNotDivided(UniVer):
   """UniVer whose given candidates have (1 - m(y)) P q(d), which is less than P q(d) on average."""
 
@@ -194,6 +210,8 @@ CONTROLS: dict[str, Method] = {
     _broken('race_traversal_residual_of_parent', ResidualOfParent()),
     _broken('race_traversal_second_if_first', RaceTraversal(), proposal_rule=SecondIfFirst()),
     _broken('race_traversal_reranked', RaceTraversal(), proposal_rule=Reranked()),
+    _broken('race_layers_mass_of_one_branch', MassOfOneBranch()),
+    _broken('race_layers_copies_forgotten', CopiesForgotten()),
     _broken('univer_room_not_divided', RoomNotDivided(), proposal_rule=LikeliestAndOne()),
     _broken('univer_drawn_among_given', UniVer(), proposal_rule=DrawnAmongGiven()),
     _broken('speculative_law_before_top_p', LawBeforeTopP(Walk(Maximal())), max_drafts=1),

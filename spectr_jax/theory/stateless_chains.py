@@ -11,8 +11,9 @@ it is the smallest of its tangents. So the constraints are, for every slope t fr
 
     max over M of the sum of kept(m) - t p(m) <= c(t),    c(t) = max over s of phi(s) - t s.
 
-The maximum over M is a recursion over the tree of texts: w(m) = max(kept(m) - t p(m), sum of w over the texts one token
-longer). The program takes a few slopes, finds by the recursion those that its solution violates, adds them, and repeats.
+The maximum over M is a recursion over the tree of texts: w(m) = max(kept(m) - t p(m), sum of w over the texts that are
+one token longer). The program takes a few slopes, finds by the recursion those that its solution violates, and adds
+them, until there are none.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 from spectr_jax.tree import Tree
 from spectr_jax.verifiers.block import Block
 from spectr_jax.verifiers.greedy_block import GreedyBlock
+from spectr_jax.verifiers.hierarchical import Hierarchical
+from spectr_jax.verifiers.race_layers import RaceLayers
 from spectr_jax.verifiers.race_traversal import RaceTraversal
 from spectr_jax.verifiers.seed_exact import SeedExact
 from spectr_jax.verifiers.traversal import Traversal
@@ -14,6 +16,8 @@ __all__ = [
   'Block',
   'Decisions',
   'GreedyBlock',
+  'Hierarchical',
+  'RaceLayers',
   'RaceTraversal',
   'Record',
   'RecordedVerifier',

@@ -36,7 +36,7 @@ class _Layers(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Layers(RecordedVerifier):
+class RaceLayers(RecordedVerifier):
   """Layer verification by races: lossless on any tree with i.i.d. children; beyond the papers.
 
   Nodes that spell the same are one *context*. Every context c has a mass P(c), 1 at the root: the probability that c or
@@ -72,6 +72,7 @@ class Layers(RecordedVerifier):
   race: Race = Race(log_range=14.0, num_rounds=8)
   proposal_rules = (Independent,)
   takes_grown = True
+  tries_every_branch = True
   explanation = Explanation(
     'Nodes that spell the same are one. The root has the mass P = 1. All candidates of a depth run one weighted race,'
     ' which would pick each with probability s; p̃ is the distribution of what it picks. A candidate has the mass'
@@ -91,7 +92,7 @@ class Layers(RecordedVerifier):
     of_rows = jnp.where(is_law, number[jnp.minimum(slots.of_laws[0], len(number) - 1), slots.of_laws[1]], of_rows)
 
     def masses_of(p, q):
-      return race._masses(p, q, race._classes(p, q))
+      return race.masses(p, q, race.classes(p, q))
 
     none = jnp.zeros((num_rows, race.num_classes, 2), dtype)
     by_class = map_needed(masses_of, of_rows > 0, none, law_rows(tree, proposal, target_probs))
@@ -99,7 +100,7 @@ class Layers(RecordedVerifier):
     rows = jnp.take_along_axis(jnp.asarray(slots.laws[:-1]), contexts.above[1:], axis=1)
     p = proposal.probs[rows, tokens]
     q = target_probs[jnp.take_along_axis(jnp.asarray(slots.nodes[:-1]), contexts.above[1:], axis=1), tokens]
-    own_class = race._classes(p, q)
+    own_class = race.classes(p, q)
     own_rows = jnp.maximum(jnp.asarray(slots.laws[:-1]), 0)
     is_wide = slots.nodes.shape[1] > 1
 
@@ -121,7 +122,7 @@ class Layers(RecordedVerifier):
       # Infinite where a token cannot be picked at all; bounded, so that a mass of 0 stays 0.
       factor = jnp.minimum(ratio(q, p * scale[above, classes]), jnp.finfo(dtype).max)
       own = shares * jnp.minimum(1, masses[above] * factor)
-      following = jnp.where(stands, jnp.sum(jnp.where(is_same, own, 0), axis=1), 0)
+      following = jnp.where(stands, self._together(own, is_same), 0)
       return following, (following, scale)
 
     root = (jnp.arange(slots.nodes.shape[1]) == 0).astype(dtype)
@@ -135,9 +136,13 @@ class Layers(RecordedVerifier):
     scale = scales[slots.of_laws]
     return contexts, _Layers(masses, scale, of_rows)
 
+  def _together(self, own, is_same):
+    """The masses `[W]` of tokens, from those of their copies."""
+    return jnp.sum(jnp.where(is_same, own, 0), axis=1)
+
   def _picked(self, p, q, scale):
     """pt of a row, `[V]`."""
-    return p * entries_of(scale, self.race._classes(p, q))
+    return p * entries_of(scale, self.race.classes(p, q))
 
   def _keep_probs(self, tree: Tree, proposal: Proposal, target_probs, contexts: Contexts, layers: _Layers):
     """h by slot, `[L + 1, W]`."""
@@ -154,9 +159,12 @@ class Layers(RecordedVerifier):
     rows = jnp.asarray(slots.laws)
     is_leaf = (rows < 0) | (layers.number[rows] == 0)
     excess = jnp.where(contexts.stands, jnp.where(is_leaf, layers.masses, by_row[rows]), 0)
-    unkept = jnp.maximum(1 - jnp.sum(layers.masses, axis=1), 0) + jnp.sum(excess, axis=1)
-    probs = ratio(excess, unkept[:, None])
-    return jnp.where(unkept[:, None] > 0, probs, 0).at[0].set(jnp.arange(rows.shape[1]) == 0)
+    unkept = self._unkept(layers.masses, excess)
+    return jnp.where(unkept > 0, ratio(excess, unkept), 0).at[0].set(jnp.arange(rows.shape[1]) == 0)
+
+  def _unkept(self, masses, excess):
+    """The probability that nothing deeper than a layer is kept, `[L + 1, 1]`."""
+    return jnp.maximum(1 - jnp.sum(masses, axis=1, keepdims=True), 0) + jnp.sum(excess, axis=1, keepdims=True)
 
   def _weights(self, tree: Tree, proposal: Proposal, target_probs, layers: _Layers, node):
     """Weights `[V]` of the next token after the context that `node` stands for."""
