@@ -55,8 +55,9 @@ def fit_layer_race(race: Race, masses: jax.Array, number: jax.Array, credits: ja
 
       pt_c(y) = n_c p_c(y) w_cb Int_0^inf e^{-w_cb z} phi_c(z)^{n_c - 1} prod over others of phi(z)^n dz,
 
-  where phi_c(z) is the sum over classes of p_cb e^{-w_cb z}. Rounds of fitting bring the classes' probabilities towards
-  the best that all sets of classes allow. Whatever the weights, `scale` is exact up to the integral, a trapezoidal sum.
+  where phi_c(z) is the sum over classes of p_cb e^{-w_cb z}. The weights begin in proportion to P_c q_c / p_c. Rounds of
+  fitting bring the classes' probabilities towards the best that all sets of classes allow. Whatever the weights,
+  `scale` is exact up to the integral, a trapezoidal sum.
 
   Args:
     race: Classes, rounds and steps.
@@ -87,6 +88,11 @@ def fit_layer_race(race: Race, masses: jax.Array, number: jax.Array, credits: ja
     log_weights -= jnp.max(jnp.where(draft > 0, log_weights, -jnp.inf))
     return jnp.maximum(log_weights, -race.log_range)
 
-  log_weights = jax.lax.fori_loop(0, race.num_rounds, improve, jnp.zeros_like(draft))
+  # Weights in proportion to what a candidate could use, P q/p: who wins is then the likeliest to be right.
+  is_possible = (draft > 0) & (target > 0)
+  start = jnp.log(jnp.where(is_possible, target, 1)) - jnp.log(jnp.where(is_possible, draft, 1))
+  start = jnp.where(is_possible, start, -jnp.inf)
+  start = jnp.maximum(start - jnp.max(start), -race.log_range)
+  log_weights = jax.lax.fori_loop(0, race.num_rounds, improve, start)
   is_alone = jnp.sum(number) <= 1  # the only candidate is always picked
   return LayerRace(log_weights, jnp.where(is_alone, 1, scale_of(log_weights)))

@@ -57,6 +57,9 @@ class RaceLayers(RecordedVerifier):
   deeper than the layer is kept with probability 1 - sum of P + sum of S, which times h is S. A mass may depend on all
   guesses down to its depth, since only averages over deeper ones enter.
 
+  The races' weights begin in proportion to P q/p, and one round of fitting follows. A full fit keeps the most of the
+  next depth and the least in the end: it gives nearly all mass to one branch, and what that branch loses later is lost.
+
   So a branch whose tokens turn out unlikely leaves its mass to the others of its depth at once, in `RaceTraversal` only
   to siblings that are visited later. With one draft it is block verification; with drafts of one token it is a race.
 
@@ -69,7 +72,7 @@ class RaceLayers(RecordedVerifier):
     race: Classes and fit of the races.
   """
 
-  race: Race = Race(log_range=14.0, num_rounds=8)
+  race: Race = Race(log_range=14.0, num_rounds=1)
   proposal_rules = (Independent,)
   takes_grown = True
   tries_every_branch = True
