@@ -9,7 +9,9 @@ from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError
 
 _SOURCES = pathlib.Path('spectr_jax/kernels/native')
-_HEADERS = [str(_SOURCES / name) for name in ('blocks.h', 'blocks_avx512.h', 'panels.h', 'product.h', 'steps.h')]
+_HEADERS = [
+  str(_SOURCES / name) for name in ('attention.h', 'blocks.h', 'blocks_avx512.h', 'panels.h', 'product.h', 'steps.h')
+]
 # Flags of each form; nothing else in its file is compiled for its processors.
 _FLAGS = {
   'form_avx2.cc': ['-mavx2', '-mfma', '-mf16c'],

@@ -10,9 +10,9 @@ one process. Otherwise they form groups. Every group includes autoregressive dec
 later groups to the first.
 
 The output is the largest and the median error of the predictions, in tokens per second and as multiples of
-autoregressive decoding; the latter do not depend on how the machine's speed changed since the calibration. It also
-names the chosen setting and the fastest measured one, with the ratio of their speeds and its 95% interval over batches.
-If the two are in different groups, the interval does not include the error of the scale.
+autoregressive decoding, which a machine's speed since the calibration does not change; and the chosen setting beside
+the fastest measured one, with the ratio of their speeds and its 95% interval over batches. If the two are in different
+groups, the interval does not include the error of the scale.
 """
 
 from __future__ import annotations
@@ -48,21 +48,18 @@ def with_shapes(workload: Workload) -> Workload:
 
 def compare_predictions(workload: Workload, predictions, notify) -> dict:
   """JSON values about predicted settings, the fastest first, beside their speeds when decoded."""
-  run = measure(workload, [prediction.setting for prediction in predictions], notify)
+  run = measure(workload, [each.setting for each in predictions], notify)
   summaries = {setting: run.summarize(setting) for setting in run.settings}
   baseline = baseline_of(run.settings)
   speed = summaries[baseline].tokens_per_second
   rows = [
     {
-      'setting': str(prediction.setting),
-      'is_observed': prediction.is_observed,
-      'predicted': prediction.tokens_per_second,
-      'measured': speed * summaries[prediction.setting].speedup,
-      'predicted_tokens_per_call': prediction.tokens_per_call,
-      'tokens_per_call': summaries[prediction.setting].block_efficiency,
+      'setting': str(each.setting), 'is_observed': each.is_observed, 'predicted': each.tokens_per_second,
+      'measured': speed * summaries[each.setting].speedup, 'predicted_tokens_per_call': each.tokens_per_call,
+      'tokens_per_call': summaries[each.setting].block_efficiency,
     }
-    for prediction in predictions
-  ]
+    for each in predictions
+  ]  # fmt: skip
 
   def batch_speeds(setting):
     (tokens, seconds), (_, beside) = run.batch_speeds(setting)
@@ -71,18 +68,16 @@ def compare_predictions(workload: Workload, predictions, notify) -> dict:
   chosen = predictions[0].setting
   best = max(run.settings, key=lambda setting: summaries[setting].speedup)
   factor, low, high = metrics.compare(batch_speeds(chosen), batch_speeds(best))
-  ratios = {prediction.setting: row['predicted'] / row['measured'] for prediction, row in zip(predictions, rows)}
+  ratios = {each.setting: row['predicted'] / row['measured'] for each, row in zip(predictions, rows)}
   drift = ratios[baseline]
 
   def errors(ratios):
     of = {setting: abs(ratio - 1) for setting, ratio in ratios.items()}
     values = np.array(list(of.values()))
     return {
-      'median': float(np.median(values)),
-      'largest': float(values.max()),
-      'share_within_10_percent': float(np.mean(values <= 0.1)),
-      'of_the_chosen': of.get(chosen, 0.0),
-    }
+      'median': float(np.median(values)), 'largest': float(values.max()),
+      'share_within_10_percent': float(np.mean(values <= 0.1)), 'of_the_chosen': of.get(chosen, 0.0),
+    }  # fmt: skip
 
   return {
     'run': run.info,
@@ -97,7 +92,6 @@ def compare_predictions(workload: Workload, predictions, notify) -> dict:
 
 
 def print_comparison(comparison: dict) -> None:
-  """Prints a comparison from `compare_predictions`."""
   for row in sorted(comparison['settings'], key=lambda row: -row['measured']):
     predicted, measured = row['predicted'], row['measured']
     ratio = predicted / measured

@@ -20,10 +20,8 @@ from common.text_files import read_text
 
 
 def cut(text: str, num_prompts: int, num_words: int) -> list[str]:
-  """Prompts of `num_words` words each from a text, with line ends replaced by spaces.
-
-  Raises:
-    ValueError: The text has too few passages of that many words.
+  """Prompts of `num_words` words each, line ends replaced by spaces; a `ValueError` if too few passages have
+  that many.
   """
   lines = text.split('\n')
   starts = [i for i in range(1, len(lines)) if lines[i].strip() and not lines[i - 1].strip()]

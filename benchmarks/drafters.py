@@ -57,13 +57,7 @@ def own_ways(workloads: Mapping[str, Workload]) -> dict[str, Way]:
 
 
 def peer_ways(workload: Workload, lookup_lengths: Sequence[int], device: str) -> dict[str, Way]:
-  """The peer's decoding, plain and, for single rows, with prompt lookup.
-
-  Args:
-    workload: The prompts, and the options of sampling.
-    lookup_lengths: Tokens that its prompt lookup guesses.
-    device: Where it runs, `cuda` or `cpu`.
-  """
+  """The peer's decoding on a device, plain and, for single rows, with prompt lookup of so many tokens."""
   from benchmarks import peer
 
   options = workload.options
@@ -152,11 +146,8 @@ def describe(measured: Mapping[str, Mapping[str, np.ndarray]]) -> list[str]:
 
 
 def load(values: Mapping[str, Any], drafters: Sequence[str]) -> dict[str, Workload]:
-  """A workload by drafter, on the same prompts.
-
-  Args:
-    values: Fields of `DecodeOptions`; each drafter has those of the methods, trees and options that are for it.
-    drafters: Drafters as for `decode.main --draft`.
+  """A workload by drafter, on the same prompts, from fields of `DecodeOptions`; each drafter has those of the methods,
+  trees and options that are for it.
   """
   pick = functools.partial(take_evenly, group=lambda prompt: prompt.task or '')
   workloads = {}

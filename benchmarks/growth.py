@@ -39,20 +39,12 @@ NUM_ROUNDS = 8  # per timed run
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-  """The sizes of a round.
+  """The sizes of a round."""
 
-  Attributes:
-    num_drafts: K.
-    draft_length: L, in tokens.
-    batch_size: Rows.
-    cache_length: Size of a row's cache, in tokens.
-    vocab_size: V.
-  """
-
-  num_drafts: int = 4
-  draft_length: int = 4
+  num_drafts: int = 4  # K
+  draft_length: int = 4  # L, in tokens
   batch_size: int = 1
-  cache_length: int = 256
+  cache_length: int = 256  # of a row, in tokens
   vocab_size: int = 4096
 
 

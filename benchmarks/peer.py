@@ -31,22 +31,13 @@ def check_device(device: str) -> None:
 def make_model(config: TransformerConfig, dtype: str) -> LlamaForCausalLM:
   """A model of the shape of a configuration of the project's transformer, with random weights of a type."""
   torch.set_num_threads(os.cpu_count())
-  model = LlamaForCausalLM(
-    LlamaConfig(
-      vocab_size=config.vocab_size,
-      hidden_size=config.embed_dim,
-      intermediate_size=2 * config.mlp_dim // 3,
-      num_hidden_layers=config.num_layers,
-      num_attention_heads=config.num_heads,
-      max_position_embeddings=config.max_length,
-      hidden_act='gelu',
-      tie_word_embeddings=True,
-      bos_token_id=None,
-      eos_token_id=None,
-      pad_token_id=None,
-    )
-  )
-  return model.to(_DTYPES[dtype]).eval()
+  sizes = LlamaConfig(
+    vocab_size=config.vocab_size, hidden_size=config.embed_dim, intermediate_size=2 * config.mlp_dim // 3,
+    num_hidden_layers=config.num_layers, num_attention_heads=config.num_heads,
+    max_position_embeddings=config.max_length, hidden_act='gelu', tie_word_embeddings=True, bos_token_id=None,
+    eos_token_id=None, pad_token_id=None,
+  )  # fmt: skip
+  return LlamaForCausalLM(sizes).to(_DTYPES[dtype]).eval()
 
 
 def make_public(folder: str, dtype: str, device: str):
@@ -119,15 +110,8 @@ def sampler(model, prompts: np.ndarray, max_new_tokens: int, **options) -> Calla
 def answer(
   model, rows: Sequence[np.ndarray], max_new_tokens: int, eos_ids: Sequence[int], temperature: float, **options
 ) -> np.ndarray:
-  """Continues B prompts, int `[P]` each, padded on the left, and returns the number of new tokens of each, int `[B]`.
-
-  Args:
-    model: The model.
-    rows: The prompts.
-    max_new_tokens: The most new tokens of each.
-    eos_ids: Tokens that end a continuation, and that count as the last of it.
-    temperature: Sampling temperature; 0 decodes greedily.
-    **options: Further options of the model's `generate`.
+  """The number of new tokens of each of B prompts, int `[P]` each, int `[B]`, with the one of `eos_ids` that may end
+  it. Temperature 0 decodes greedily; `options` are further ones of `generate`.
   """
   longest = max(map(len, rows))
   tokens = np.full((len(rows), longest), eos_ids[0])

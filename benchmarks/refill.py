@@ -28,7 +28,7 @@ _SHORTEST, _LONGEST = 16, 256
 
 
 def make_requests(tokenizer, num_prompts: int) -> list[Request]:
-  """So many prompts of 16 to 256 tokens in random order, each with its own key."""
+  """So many prompts in random order, each with its own key."""
   texts = [prompt.text for prompt in DecodeOptions().read_prompts()]
   ids = np.concatenate([row for row in tokenizer.encode_batch(texts)])
   rng = np.random.default_rng(0)
@@ -42,10 +42,7 @@ def make_requests(tokenizer, num_prompts: int) -> list[Request]:
 
 
 def run_batches(models, requests, batch_size: int, **options) -> dict[int, list[int]]:
-  """Tokens by name of the request, decoded in whole batches one after another, with further options of `generate`.
-
-  The last batch is padded with copies of its last prompt.
-  """
+  """Tokens by name of the request, decoded in whole batches; the last one is padded with copies of its last prompt."""
   decoded = {}
   for first in range(0, len(requests), batch_size):
     part = requests[first : first + batch_size]
@@ -86,12 +83,9 @@ if __name__ == '__main__':
     target, tokenizer = spectr_jax.load_model(_TARGET.value, dtype=_DTYPE.value)
     models = target, spectr_jax.load_model(_DRAFT.value, dtype=_DTYPE.value)[0]
     requests = make_requests(tokenizer, _NUM_PROMPTS.value)
-    options = {
-      'method': _METHOD.value,
-      'tree': TokenTree.chains(_NUM_DRAFTS.value, _DRAFT_LENGTH.value),
-      'max_new_tokens': _NEW_TOKENS.value,
-      'eos_id': tuple(range(0, target.vocab_size, _STOP.value)),
-    }
+    tree = TokenTree.chains(_NUM_DRAFTS.value, _DRAFT_LENGTH.value)
+    ends = tuple(range(0, target.vocab_size, _STOP.value))
+    options = {'method': _METHOD.value, 'tree': tree, 'max_new_tokens': _NEW_TOKENS.value, 'eos_id': ends}
     ways = {'batches': run_batches, 'refilled': run_refilled}
     few = requests[: 4 * _BATCH_SIZE.value]
     for way in ways.values():

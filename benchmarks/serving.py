@@ -53,10 +53,8 @@ async def _client(session, prompts: list[str], request: dict, until: float, leav
 
 async def measure(url: str, prompts: list[str], *, num_clients: int, seconds: float, max_tokens: int, leave: float):
   """Runs the load of `num_clients` at an endpoint's URL, up to `/v1`, for so many seconds; a share `leave` goes early.
-
-  Returns:
-    JSON values: requests by their end, quantiles of seconds of those that were answered, and by how much the endpoint's
-    counters grew; none of these if it is gone.
+  Returns requests by their end, quantiles of seconds of those that were answered, and by how much the endpoint's
+  counters grew; none of these if it is gone.
   """
   import httpx
 
@@ -88,7 +86,6 @@ async def _counters(session) -> dict[str, float]:
 
 
 def describe(load: dict) -> list[str]:
-  """Lines about a run."""
   ends = ', '.join(f'{name} {number:,}' for name, number in sorted(load['ends'].items()))
   counted = load['counted']
   requests = f'{sum(load["ends"].values()):,} requests in {load["seconds"]:.0f} s: {ends}'

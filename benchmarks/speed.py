@@ -13,12 +13,13 @@ Parts, of which `--part` chooses some:
 
 peer      autoregressive decoding, and for one row rounds with a draft, prefill included, beside the peer
 steps     a step of autoregressive decoding beside its floor: the time to read the target's weights at the device's rate
-rounds    rounds of each method with every draft, whole and by parts. Random models agree only by chance, so a round is
-          what counts, and not the tokens that it keeps. Parts are programs of their own: on a GPU each has its launch
-          and waits for the host, which within a round are hidden in part. So rounds that keep no guess are measured as
-          well. What a round takes longer is the share of its verification within the loop
+rounds    rounds of each method with every draft, whole and by parts: random models agree only by chance, so the tokens
+          that a round keeps do not count. Parts are programs of their own, with launches and waits that within a round
+          are hidden in part. So rounds that keep no guess are measured as well: what a round takes longer is the share
+          of its verification within the loop
 prompt    time and peak memory of the prefill of one long prompt, in a process of its own
-trees     the target's call on a chain of tokens relative to its call on one; on a CPU with products in C++ and of XLA
+trees     the target's call on a chain of tokens relative to its call on one, and its floor: reading all weights, or
+          multiplying by them; on a CPU with products in C++ and of XLA
 profile   some rounds for one row, recorded by JAX's profiler
 
 What is compared takes turns in one process. Results are written after every measurement. Those that are there are not
@@ -44,6 +45,7 @@ from absl import flags
 from etils import epath
 
 from benchmarks import timing
+from benchmarks.floor import floor_of
 from benchmarks.speed_models import SHAPES, UNVERIFIED, Models, bytes_per_step, read_config
 from common import command_line
 from common.output_files import OutputFiles
@@ -51,7 +53,7 @@ from decode.experiment import latency
 from decode.experiment.workload import describe_machine
 from spectr_jax import TokenTree
 from spectr_jax.auto.timing import forward_calls, time_in_turns
-from spectr_jax.io.foreign import LARGE, map_of, object_of, read_object
+from spectr_jax.io.untrusted import LARGE, map_of, object_of, read_object
 
 PARTS = 'prompt', 'peer', 'steps', 'rounds', 'trees', 'profile'
 NUM_ROUNDS = 16  # of a timed run
@@ -62,30 +64,19 @@ Result = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-  """What is measured.
+  """What is measured."""
 
-  Attributes:
-    models: The models, in the first type.
-    parts: Names in `PARTS`.
-    dtypes: Types of weights and activations of the target.
-    methods: Methods of rounds.
-    batch_sizes: Numbers of rows.
-    shapes: K drafts of L tokens of each kind of round; a single draft of the first one's length is compared with the
-      peer, the second shape, if there are several, is profiled.
-    num_runs: Timed runs of each measurement.
-    prompt_length: Tokens of the long prompt.
-    peer_device: Where Hugging Face's transformers run, `cuda` or `cpu`; None to leave them out.
-  """
-
-  models: Models
-  parts: tuple[str, ...] = ('peer', 'steps', 'rounds')
-  dtypes: tuple[str, ...] = ('bfloat16',)
+  models: Models  # in the first type
+  parts: tuple[str, ...] = ('peer', 'steps', 'rounds')  # names in `PARTS`
+  dtypes: tuple[str, ...] = ('bfloat16',)  # of weights and activations of the target
   methods: tuple[str, ...] = ('race_traversal', 'spectr')
-  batch_sizes: tuple[int, ...] = (1,)
+  batch_sizes: tuple[int, ...] = (1,)  # numbers of rows
+  # K drafts of L tokens of each kind of round; a single draft of the first one's length is compared with the peer,
+  # the second one, if there is one, is profiled
   shapes: tuple[tuple[int, int], ...] = ((1, 4),)
   num_runs: int = 5
-  prompt_length: int = 8192
-  peer_device: str | None = None
+  prompt_length: int = 8192  # tokens of the long prompt
+  peer_device: str | None = None  # `cuda` or `cpu`; None leaves transformers out
 
 
 def parse_shapes(texts: Sequence[str]) -> tuple[tuple[int, int], ...]:
@@ -97,9 +88,8 @@ def parse_shapes(texts: Sequence[str]) -> tuple[tuple[int, int], ...]:
 
 
 def measure_prompt(models: Models, length: int) -> Result:
-  """Seconds of the prefill of one prompt, without compilation, and the most memory of the process in bytes.
-
-  It runs in a process of its own, whose peak includes loading and compilation.
+  """Seconds of the prefill of one prompt, without compilation, and the most memory of the process, which is to be its
+  own: the peak includes loading and compilation.
   """
   model, tokens = models.decoding, models.prompts(1, length)
 
@@ -117,12 +107,7 @@ def measure_prompt(models: Models, length: int) -> Result:
 
 
 class Bench:
-  """Everything that is measured in one type.
-
-  Args:
-    sizes: What is measured.
-    dtype: The type of the target.
-  """
+  """Everything that is measured with a target in one type."""
 
   def __init__(self, sizes: Sizes, dtype: str):
     self.sizes, self.models = sizes, dataclasses.replace(sizes.models, dtype=dtype)
@@ -138,10 +123,8 @@ class Bench:
     }
 
   def _peer_calls(self, rows: np.ndarray) -> dict[str, timing.Call]:
-    """Calls of Hugging Face's transformers.
-
-    Raises:
-      ImportError: They are not installed, or torch finds no such device.
+    """Calls of Hugging Face's transformers; an `ImportError` if torch or they are missing, or torch finds no
+    such device.
     """
     from benchmarks import peer
 
@@ -177,7 +160,7 @@ class Bench:
     return {'milliseconds': times} | result
 
   def _round_times(self, batch_size: int, cases: dict[str, tuple]) -> dict[str, timing.Spread]:
-    """Times per round of methods, by name, with a draft and a tree each."""
+    """Times per round by name, each with a draft, a method and a tree."""
     rows = self.models.prompts(batch_size)
     makers = {
       name: functools.partial(lambda *case: (timing.make_decoder(self.models.decoding, *case), rows), *case)
@@ -221,7 +204,13 @@ class Bench:
     measured = time_in_turns(calls, self.sizes.num_runs)
     times = {name: timing.spread(seconds) for name, seconds in measured.items()}
     ones = {name: times[f'{name.partition(",")[0]}, tokens: 1']['median'] for name in times}
-    return {'milliseconds': times} | {f'{name} / 1': each['median'] / ones[name] for name, each in times.items()}
+    floor = floor_of(self.models.decoding, self.sizes.num_runs)
+    return (
+      {'milliseconds': times}
+      | {f'{name} / 1': each['median'] / ones[name] for name, each in times.items()}
+      | {f'floor, tokens: {size}': floor.milliseconds(size) for size in TREE_SIZES}
+      | dataclasses.asdict(floor)
+    )
 
   def measure_profile(self, directory: epath.Path) -> Result:
     """Records some rounds of the first method with the first draft for one row, in a directory."""
@@ -252,19 +241,12 @@ class Bench:
 
 
 def measurements(sizes: Sizes, directory: epath.Path) -> Iterator[tuple[str, Callable[[], Result]]]:
-  """Everything that is measured, by name. Prompts come first: a new process counts the peak of the one that starts it.
-
-  Args:
-    sizes: What is measured.
-    directory: Where a profile goes.
+  """Everything that is measured, by name. Prompts come first: a new process counts the peak of the one that
+  starts it.
   """
   for dtype in sizes.dtypes if 'prompt' in sizes.parts else ():
-    yield (
-      f'prompt, {dtype}',
-      functools.partial(
-        timing.in_own_process, measure_prompt, dataclasses.replace(sizes.models, dtype=dtype), sizes.prompt_length
-      ),
-    )
+    arguments = measure_prompt, dataclasses.replace(sizes.models, dtype=dtype), sizes.prompt_length
+    yield f'prompt, {dtype}', functools.partial(timing.in_own_process, *arguments)
   for dtype in sizes.dtypes:
     for name, measure in Bench(sizes, dtype).measurements(directory):
       yield f'{name}, {dtype}', measure
@@ -290,14 +272,8 @@ def describe_run(sizes: Sizes) -> dict[str, Any]:
 
 
 def run(sizes: Sizes, output: epath.PathLike) -> None:
-  """Measures what the file lacks and prints everything.
-
-  Args:
-    sizes: What is measured.
-    output: The JSON file, which may hold results of an earlier run. A profile goes to a folder of its name.
-
-  Raises:
-    ValueError: The file holds results of other sizes or of another machine, or some measurements failed.
+  """Measures what the file lacks and prints everything; a profile goes to a folder of its name. A `ValueError` if the
+  file holds results of other sizes or of another machine, or some measurements failed.
   """
   path, failed = epath.Path(output), 0
   fields = {'run': object_of({}), 'results': map_of(object_of({}))}
@@ -353,24 +329,15 @@ if __name__ == '__main__':
       draft, parts = None, ('prompt', 'peer', 'steps', 'trees')
     sizes = Sizes(
       models=Models(
-        target=_TARGET.value or _TARGET_CONFIG.value,
-        draft=draft,
-        has_head=_HEAD.value,
-        dtype=_DTYPE.value[0],
-        draft_dtype=_DRAFT_DTYPE.value,
-        weights=_WEIGHTS.value,
-        num_slots=max(length for _, length in shapes),
+        target=_TARGET.value or _TARGET_CONFIG.value, draft=draft, has_head=_HEAD.value, dtype=_DTYPE.value[0],
+        draft_dtype=_DRAFT_DTYPE.value, weights=_WEIGHTS.value, num_slots=max(length for _, length in shapes),
         text=_TEXT.value,
       ),
-      parts=tuple(_PART.value or parts),
-      dtypes=tuple(_DTYPE.value),
-      methods=tuple(_METHOD.value),
-      batch_sizes=command_line.parse_numbers('batch_size', _BATCH_SIZE.value),
-      shapes=shapes,
-      num_runs=_NUM_RUNS.value,
-      prompt_length=_PROMPT_LENGTH.value,
+      parts=tuple(_PART.value or parts), dtypes=tuple(_DTYPE.value), methods=tuple(_METHOD.value),
+      batch_sizes=command_line.parse_numbers('batch_size', _BATCH_SIZE.value), shapes=shapes,
+      num_runs=_NUM_RUNS.value, prompt_length=_PROMPT_LENGTH.value,
       peer_device=(_PEER_DEVICE.value or device) if _PEER.value else None,
-    )
+    )  # fmt: skip
     run(sizes, _OUTPUT.value)
 
   command_line.run(main)

@@ -72,27 +72,16 @@ def bytes_per_step(config: TransformerConfig | CausalLMConfig) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Models:
-  """A target and what drafts for it, each made when it is first needed.
+  """A target and what drafts for it, each made when it is first needed."""
 
-  Attributes:
-    target: A name in `SHAPES`, or a folder with `config.json`, for random weights; or a model from disk.
-    draft: A shape or folder; None for a target from disk.
-    has_head: Whether heads draft as well: one of EAGLE-3's sizes, and one of DSpark's that guesses in one pass.
-    dtype: Type of weights and activations of the target.
-    draft_dtype: Type of the draft; None for that of the target.
-    weights: `int8`, `blocks`, or None for weights as they are on disk.
-    num_slots: Tokens that the head of one pass guesses.
-    text: Text file that prompts for a model from disk are cut from.
-  """
-
-  target: str = 'A'
-  draft: str | None = 'B'
-  has_head: bool = False
+  target: str = 'A'  # a name in `SHAPES` or a folder with `config.json`, for random weights; or a model from disk
+  draft: str | None = 'B'  # a shape or folder; None for a target from disk
+  has_head: bool = False  # with one of EAGLE-3's sizes, and one of DSpark's that guesses in one pass
   dtype: str = 'bfloat16'
-  draft_dtype: str | None = None
-  weights: str | None = None
-  num_slots: int = 1
-  text: str = 'README.md'
+  draft_dtype: str | None = None  # None for that of the target
+  weights: str | None = None  # `int8`, `blocks`, or None for weights as they are on disk
+  num_slots: int = 1  # tokens that the head of one pass guesses
+  text: str = 'README.md'  # that prompts for a model from disk are cut from
 
   @functools.cached_property
   def _loaded(self):
@@ -101,7 +90,6 @@ class Models:
 
   @functools.cached_property
   def config(self) -> TransformerConfig | CausalLMConfig:
-    """The target's configuration."""
     return causal_lm.config_of(self._loaded[0]) if self.draft is None else read_config(self.target, self.dtype)
 
   def _random(self, name: str, number: int, dtype: str) -> Model:
@@ -143,7 +131,7 @@ class Models:
     return drafts
 
   def make_peer(self, name: str, dtype: str, device: str):
-    """The target or draft of a name in Hugging Face's transformers."""
+    """The target or draft in Hugging Face's transformers."""
     from benchmarks import peer
 
     if name in SHAPES:

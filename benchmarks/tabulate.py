@@ -31,19 +31,12 @@ from spectr_jax import METHODS
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-  """A setting of a run.
-
-  Attributes:
-    temperature: Sampling temperature.
-    method: Name of the method, with deviations from its defaults.
-    is_lossless: Whether the method is lossless.
-    shape: 'K x L' for chains, else the name of the tree.
-  """
+  """A setting of a run."""
 
   temperature: float
-  method: str
+  method: str  # with deviations from its defaults
   is_lossless: bool
-  shape: str
+  shape: str  # 'K x L' for chains, else the name of the tree
 
   @property
   def is_chains(self) -> bool:
@@ -52,17 +45,11 @@ class Setting:
 
 @dataclasses.dataclass
 class Counts:
-  """Counts by prompt, summed over seeds.
-
-  Attributes:
-    tokens: New tokens by prompt.
-    target_calls: Target calls by prompt.
-    runs: The pairs of prompt and seed that are counted.
-  """
+  """Counts by prompt, summed over seeds."""
 
   tokens: dict = dataclasses.field(default_factory=collections.Counter)
   target_calls: dict = dataclasses.field(default_factory=collections.Counter)
-  runs: set = dataclasses.field(default_factory=set)
+  runs: set = dataclasses.field(default_factory=set)  # the pairs of prompt and seed that are counted
 
   @property
   def seeds(self) -> list[int]:
@@ -75,10 +62,8 @@ class Counts:
 
 
 def read(paths: list[str]) -> dict[Setting, Counts]:
-  """The counts in the files, by setting.
-
-  Raises:
-    ValueError: A setting has the same prompt and seed twice, or a file has another format.
+  """The counts in the files, by setting; a `ValueError` if a prompt and seed are there twice, or a file has
+  another format.
   """
   by_setting = collections.defaultdict(Counts)
   for path in paths:
@@ -129,13 +114,10 @@ def summarize(by_setting: dict[Setting, Counts]) -> str:
   for setting, counts in by_setting.items():
     tokens, calls = counts.arrays()
     record = dataclasses.asdict(setting) | {
-      'seeds': counts.seeds,
-      'block_efficiency': metrics.ratio(tokens, calls),
-      'block_efficiency_ci95': metrics.ratio_interval(tokens, calls),
-      'prompts': list(counts.tokens),
-      'tokens': tokens.tolist(),
-      'target_calls': calls.tolist(),
-    }
+      'seeds': counts.seeds, 'block_efficiency': metrics.ratio(tokens, calls),
+      'block_efficiency_ci95': metrics.ratio_interval(tokens, calls), 'prompts': list(counts.tokens),
+      'tokens': tokens.tolist(), 'target_calls': calls.tolist(),
+    }  # fmt: skip
     lines.append(json.dumps(record))
   return '[\n' + ',\n'.join(lines) + '\n]\n'
 

@@ -25,13 +25,12 @@ Spread = dict[str, float]
 
 
 def spread(seconds: Sequence[float] | np.ndarray, unit: float = 1e-3) -> Spread:
-  """Median, lowest and highest of times, in milliseconds or another unit, given in seconds."""
+  """Median, lowest and highest of times in seconds, in milliseconds or another unit."""
   times = np.asarray(seconds) / unit
   return {'median': float(np.median(times)), 'low': float(times.min()), 'high': float(times.max())}
 
 
 def in_words(times: Spread) -> str:
-  """A `spread` as text."""
   return f'{times["median"]:.2f} ms ({times["low"]:.2f} to {times["high"]:.2f})'
 
 
@@ -49,9 +48,8 @@ def prompts(batch_size: int, vocab_size: int = 32000) -> np.ndarray:
 
 
 def own_call(models, rows: np.ndarray, method: str, tree: TokenTree | None) -> Call:
-  """A call of this library's `generate` by a method, which returns its number of rounds.
-
-  It continues prompts, int32 `[B, P]`, by `NEW_TOKENS` tokens with a target and a draft, on a tree if there is one.
+  """A call of `generate` by a method and perhaps a tree, which continues prompts, int32 `[B, P]`, by `NEW_TOKENS`
+  tokens with a target and a draft, and returns its number of rounds.
   """
   lengths, more = np.full(len(rows), rows.shape[1]), {'method': method, 'tree': tree, 'max_new_tokens': NEW_TOKENS}
 
@@ -82,12 +80,8 @@ def seconds_per_round(decoder: Decoder, rows: np.ndarray, num_rounds: int) -> fl
 
 
 def rounds_in_turns(decoders: dict, num_runs: int, num_rounds: int) -> dict:
-  """Seconds per round of each run, by name. One untimed run of each comes first; then they take turns.
-
-  Args:
-    decoders: By name a function that makes a decoder and its prompts, int32 `[B, P]`.
-    num_runs: Number of timed runs.
-    num_rounds: The most rounds of a run.
+  """Seconds per round of each run, by name, of functions that make a decoder and its prompts, int32 `[B, P]`. One
+  untimed run of each comes first; then they take turns.
   """
   times = {name: [] for name in decoders}
   for _ in range(num_runs + 1):
@@ -103,15 +97,15 @@ def in_own_process(function, *arguments):
 
 
 def _fastest(call: Callable[[], object], num_runs: int) -> float:
-  """Seconds of the fastest of several calls, whose arrays are waited for."""
+  """Seconds of the fastest of several calls."""
   return time_in_turns({'': call}, num_runs)[''].min()
 
 
 def read_rate() -> float:
   """The device's memory rate in bytes per second; the time to read the target's weights is the floor of a step.
 
-  On a CPU the best of several passes over 1 GiB by all cores; elsewhere the best of several runs of a program of
-  copies, of which each reads and writes its bytes.
+  On a CPU it is that of the best of several passes over 1 GiB by all cores; elsewhere of a program of copies, of which
+  each reads and writes its bytes.
   """
   if jax.default_backend() != 'cpu':
     array = jnp.ones(COPIED, jnp.float32)

@@ -10,7 +10,6 @@ _lacks: list[str] = []
 
 
 def is_help_asked_for(arguments: Sequence[str]) -> bool:
-  """Whether a command's arguments ask for help."""
   return any(argument in ('-h', '-help', '--help') for argument in arguments)
 
 
@@ -20,11 +19,8 @@ def lacks() -> list[str]:
 
 
 def need(extra: str, *packages: str) -> None:
-  """Ends the process with one line and exit code 1 if a package is not installed; `--help` goes on without it.
-
-  Args:
-    extra: The extra that installs them.
-    *packages: Their names in imports.
+  """Ends the process with one line and exit code 1 if a package, as imports name it, is not installed; `--help`
+  goes on.
   """
   missing = [name for name in packages if importlib.util.find_spec(name) is None]
   if not missing:

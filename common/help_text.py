@@ -21,12 +21,8 @@ _OWN = 'common.', 'decode.', 'train.', 'benchmarks.'
 # Groups in the order in which they stand; flags of none are the command's own.
 _ORDER = 'Options', 'Models', 'Method and tree', 'Prompts', 'Sampling', 'Measurements and output', 'Machine'
 _VALUES = {
-  'int': 'N',
-  'float': 'X',
-  'comma separated list of strings': 'A,B',
-  'config object': 'FILE',
-  'bool': '',
-}
+  'int': 'N', 'float': 'X', 'comma separated list of strings': 'A,B', 'config object': 'FILE', 'bool': '',
+}  # fmt: skip
 _groups: dict[str, str] = {}
 _left_out: set[str] = set()
 _singles: dict[str, str] = {}
@@ -34,59 +30,34 @@ _singles: dict[str, str] = {}
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-  """An option.
+  """An option."""
 
-  Attributes:
-    name: It and its value, as `--config.seed=0`.
-    what: What it does.
-    default: Its default; empty where help says nothing of it.
-  """
-
-  name: str
-  what: str
-  default: str
+  name: str  # with its value, as `--config.seed=0`
+  what: str  # what it does
+  default: str  # empty where help says nothing of it
 
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-  """Options that stand together.
+  """Options that stand together."""
 
-  Attributes:
-    title: A line above them; empty for none.
-    text: A sentence about all of them; empty for none.
-    entries: The options.
-  """
-
-  title: str
-  text: str
+  title: str  # a line above them; may be empty
+  text: str  # a sentence about all of them; may be empty
   entries: list[Entry]
 
 
 def in_group(title: str, *holders: flags.FlagHolder) -> None:
-  """Puts flags into a group of `--help`; others stand in the first one.
-
-  Args:
-    title: The group's title, one of `_ORDER`.
-    *holders: What `DEFINE_...` returned.
-  """
+  """Puts flags into a group of `--help`, one of `_ORDER`; others stand in the first one."""
   _groups.update((holder.name, title) for holder in holders)
 
 
 def take_one(**values: str) -> None:
-  """Shows flags of lists as if they took one value, for commands that take one.
-
-  Args:
-    **values: What stands for the value, by the flag's name.
-  """
+  """Shows flags of lists as if they took one value, which the text by the flag's name stands for."""
   _singles.update(values)
 
 
 def leave_out(*names: str) -> None:
-  """Keeps flags out of `--help`, which other commands share and this one refuses.
-
-  Args:
-    *names: Names of flags.
-  """
+  """Keeps flags out of `--help`, which other commands share and this one refuses."""
   _left_out.update(names)
 
 
@@ -98,14 +69,9 @@ def text_of(
   *,
   width: int | None = None,
 ) -> str:
-  """The help of a command.
-
-  Args:
-    module: The command's module; the first sentence of its docstring says what it does.
-    examples: Arguments of the command, a line each.
-    files: What stands for each of the files that are named beside options.
-    sections: Options beside flags.
-    width: Columns; None for the terminal's, of which 40 to 100 are used.
+  """The help of a command: the first sentence of its module's docstring, examples and options, those of `sections`
+  beside flags. `files` stands for each of the files that may be named. Without a width that of the terminal counts,
+  between 40 and 100 columns.
   """
   width = min(max(width or shutil.get_terminal_size((80, 24)).columns, _NARROWEST), _WIDEST)
   command = f'python -m {module.__spec__.name}'
@@ -141,10 +107,9 @@ def _wrapped(command: str, width: int) -> list[str]:
 def _own_flags() -> list[flags.Flag]:
   """The flags of this project's modules in the order of their definition, those of the command's own module last."""
   by_module = flags.FLAGS.flags_by_module_dict()
-  own = [found for name, found in by_module.items() if name.startswith(_OWN)]
-  main = by_module.get(sys.argv[0], [])
-  seen = {flag.name: flag for found in (*own, main) for flag in found}
-  return [flag for name, flag in seen.items() if name not in _left_out]
+  own = [members for name, members in by_module.items() if name.startswith(_OWN)]
+  by_name = {flag.name: flag for members in (*own, by_module.get(sys.argv[0], [])) for flag in members}
+  return [flag for name, flag in by_name.items() if name not in _left_out]
 
 
 def _sections_of_flags() -> list[Section]:

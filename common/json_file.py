@@ -6,28 +6,18 @@ from typing import Any
 
 from etils import epath
 
-from spectr_jax.io import foreign
+from spectr_jax.io import untrusted
 
 
 def read_json(path: epath.PathLike, what: str, advice: str) -> Any:
-  """Reads a JSON file of at most 16 MiB.
-
-  Args:
-    path: The file.
-    what: The expected content, for messages.
-    advice: Advice on a file that is not JSON, for messages.
-
-  Returns:
-    The parsed content.
-
-  Raises:
-    ValueError: The file cannot be read, is larger, or is not JSON.
+  """The content of a JSON file of at most 16 MiB; a `ValueError` about `what` if it cannot be read, is larger, or is
+  not JSON, in which case it ends with `advice`.
   """
   try:
-    text = foreign.read_text(path, foreign.LARGE)
+    text = untrusted.read_text(path, untrusted.LARGE)
   except ValueError as error:
     raise ValueError(f'cannot read {what}: {error}') from error
   try:
-    return foreign.parse_json(text, str(path))
+    return untrusted.parse_json(text, str(path))
   except ValueError as error:
     raise ValueError(f'{path} is not JSON ({error.__cause__}); {advice}') from error

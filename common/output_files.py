@@ -14,16 +14,8 @@ from spectr_jax.io.new_files import NewFile, is_same_file, only_writer, resolved
 def check_apart(
   outputs: Mapping[str, epath.PathLike | None], inputs: Mapping[str, Iterable[epath.PathLike]] | None = None
 ) -> None:
-  """Refuses an output that is another output, an input, or a file in a folder that is one.
-
-  Paths are those of one file through symbolic and hard links, too.
-
-  Args:
-    outputs: Paths by flag; None for a flag that is not given.
-    inputs: What is read, by flag; it need not exist.
-
-  Raises:
-    ValueError: The message names both flags.
+  """Refuses an output that is another output, an input, or a file in a folder that is one, also through symbolic and
+  hard links, with a `ValueError` that names both flags. Inputs need not exist.
   """
   given = [(flag, path) for flag, path in outputs.items() if path is not None]
   for (one, path), (other, second) in itertools.combinations(given, 2):
@@ -41,10 +33,7 @@ class OutputFiles:
   """Files that are written completely or not at all; an existing file stays until its replacement is complete.
 
   A context manager. Entering it checks that all files can be written, so that a long run does not fail at its end, and
-  keeps other processes from writing them until it is left.
-
-  Attributes:
-    paths: Paths by flag, behind symbolic links, without flags that are None.
+  keeps other processes from writing them until it is left. `paths` are those behind symbolic links, by flag.
   """
 
   def __init__(self, **paths: epath.PathLike | None):
@@ -67,13 +56,8 @@ class OutputFiles:
     return self
 
   def write(self, **contents: str | bytes) -> None:
-    """Writes the content of every flag that has a path.
-
-    Args:
-      **contents: Text or bytes by flag; a flag without a path is ignored.
-
-    Raises:
-      ValueError: A file cannot be written. None is replaced unless all contents are written.
+    """Writes text or bytes by flag, ignoring flags without a path; if one cannot be written that is a `ValueError`, and
+    none is replaced.
     """
     with contextlib.ExitStack() as unfinished:
       files = {}
@@ -88,15 +72,7 @@ class OutputFiles:
           file.commit()
 
   def write_after(self, show: Callable[[], None], **contents: str | bytes) -> None:
-    """Prints and then writes: a full disk loses nothing that is printed, and a closed pipe nothing that is written.
-
-    Args:
-      show: Prints.
-      **contents: As for `write`.
-
-    Raises:
-      ValueError: As for `write`.
-    """
+    """Prints and then writes: a full disk loses nothing that is printed, and a closed pipe nothing that is written."""
     try:
       show()
     finally:

@@ -14,9 +14,6 @@ def printable(text: str) -> str:
   """The text with U+FFFD in place of every character that could steer a terminal, or hide what it shows.
 
   Line breaks and tabs stay. Every character is looked at alone, so parts of a text may be printed one by one.
-
-  Args:
-    text: Any text, such as that of a model or of a file.
   """
   if text.isprintable():
     return text

@@ -50,13 +50,8 @@ class ProgressBar(progress.Progress):
     self._task = self.add_task('loading', total=None, detail='')
 
   def show(self, activity: str, done: int, total: int, detail: str = '') -> None:
-    """Shows where an activity is.
-
-    Args:
-      activity: The activity. A new one has a pace of its own.
-      done: Steps done.
-      total: Steps in total; with one step or none the bar moves to and fro.
-      detail: What changes while the activity lasts, such as a speed.
+    """Shows the steps of an activity, of which each has a pace of its own; with one step or none the bar moves to and
+    fro. `detail` changes while the activity lasts.
     """
     steps = {'total': total if total > 1 else None, 'completed': done if total > 1 else 0}
     if activity != self._activity:

@@ -6,6 +6,7 @@ help is made of has stand-ins that work: flags, paths and configurations.
 
 from __future__ import annotations
 
+import collections
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -50,75 +51,41 @@ _KINDS = {
 }  # fmt: skip
 
 
-class Flag:
-  """The definition of a flag, as far as help reads it, and what `DEFINE_...` returns; nothing is parsed.
-
-  Attributes:
-    name, default, help: As they were given.
-    using_default_value: Whether the default is the value: True.
-    parser: The object whose `enum_values` are the allowed values; None for a flag without a list of them.
-  """
-
-  using_default_value = True
-
-  def __init__(self, kind: str, name: str, default: Any, help: str | None, enum_values: Any = None):
-    self.name, self.default, self.help, self._kind = name, default, help, kind
-    self.parser = types.SimpleNamespace(enum_values=enum_values)
-
-  def flag_type(self) -> str:
-    """The kind in absl's words."""
-    return self._kind
-
-  @property
-  def value(self) -> Any:
-    """The default."""
-    return self.default
-
-
 class _Flags(dict):
-  """The flags by name."""
+  """In the place of `absl.flags.FLAGS`: flags by name, as far as help reads them; nothing is parsed."""
 
   def __init__(self):
     super().__init__()
-    self._modules: dict[str, list[Flag]] = {}
+    self.by_module = collections.defaultdict(list)  # the command's own under the name of the program
 
-  def add(self, flag: Flag) -> Flag:
-    """Adds a flag to the module that defines it, the nearest caller outside of this one."""
-    frame = sys._getframe(1)
-    while frame.f_globals['__name__'] == __name__:
-      frame = frame.f_back
-    module = frame.f_globals['__name__']
-    self[flag.name] = flag
-    self._modules.setdefault(sys.argv[0] if module == '__main__' else module, []).append(flag)
-    return flag
-
-  def flags_by_module_dict(self) -> dict[str, list[Flag]]:
-    """The flags of each module; those of the command's own under the name of the program."""
-    return self._modules
+  def flags_by_module_dict(self) -> dict[str, list]:
+    return self.by_module
 
   def set_default(self, name: str, default: Any) -> None:
-    """Changes a default."""
     self[name].default = default
+
+  def definer(self, ending: str, kind: str):
+    # `rest` is the help, after the allowed values if there are any; `more` are bounds, and whether it is required.
+    def define(name: str, default: Any, *rest: Any, **more: Any) -> types.SimpleNamespace:
+      default = float(default) if ending == 'float' and default is not None else default
+      parser = types.SimpleNamespace(enum_values=list(rest[0]) if len(rest) > 1 else None)
+      flag = self[name] = types.SimpleNamespace(
+        name=name, default=default, value=default, help=rest[-1], parser=parser, using_default_value=True,
+        flag_type=lambda: kind,
+      )  # fmt: skip
+      module = sys._getframe(1).f_globals['__name__']
+      self.by_module[sys.argv[0] if module == '__main__' else module].append(flag)
+      return flag
+
+    return define
 
 
 def _flags_module() -> types.SimpleNamespace:
   """In the place of `absl.flags`, with what commands use of it before they run."""
   registry = _Flags()
-
-  def definer(ending: str, kind: str):
-    # `rest` is the help, after the allowed values if there are any; `more` are bounds, and whether it is required.
-    def define(name: str, default: Any, *rest: Any, **more: Any) -> Flag:
-      if ending == 'float' and default is not None:
-        default = float(default)
-      return registry.add(Flag(kind, name, default, rest[-1], list(rest[0]) if len(rest) > 1 else None))
-
-    return define
-
-  definers = {f'DEFINE_{ending}': definer(ending, kind) for ending, kind in _KINDS.items()}
+  definers = {f'DEFINE_{ending}': registry.definer(ending, kind) for ending, kind in _KINDS.items()}
   marks = ('mark_flag_as_required', 'mark_flags_as_required', 'adopt_module_key_flags')  # help requires no flag
-  return types.SimpleNamespace(
-    FLAGS=registry, Flag=Flag, FlagHolder=Flag, Error=ValueError, **definers, **dict.fromkeys(marks, lambda *_: None)
-  )
+  return types.SimpleNamespace(FLAGS=registry, Error=ValueError, **definers, **dict.fromkeys(marks, lambda *_: None))
 
 
 class ConfigDict(dict):

@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 from etils import epath
 
-from spectr_jax.io.foreign import open_file, open_unpacked
+from spectr_jax.io.untrusted import open_file, open_unpacked
 
 # Text may unpack to so many times its file's size, or to so many bytes; archives that only pretend to hold text do to
 # a thousand times and more.
@@ -39,13 +39,8 @@ def _blocks(file: BinaryIO, limit: float) -> Iterator[bytes]:
 
 
 def read_parts(path: epath.Path) -> Iterator[str]:
-  """The contents of a `.txt`, `.gz` or `.bz2` file in parts that end where lines do.
-
-  Files with other endings are read as plain text.
-
-  Raises:
-    ValueError: The file cannot be read, is not UTF-8, unpacks to more than 64 MiB and 16 times its size, or has a line
-      of more than 128 MiB.
+  """The contents of a `.gz`, `.bz2` or plain file in parts that end where lines do; a `ValueError` if it cannot be
+  read, is not UTF-8, unpacks to more than 64 MiB and 16 times its size, or has a line of more than 128 MiB.
   """
   number = 1
   try:
@@ -64,16 +59,11 @@ def read_parts(path: epath.Path) -> Iterator[str]:
 
 
 def read_text(path: epath.Path) -> str:
-  """The contents of a file, as of `read_parts`, with `\\n` at the end of every line.
-
-  Raises:
-    ValueError: As for `read_parts`.
-  """
+  r"""The contents of a file, as of `read_parts`, with `\n` at the end of every line."""
   return ''.join(read_parts(path)).replace('\r\n', '\n').replace('\r', '\n')
 
 
 def _matches(pattern: str) -> list[epath.Path]:
-  """The files that a path or a glob names."""
   try:
     path = epath.Path(pattern)
     return [path] if path.exists() else _files_of_glob(path)
@@ -93,10 +83,8 @@ def _files_of_glob(pattern: epath.Path) -> list[epath.Path]:
 
 @dataclasses.dataclass(frozen=True)
 class Files:
-  """Plain-text files. A blank line ends a document.
-
-  Attributes:
-    patterns: Paths or globs, read in this order. The matches of a glob are sorted.
+  """Plain-text files of paths or globs, in this order; the matches of a glob are sorted. A blank line ends a
+  document.
   """
 
   patterns: tuple[str, ...]

@@ -27,7 +27,7 @@ from typing import Any, TypeAlias
 import jax
 from absl import flags
 
-from common import command_line
+from common import command_line, config_file
 from common.output_files import OutputFiles
 from decode.experiment.options import DRAFT_MESHES
 from spectr_jax.aot.compile import compile_decode
@@ -38,6 +38,7 @@ from spectr_jax.draft import Drafter, head_drafter, one_pass_drafter
 from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.loop import PARTS, ROUNDS
 from spectr_jax.engine.sharding import DecodeSharding
+from spectr_jax.io.heads.head_sizes import EAGLE3_FIELDS, ONE_PASS_FIELDS, check_fields, head_config, one_pass_config
 from spectr_jax.io.hub.load import read_hub_config
 from spectr_jax.io.load import files_of, hub_folder
 from spectr_jax.kernels.filters import FILTERS, FILTERS_BY_NAME
@@ -52,35 +53,25 @@ from spectr_jax.models.one_pass_config import OnePassConfig
 from spectr_jax.models.transformer import TransformerConfig, init_params, transformer_model
 from spectr_jax.sharding import make_mesh
 from spectr_jax.tree import TokenTree
-from train import config_flag, eagle3_head, head_training, one_pass_head
 
 Config: TypeAlias = TransformerConfig | CausalLMConfig
 DraftConfig: TypeAlias = Config | HeadConfig | OnePassConfig
+# The kinds of heads that are compiled, of `configs/head.py`.
+_HEAD_FIELDS = {'eagle3': EAGLE3_FIELDS, 'dspark': ONE_PASS_FIELDS, 'dflash': ONE_PASS_FIELDS}
 
 
 @dataclasses.dataclass(frozen=True)
 class Report(ProgramReport):
-  """The compiler's figures for the loop. Its inputs are weights, caches, keys and tokens.
+  """The compiler's figures for the loop, with the `parts` of one round. Inputs are weights, caches, keys and tokens."""
 
-  `parts` are those of one round.
-
-  Attributes:
-    batch_size: Rows on all devices.
-    target_flops: Floating-point operations per device of the matrix products of a round's target call, by the closed
-      form.
-    autoregressive: Cost of a step of autoregressive decoding with the same target, rows and mesh.
-  """
-
-  batch_size: int
-  target_flops: float
-  autoregressive: Cost
+  batch_size: int  # rows on all devices
+  target_flops: float  # per device, of the matrix products of a round's target call, by the closed form
+  autoregressive: Cost  # of a step with the same target, rows and mesh
 
   def speedup(self, block_efficiency: float) -> float:
-    """The speed-up over autoregressive decoding for a given number of tokens per target call."""
     return block_efficiency * self.autoregressive.seconds / self.cost.seconds
 
   def as_dict(self) -> dict[str, Any]:
-    """The report for a file."""
     return super().as_dict() | {'autoregressive_cycles': self.autoregressive.cycles}
 
 
@@ -93,12 +84,7 @@ def abstract_model(config: Config) -> Model:
 
 
 def abstract_head(config: HeadConfig | OnePassConfig, vocab_size: int) -> Drafter:
-  """A head whose parameters are shapes without values.
-
-  Args:
-    config: The head.
-    vocab_size: V, the target's.
-  """
+  """A head whose parameters are shapes without values, on a target of `vocab_size` tokens."""
   if isinstance(config, OnePassConfig):
     return jax.eval_shape(lambda params: one_pass_drafter(params, config, vocab_size), one_pass.param_shapes(config))
   return jax.eval_shape(lambda params: head_drafter(params, config, vocab_size), head.param_shapes(config))
@@ -109,13 +95,7 @@ def abstract_pair(
 ) -> tuple[Model, Model | Drafter | None]:
   """A target and its draft without values, with as many copies of key-value heads as the sharding needs.
 
-  Args:
-    target: Sizes of the target.
-    draft: Sizes of the draft, whose vocabulary is padded or cut to the target's, or of a head; or None.
-    sharding: The sharding.
-
-  Raises:
-    ValueError: Heads cannot be sharded over the mesh.
+  A draft's vocabulary is padded or cut to the target's. A `ValueError` says that heads cannot be sharded.
   """
 
   def make(config, is_divided):
@@ -137,12 +117,7 @@ def _num_params(config: DraftConfig, vocab_size: int) -> int:
 
 
 def matmul_flops(model: Model, num_tokens: int) -> float:
-  """Floating-point operations of the matrix products with a model's parameters, each token with all of them.
-
-  Args:
-    model: The model; its parameters may be shapes.
-    num_tokens: Tokens of all rows.
-  """
+  """Floating-point operations of the matrix products with a model's parameters, each token with all of them."""
   # The output head is the embedding or has its size.
   kernels = [
     math.prod(leaf.shape)
@@ -165,23 +140,11 @@ def analyse(
   collective_seconds: float = COLLECTIVE_SECONDS,
   filters: Collection[str] = (),
 ) -> Report:
-  """Compiles the loop of a method and that of autoregressive decoding.
+  """Compiles the loop of a method and that of autoregressive decoding, on a mesh whose devices may be absent ones.
 
-  Args:
-    sharding: The mesh, whose devices may be descriptions of absent ones.
-    method: A method or its name.
-    tree: The tree of guesses.
-    target: Sizes of the target. The longest context of a `TransformerConfig` is ignored.
-    draft: Sizes of the draft; its vocabulary is padded or cut to the target's. Methods without a draft ignore it.
-    batch_size: Rows on all devices.
-    prompt_length: Tokens of the longest prompt.
-    max_new_tokens: The largest number of new tokens. Prompt and new tokens determine the size of a cache.
-    collective_seconds: Time of a transfer between devices beside that of its bytes, in seconds.
-    filters: The filters of the distributions, of `top_k`, `top_p` and `min_p`, which are counted.
-
-  Raises:
-    ValueError: The method does not take the tree, rows or heads cannot be sharded over the mesh, the texts are longer
-      than a public model's context, or the program does not fit.
+  Prompt and new tokens determine the size of a cache; the longest context of a `TransformerConfig` is ignored, and so
+  is the draft by methods without one. `filters`, of `top_k`, `top_p` and `min_p`, are counted. A `ValueError` says what
+  cannot be sharded, does not fit into a context or the memory, or that the method does not take the tree.
   """
   cache_size = prompt_length + max_new_tokens
   model, small = abstract_pair(target, draft, sharding)
@@ -234,12 +197,7 @@ def _trips(tree: TokenTree) -> dict[str, int]:
 
 
 def describe(report: Report, block_efficiencies: tuple[float, ...]) -> str:
-  """The report as lines of text.
-
-  Args:
-    report: The report.
-    block_efficiencies: Tokens per target call for which the speed-up is given.
-  """
+  """The report as lines of text, with the speed-up for numbers of tokens per target call."""
   speedups = ', '.join(f'{report.speedup(value):.2f}x at {value:g}' for value in block_efficiencies)
   return report.table(
     f'{"target call":<12} {report.target_flops:12.4g} FLOPs per device and round, attention to the cache left out',
@@ -251,17 +209,9 @@ def describe(report: Report, block_efficiencies: tuple[float, ...]) -> str:
 
 
 def read_config(path: str, dtype: str) -> Config:
-  """The sizes that an option names.
-
-  Args:
-    path: `FILE.py[:ARGUMENT]` of configs/, a folder with `config.json`, or a name `ORG/NAME` on the hub.
-    dtype: The type of weights, caches and activations.
-
-  Raises:
-    ValueError: There is no such file, folder or name, or its content is not known.
-  """
+  """The sizes that an option names: `FILE.py[:ARGUMENT]`, a folder with `config.json`, or `ORG/NAME` on the hub."""
   if path.partition(':')[0].endswith('.py'):
-    config = config_flag.load(path)
+    config = config_file.load(path)
     if 'model' not in config:
       raise ValueError(f'{path} does not hold the sizes of a model')
     return TransformerConfig(config.vocab_size, max_length=config.seq_len, **{**config.model, 'dtype': dtype})
@@ -269,30 +219,22 @@ def read_config(path: str, dtype: str) -> Config:
 
 
 def read_draft(path: str, target: Config, dtype: str) -> DraftConfig:
-  """The sizes of a draft: as of `read_config`, or of a head for the target by the kinds of `configs/head.py`.
-
-  Args:
-    path: As for `read_config`; or an experiment of `train.head`, such as `configs/head.py:dspark`.
-    target: The target's sizes.
-    dtype: The type of weights, caches and activations.
-
-  Raises:
-    ValueError: As for `read_config`, or there is no such head for the target.
-  """
-  experiment = config_flag.load(path) if path.partition(':')[0].endswith('.py') else {}
+  """The sizes of a draft: as of `read_config`, or of a head for the target by the kinds of `configs/head.py`."""
+  experiment = config_file.load(path) if path.partition(':')[0].endswith('.py') else {}
   if 'kind' not in experiment:
     return read_config(path, dtype)
-  head_training.check_config(experiment)
+  fields = _HEAD_FIELDS.get(experiment.kind)
+  if fields is None:
+    raise ValueError(f'draft_config: {path} is not compiled here; of heads {", ".join(_HEAD_FIELDS)} are')
+  check_fields(experiment, fields)
   if not isinstance(target, CausalLMConfig):
     raise ValueError(f'draft_config: {path} is for public models, and the target is not one')
   vocab_size = min(experiment.get('vocab_size', target.vocab_size), target.vocab_size)
   experiment.update(vocab_size=vocab_size, dtype=dtype, has_unembedding=False)
   if experiment.kind == 'eagle3':
-    config = eagle3_head.head_config(experiment, target)
-  elif experiment.kind in ('dspark', 'dflash'):
-    config = one_pass_head.one_pass_config(experiment, target, max(experiment.mask_id, 0))
+    config = head_config(experiment, target)
   else:
-    raise ValueError(f'draft_config: {path} is not compiled here; of heads eagle3, dspark and dflash are')
+    config = one_pass_config(experiment, target, max(experiment.mask_id, 0))
   return dataclasses.replace(config, is_reduced=vocab_size < target.vocab_size)
 
 

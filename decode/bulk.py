@@ -25,7 +25,7 @@ from decode.experiment.auto_choice import predict_all
 from decode.experiment.console import show_progress
 from decode.experiment.generation_file import GenerationFile, check_parts, part_path, write_index
 from decode.experiment.options import DecodeOptions
-from decode.experiment.records import check_measures_nothing, describe_continuation, describe_prompt, describe_run
+from decode.experiment.records import Part, describe_continuation, describe_prompt, describe_run, options_of
 from decode.experiment.settings import only_setting
 from decode.experiment.workload import Workload
 from spectr_jax.auto.prediction import choose
@@ -36,12 +36,7 @@ from spectr_jax.sharding import is_primary
 
 
 def decode_bulk(
-  options: DecodeOptions,
-  path: str,
-  *,
-  resume: bool = False,
-  rounds_at_a_time: int = 4,
-  notify: Notify | None = None,
+  options: DecodeOptions, path: str, *, resume: bool = False, rounds_at_a_time: int = 4, notify: Notify | None = None
 ) -> tuple[int, int, float]:
   """Continues every prompt with every seed, as many times as there are samples, appending to a file.
 
@@ -54,12 +49,9 @@ def decode_bulk(
 
   Returns:
     New tokens, target calls, and seconds of decoding including compilation, of this run and process alone.
-
-  Raises:
-    ValueError: Prompts, models, options or the file are unusable; the message says why.
   """
   notify = notify or (lambda what, done, total: None)
-  check_measures_nothing(options)
+  options.check_unused(options_of(Part.REFUSED), 'decode.bulk, which measures nothing')
   process, num_processes = jax.process_index(), jax.process_count()
   setting = None if options.is_auto else only_setting(options)
   part = part_path(path, process, num_processes)

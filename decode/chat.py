@@ -46,14 +46,7 @@ _UNUSED = (
 
 
 def options_of(values: Mapping[str, Any]) -> DecodeOptions:
-  """The options of a conversation; without a draft it decodes autoregressively.
-
-  Args:
-    values: Fields of `DecodeOptions` by name, those that are given and those that have defaults here.
-
-  Raises:
-    ValueError: There is no target, a method lacks its draft, or a value is out of range.
-  """
+  """The options of a conversation, from fields of `DecodeOptions`; without a draft it decodes autoregressively."""
   values = {**values, 'chat': True}
   if 'target' not in values:
     raise ValueError(
@@ -76,22 +69,11 @@ def _choose(options: DecodeOptions, notify: Notify) -> tuple[Models, Setting]:
 
 
 def start_chat(
-  options: DecodeOptions,
-  context: int,
-  notify: Notify = lambda what, done, total: None,
-  *,
-  compiles_ahead: bool = False,
+  options: DecodeOptions, context: int, notify: Notify = lambda what, done, total: None, *, compiles_ahead: bool = False
 ) -> Chat:
-  """Loads the models of a conversation.
+  """Loads the models of a conversation of at most `context` tokens, those of an answer included.
 
-  Args:
-    options: The options; they name one method, K, L and tree, or `auto`, which chooses them.
-    context: Tokens that the conversation may have, those of an answer included.
-    notify: Called with the current activity, the steps done and the steps in total.
-    compiles_ahead: Whether to compile what answers run, of which there may be several.
-
-  Raises:
-    ValueError: Options or models are unusable; the message says why.
+  With `compiles_ahead` what answers run is compiled, of which there may be several.
   """
   options.check_unused(_UNUSED, 'decode.chat, which answers one user')
   if options.is_auto:
@@ -128,10 +110,7 @@ def is_typed() -> bool:
 
 
 def _line_editor() -> Callable[[], str]:
-  """Reads a line that the user edits, with its end; an empty text at the end of the input.
-
-  Ctrl-C clears what is typed, and on an empty line it interrupts.
-  """
+  """Reads a line that the user edits, with its end; empty at the end. Ctrl-C clears it, or else interrupts."""
   from prompt_toolkit import PromptSession
   from prompt_toolkit.filters import Condition, is_searching
   from prompt_toolkit.key_binding import KeyBindings
@@ -200,15 +179,7 @@ def _interruptible(chat: Chat) -> Iterator[None]:
 
 
 def print_answer(chat: Chat, text: str) -> None:
-  """Prints the answer to a turn as it comes, and its figures to stderr.
-
-  Args:
-    chat: The conversation.
-    text: The user's message.
-
-  Raises:
-    ValueError: As for `Chat.ask`.
-  """
+  """Prints the answer to a turn as it comes, and its figures to stderr."""
   with _interruptible(chat):
     for new in chat.ask(text):
       print(printable(new), end='', flush=True)
@@ -225,15 +196,7 @@ def print_answer(chat: Chat, text: str) -> None:
 
 
 def talk(chat: Chat, turns: Iterable[str]) -> None:
-  """Answers all turns; those that cannot be answered are reported and left out.
-
-  Args:
-    chat: The conversation.
-    turns: The user's messages.
-
-  Raises:
-    NotFiniteError: A model's logits are not finite.
-  """
+  """Answers all turns; those that cannot be answered are reported and left out."""
   for text in turns:
     try:
       if text.startswith('/') and is_typed():

@@ -21,32 +21,15 @@ from spectr_jax.unicode import check_unicode
 
 @dataclasses.dataclass
 class AnswerStatistics:
-  """The figures of an answer, so far or in the end.
-
-  Attributes:
-    num_tokens: New tokens so far.
-    num_target_calls: Rounds so far.
-    seconds: Time that it has taken, the reading of the prompt included.
-    num_left_out: Messages at the conversation's beginning that the model no longer saw.
-    is_interrupted: Whether the user ended it.
-  """
-
   num_tokens: int = 0
   num_target_calls: int = 0
-  seconds: float = 0.0
-  num_left_out: int = 0
-  is_interrupted: bool = False
+  seconds: float = 0.0  # the reading of the prompt included
+  num_left_out: int = 0  # messages at the beginning that the model no longer saw
+  is_interrupted: bool = False  # by the user
 
 
 class Chat:
-  """A conversation with a model.
-
-  Attributes:
-    messages: All messages so far, each with `role` and `content`.
-    session: The text that the models have read.
-    answer: Figures of the last answer.
-    answers: Those of all answers that came to their end.
-  """
+  """A conversation with a model: its `messages` with `role` and `content`, and figures of its `answers` so far."""
 
   def __init__(
     self,
@@ -57,15 +40,7 @@ class Chat:
     stop: StopStrings | None = None,
     seed: int = 0,
   ):
-    """Starts a conversation.
-
-    Args:
-      session: The session, with no text yet.
-      tokenizer: The target's tokenizer.
-      system: The system message, or None for the template's own.
-      stop: Texts that end an answer, or None.
-      seed: The seed of all answers.
-    """
+    """Starts a conversation in a session with no text yet; without a system message it has the template's own."""
     self.messages = [] if system is None else [{'role': 'system', 'content': system}]
     self.answer = AnswerStatistics()
     self.session, self.answers = session, []
@@ -73,26 +48,16 @@ class Chat:
     self._key, self._num_turns = jax.random.key(seed, impl='threefry2x32'), 0
 
   def reset(self, system: str | None = None) -> None:
-    """Begins a new conversation.
-
-    Args:
-      system: Its system message; None for the one of the conversation so far.
-    """
+    """Begins a new conversation, with the system message so far if no other is given."""
     if system is not None:
       self.messages = [{'role': 'system', 'content': system}]
     else:
       self.messages = [message for message in self.messages[:1] if message['role'] == 'system']
 
   def ask(self, text: str) -> Iterator[str]:
-    """Adds a turn of the user, and yields the answer's text as it comes.
+    """Adds a turn of the user, and yields the answer's text as it comes; new text may be empty.
 
     The oldest messages are left out if the conversation does not fit into the cache. The system message stays.
-
-    Args:
-      text: The user's message.
-
-    Yields:
-      New text, which may be empty.
 
     Raises:
       ValueError: The message is not valid Unicode, does not fit, or has a token that the target does not have, or the
@@ -202,15 +167,7 @@ _COMMANDS = {
 
 
 def obey(chat: Chat, line: str) -> str:
-  """Carries out a command, and returns what there is to say about it.
-
-  Args:
-    chat: The conversation.
-    line: `/`, the command, and perhaps its argument.
-
-  Raises:
-    ValueError: There is no such command, or its argument is wrong.
-  """
+  """Carries out a command, `/`, its name and perhaps an argument, and returns what there is to say about it."""
   name, _, argument = line.removeprefix('/').partition(' ')
   argument = argument.strip()
   if name not in _COMMANDS:

@@ -35,10 +35,7 @@ def main(argv):
 
 
 def _options() -> DecodeOptions:
-  """The options of the flags; where no method is named, K and L are those of the device.
-
-  The pretrained pair then computes in bfloat16, the type that it is stored in.
-  """
+  """The options of the flags; without a named method, K and L of the device, and the shipped pair in its bfloat16."""
   values = read_values()
   if not flags.FLAGS['method'].using_default_value:
     return DecodeOptions(**values)

@@ -10,6 +10,7 @@ training, `metrics.jsonl`, the losses and the shares of guesses kept are drawn. 
 from __future__ import annotations
 
 import csv
+import itertools
 import math
 import pathlib
 import textwrap
@@ -22,9 +23,8 @@ from common import command_line
 from common.json_file import read_json
 from common.output_files import OutputFiles
 from common.printable import printable
-from decode import training_curves
 from decode.papers import figure, plots
-from spectr_jax.io import foreign
+from spectr_jax.io import untrusted
 
 _KINDS = '.png', '.svg'
 _MOST_RESULTS, _MOST_FILES = 10_000, 12
@@ -32,17 +32,18 @@ _ADVICE = 'name files that decode.main --output=FILE.json or FILE.csv wrote'
 _NUMBERS = 'tokens', 'target_calls', 'tokens_per_second'
 _LONGEST = 40  # characters of a name
 _ROLES = 'target', 'draft'
+_LOG_ADVICE = 'name files metrics.jsonl of a training'
+_MOST_LOG, _MOST_LINE = 2**27, 2**20
+# Shares of guesses that the target keeps: of a model, and by depth of a head.
+_SHARES = 'held_out_overlap', 'held_out_acceptance_'
 
 
 def read_results(path: str) -> tuple[str, list[dict[str, Any]]]:
   """The models of a file of results, JSON or CSV of `decode.main --output`, and its points: settings over all seeds.
 
-  A point has `method`, `shape`, `tokens_per_call`, `tokens_per_second`, `speedup`, which may be None, and the
-  intervals `tokens_per_call_ci95` and `speedup_ci95`, which may be None. Of several seeds the ends are means of those
-  of each seed, so that the interval is wide enough.
-
-  Raises:
-    ValueError: The file holds something else; the message says what is wrong.
+  A point has `method`, `shape`, `tokens_per_call`, `tokens_per_second`, `speedup`, and intervals `tokens_per_call_ci95`
+  and `speedup_ci95`; the last three may be None. Of several seeds the ends are means of those of each seed, so that the
+  interval is wide enough.
   """
   if pathlib.PurePath(path).suffix == '.csv':
     rows = [_unflattened(row) for row in _read_rows(path)]
@@ -58,7 +59,7 @@ def read_results(path: str) -> tuple[str, list[dict[str, Any]]]:
 def _read_rows(path: str) -> list[dict[str, Any]]:
   """The rows of a CSV file, with numbers where texts read as such."""
   try:
-    rows = figure.from_csv(foreign.read_text(path, foreign.LARGE))
+    rows = figure.from_csv(untrusted.read_text(path, untrusted.LARGE))
   except ValueError as error:
     raise ValueError(f'cannot read the results: {error}') from error
   except (csv.Error, TypeError) as error:  # a line has more or fewer cells than the first
@@ -69,7 +70,6 @@ def _read_rows(path: str) -> list[dict[str, Any]]:
 
 
 def _unflattened(row: Mapping[str, Any]) -> dict[str, Any]:
-  """A row of results as JSON has it: an interval is one value."""
   pairs = {name.removesuffix('_low'): name for name in row if name.endswith('_ci95_low')}
   return {**row, **{name: [row[low], row.get(f'{name}_high')] for name, low in pairs.items()}}
 
@@ -140,13 +140,7 @@ def _with_bars(point: Mapping[str, Any], y: str) -> dict[str, Any]:
 def draw(
   files: Sequence[tuple[str, Sequence[Mapping[str, Any]]]], kind: str, models: Sequence[str] | None = None
 ) -> bytes:
-  """A picture of points, in a panel for each file.
-
-  Args:
-    files: Title and points of each, as from `read_results`.
-    kind: `png` or `svg`.
-    models: The names of the models of each; None if they are not known.
-  """
+  """A picture, `png` or `svg`, of files, each a title and points as from `read_results`, in a panel of its own."""
   models = ['' for _ in files] if models is None else models
   is_shared = len(set(models)) == 1
   drawn, axes = plots.panels(len(files), width=4.2)
@@ -171,11 +165,7 @@ def draw(
 
 
 def _draw_figure(path: str, kind: str) -> bytes | None:
-  """The picture of a figure of `decode.reproduce` from its data; None if the file holds results.
-
-  Raises:
-    ValueError: The file is of no figure, or does not have its columns.
-  """
+  """The picture of a figure of `decode.reproduce` from its data; None if the file holds results."""
   rows = _read_rows(path)
   if set(_NUMBERS) <= rows[0].keys():
     return None
@@ -194,19 +184,75 @@ def _draw_figure(path: str, kind: str) -> bytes | None:
     raise ValueError(f'{path} is not the data of the figure {name} ({type(error).__name__}: {error})') from error
 
 
-def picture_of(paths: Sequence[str], kind: str) -> bytes:
-  """A picture, `png` or `svg`, of files: all of them results, or logs of training, whose names end in `.jsonl`.
+def read_steps(path: str) -> list[dict[str, float]]:
+  """The metrics of the steps of a log of at most 128 MiB: `step`, and of the others those that are finite numbers.
 
-  The data of a figure is drawn as that figure, alone.
-
-  Raises:
-    ValueError: A file holds something else, or there are files of both kinds.
+  An incomplete last line, as of a run that was killed, is left out. A log without a loss is a `ValueError`.
   """
+  steps, size = [], 0
+  with untrusted.open_file(path) as file:
+    while line := file.readline(_MOST_LINE):
+      size += len(line)
+      if size > _MOST_LOG:
+        raise ValueError(f'{path} is larger than {_MOST_LOG:,} bytes; {_LOG_ADVICE}')
+      if not line.endswith(b'\n') and len(line) < _MOST_LINE:
+        break
+      steps.append(_metrics_of(line, f'line {len(steps) + 1} of {path}'))
+  if not any('train_loss' in metrics for metrics in steps):
+    raise ValueError(f'{path} holds no loss; {_LOG_ADVICE}')
+  return steps
+
+
+def _metrics_of(line: bytes, where: str) -> dict[str, float]:
+  try:
+    metrics = untrusted.parse_json(line.decode(), where)
+  except ValueError as error:
+    raise ValueError(f'{where} is not of a training log; {_LOG_ADVICE}') from error
+  if not isinstance(metrics, dict) or not _is_finite(metrics.get('step')):
+    raise ValueError(f'{where} has no step; {_LOG_ADVICE}')
+  return {name: value for name, value in metrics.items() if _is_finite(value)}
+
+
+def _is_finite(value: Any) -> bool:
+  return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300 and not math.isnan(value)
+
+
+def name_of(path: str) -> str:
+  """The name of a run: that of its log, or of the folder of a log that is called `metrics.jsonl`."""
+  path = pathlib.PurePath(path)
+  return printable(path.parent.name if path.stem == 'metrics' and path.parent.name else path.stem)[:_LONGEST]
+
+
+def draw_curves(runs: Sequence[tuple[str, Sequence[Mapping[str, float]]]], kind: str) -> bytes:
+  """A picture, `png` or `svg`, of the losses of runs by name, and of the shares of guesses that the target keeps."""
+  shares = {name for _, steps in runs for metrics in steps for name in metrics if name.startswith(_SHARES)}
+  drawn, axes = plots.panels(1 + bool(shares), width=4.2)
+  for (name, steps), color in zip(runs, itertools.cycle(plots.SHADES)):
+    _draw_metric(axes[0], steps, 'train_loss', f'{name}, training', color=color)
+    _draw_metric(axes[0], steps, 'held_out_loss', f'{name}, held out', color=color, linestyle='--', marker='o')
+    for share, marker in zip(sorted(shares), plots.PLAIN_MARKERS):
+      label = share.removeprefix('held_out_').replace('_', ' ')
+      _draw_metric(axes[1], steps, share, f'{name}, {label}', color=color, marker=marker)
+  plots.name_axes(axes[0], x='step', y='loss, nats per token')
+  if shares:
+    plots.name_axes(axes[1], x='step', y='share of guesses kept', ylim=(0, 1))
+  plots.legend(drawn, axes)
+  return plots.to_image(drawn, title='Training', kind=kind)
+
+
+def _draw_metric(axes, steps, metric: str, label: str, **style: Any) -> None:
+  if any(metric in metrics for metrics in steps):
+    rows = [{'step': metrics['step'], metric: metrics.get(metric)} for metrics in steps]
+    plots.draw_line(axes, rows, x='step', y=metric, label=label, **style)
+
+
+def picture_of(paths: Sequence[str], kind: str) -> bytes:
+  """A picture, `png` or `svg`, of results, or of logs of training (`.jsonl`), or of the data of one figure."""
   are_logs = {pathlib.PurePath(path).suffix == '.jsonl' for path in paths}
   if len(are_logs) > 1:
     raise ValueError(f'results, .json or .csv, and logs of training, .jsonl, are not drawn together; {_ADVICE}')
   if are_logs == {True}:
-    return training_curves.draw([(training_curves.name_of(p), training_curves.read_steps(p)) for p in paths], kind)
+    return draw_curves([(name_of(path), read_steps(path)) for path in paths], kind)
   for path in paths:
     if pathlib.PurePath(path).suffix == '.csv' and (picture := _draw_figure(path, kind)) is not None:
       if len(paths) > 1:

@@ -46,11 +46,7 @@ _ARRAYS = flags.DEFINE_enum('arrays', 'numpy', ('numpy', 'torch'), 'Arrays that 
 
 
 def import_module(module: str) -> types.ModuleType:
-  """Imports a module, also from the working directory.
-
-  Raises:
-    ValueError: `module` is not a module's name, or the module cannot be imported.
-  """
+  """Imports a module, also from the working directory; a `ValueError` of one line where that fails."""
   if not all(part.isidentifier() for part in module.split('.')):
     raise ValueError(f'module must be a name, such as examples.best_ratio for examples/best_ratio.py; got {module!r}')
   if '' not in sys.path and os.getcwd() not in sys.path:
@@ -66,11 +62,6 @@ def import_module(module: str) -> types.ModuleType:
 
 
 def find_callable(text: str) -> Callable[..., Any]:
-  """The function that `MODULE:FUNCTION` names.
-
-  Raises:
-    ValueError: There is no such function, or the module cannot be imported.
-  """
   module, _, name = text.partition(':')
   if not name.isidentifier():
     raise ValueError(f'callable must be MODULE:FUNCTION, such as examples.rejection_sampling:verify; got {text!r}')
@@ -81,11 +72,7 @@ def find_callable(text: str) -> Callable[..., Any]:
 
 
 def parse_tree(text: str) -> TokenTree:
-  """The tree that an option names.
-
-  Raises:
-    ValueError: It is none of the allowed forms.
-  """
+  """The tree that `chains:K,L`, `prefix:FACTORS` or `specinfer:L` names."""
   try:
     name, numbers = command_line.parse_name_and_ints(text)
     if (name, len(numbers)) == ('chains', 2):
@@ -100,15 +87,7 @@ def parse_tree(text: str) -> TokenTree:
 
 
 def find_methods(names: list[str], module: str | None) -> list[Method]:
-  """The methods to prove: the named ones, or all that the module registers.
-
-  Args:
-    names: Names of methods; empty for all of the module's methods.
-    module: Name of a module to import first, or None.
-
-  Raises:
-    ValueError: A name is unknown, the module cannot be imported, or there is no method.
-  """
+  """The methods to prove: the named ones, or all that the module registers, which is imported first."""
   before = set(METHODS)
   if module:
     import_module(module)

@@ -14,7 +14,7 @@ from decode.experiment.console import make_console, show_progress
 from decode.experiment.options import LOOKUP, SHIPPED_PROMPTS, DecodeOptions, split_draft
 from decode.experiment.prompt_sets import split_set
 from decode.papers import plots
-from decode.papers.exhibit import Request, Results, Sizes
+from decode.papers.exhibit import Request, Sizes
 from decode.papers.exhibits import EXHIBITS, FIGURES, TABLES
 from spectr_jax.io.load import files_of
 
@@ -64,7 +64,6 @@ _OPTIONS = {
 
 
 def _given_sizes() -> dict:
-  """The sizes that flags set, by name."""
   sizes = {name: flag.value for name, flag in _SIZES.items() if flag.value is not None}
   for name, value in sizes.items():
     if isinstance(value, list):
@@ -74,7 +73,6 @@ def _given_sizes() -> dict:
 
 
 def _given_options() -> dict:
-  """The options of decoding that flags set, by name."""
   options = {name: flag.value for name, flag in _OPTIONS.items() if flag.value is not None}
   if 'temperature' in options:
     options['temperature'] = command_line.parse_numbers('temperature', options['temperature'], float, least=0)
@@ -106,14 +104,6 @@ def _given_prompts() -> dict[str, str | None]:
   return prompts
 
 
-def _check_flags(name: str) -> None:
-  """Refuses prompts for an exhibit that decodes none, and a seed for an exhibit without randomness."""
-  if _PROMPTS.value is not None and not EXHIBITS[name].has_prompts:
-    raise ValueError(f'{name} decodes no prompts')
-  if _SEED.value is not None and not EXHIBITS[name].is_random:
-    raise ValueError(f'{name} draws nothing at random: a seed is not for it')
-
-
 def _requests(names: list[str]) -> dict[str, Request]:
   """The request of each exhibit.
 
@@ -129,8 +119,10 @@ def _requests(names: list[str]) -> dict[str, Request]:
     exhibit, own = EXHIBITS[name], sizes
     if len(names) > 1:
       own = {size: value for size, value in sizes.items() if size in exhibit.sizes.used}
-    else:
-      _check_flags(name)
+    elif _PROMPTS.value is not None and not exhibit.has_prompts:
+      raise ValueError(f'{name} decodes no prompts')
+    elif _SEED.value is not None and not exhibit.is_random:
+      raise ValueError(f'{name} draws nothing at random: a seed is not for it')
     requests[name] = Request(
       target=_TARGET.value,
       drafts=command_line.parse_paths('draft', map(_with_lookup, _DRAFT.value)),
@@ -155,7 +147,6 @@ def _output_files(requests: Mapping[str, Request]) -> OutputFiles:
 
 
 def _inputs(requests: Iterable[Request]) -> dict[str, list[epath.Path]]:
-  """The files that the exhibits read, by flag."""
   inputs = {'target': [], 'draft': [], 'prompts': []}
   for request in requests:
     inputs['target'] += files_of(request.target)
@@ -172,9 +163,13 @@ def _reproduce(names: list[str]) -> None:
   with _output_files(requests) as outputs:
     for name, request in requests.items():
       exhibit, start = EXHIBITS[name], time.perf_counter()
+      label = f'{name}: ' if exhibit.kind == 'figure' else ''
       # Exhibits that share rows are measured once.
       same = (results for measure, other, results in measured if (measure, other) == (exhibit.measure, request))
-      results = next(same, None) or _run(name, request)
+      results = next(same, None)
+      if results is None:
+        with show_progress() as notify:
+          results = exhibit.run(request, lambda what, *more, label=label: notify(f'{label}{what}', *more))
       measured.append((exhibit.measure, request, results))
       about = exhibit.describe(request, results)
       if exhibit.kind == 'figure':
@@ -183,25 +178,12 @@ def _reproduce(names: list[str]) -> None:
       outputs.write_after(functools.partial(exhibit.show, console, results.rows, about), **files)
 
 
-def _run(name: str, request: Request) -> Results:
-  """Measures an exhibit, with progress on stderr. Progress lines of figures start with the figure's name."""
-  exhibit = EXHIBITS[name]
-  label = f'{name}: ' if exhibit.kind == 'figure' else ''
-  with show_progress() as notify:
-    return exhibit.run(request, lambda what, *progress: notify(f'{label}{what}', *progress))
-
-
 def _check_name(kind: str, name: str, allowed) -> None:
   if name not in allowed:
     raise ValueError(f'{kind} must be one of {", ".join(allowed)}, got {name or "none"}')
 
 
 def _names() -> list[str]:
-  """The names of the requested exhibits.
-
-  Raises:
-    ValueError: Both a table and figures are given, or neither, or there is no exhibit of that name.
-  """
   if (_TABLE.value is None) == (_FIGURE.value is None):
     raise ValueError('give --table=NAME or --figure=NAME, one of the two')
   if _TABLE.value is not None:

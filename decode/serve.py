@@ -23,7 +23,7 @@ from decode.experiment.settings import only_setting
 from decode.experiment.workload import load_models
 from spectr_jax.auto.trial import Notify
 from spectr_jax.engine.decoder import Decoder
-from spectr_jax.io.foreign import first_line
+from spectr_jax.io.untrusted import first_line
 from spectr_jax.unicode import check_unicode
 
 # Fields of `DecodeOptions` that mean nothing here.
@@ -46,13 +46,8 @@ class Bounds(NamedTuple):
 def choose_bounds(context: int | None, longest_prompt: int | None, max_new_tokens: int | None) -> Bounds:
   """Bounds that requests may reach at once, or together where neither is asked for and the context is short.
 
-  Args:
-    context: The most tokens that the models take, None for any number.
-    longest_prompt: What is asked for, None for 1024; what the context leaves beside `max_new_tokens` bounds it.
-    max_new_tokens: What is asked for; None for what the context leaves, at most 1024.
-
-  Raises:
-    ValueError: No prompt has room.
+  `context` is the most tokens that the models take. What it leaves beside `max_new_tokens` bounds `longest_prompt`, at
+  most 1024 unless asked for; `max_new_tokens` of None is what it leaves, at most 1024. No room is a `ValueError`.
   """
   if context is None:
     return Bounds(longest_prompt or _LONGEST_PROMPT, max_new_tokens or _MOST_NEW)
@@ -72,20 +67,7 @@ def start_worker(
   most_waiting: int,
   notify: Notify,
 ):
-  """Loads the models, compiles, and starts the thread that decodes.
-
-  Args:
-    options: The options; they name one method, K, L and tree.
-    longest_prompt, max_new_tokens: As for `choose_bounds`.
-    most_waiting: Continuations that may wait for a row.
-    notify: Called with the current activity, the steps done and the steps in total.
-
-  Returns:
-    The worker, the tokenizer, and the bounds of requests.
-
-  Raises:
-    ValueError: Options or models are unusable; the message says why.
-  """
+  """The thread that decodes, started with its programs compiled, the tokenizer, and the bounds of requests."""
   from decode.serving.worker import Worker
 
   options.check_unused(_UNUSED, 'decode.serve, where requests say what they want')
@@ -116,15 +98,6 @@ def start_worker(
 
 
 def read_key(given: str | None, path: str | None) -> str | None:
-  """The key that clients must send, or None.
-
-  Args:
-    given: The key.
-    path: A file that holds it.
-
-  Raises:
-    ValueError: Both are given, or the file holds none.
-  """
   if given is not None and path is not None:
     raise ValueError('give --api_key or --api_key_file, not both')
   if path is not None:
@@ -135,14 +108,7 @@ def read_key(given: str | None, path: str | None) -> str | None:
 
 
 def read_hosts(names: list[str]) -> frozenset[str]:
-  """The names by which the server may be asked, besides those of this machine for itself.
-
-  Args:
-    names: The values of `--allowed_hosts`.
-
-  Raises:
-    ValueError: One is no name of a host.
-  """
+  """The names by which the server may be asked, besides those of this machine for itself."""
   from decode.serving.gate import is_address
 
   for name in names:

@@ -39,15 +39,10 @@ _USUAL = (
 
 
 def choose_others(names: tuple[str, ...], method: Method, tree: TokenTree, **kinds: bool) -> list[str]:
-  """The methods that judge the drafts of a run.
+  """The named methods, or of a default list all, that can judge the drafts of a run.
 
-  Args:
-    names: Names of methods; empty for all of a default list that can judge the drafts.
-    method, tree: Method and tree of the run.
-    **kinds: Whether drafts are given, and beside drawn ones, as for `make_judge`.
-
-  Raises:
-    ValueError: A named method does not exist or cannot judge these drafts.
+  `kinds` says whether drafts are given, and beside drawn ones, as for `make_judge`. A named method that does not exist
+  or cannot judge these drafts is a `ValueError`.
   """
   for name in names:
     make_judge(get_method(name), method, tree, **kinds)
@@ -85,18 +80,10 @@ def _describe_run(options: DecodeOptions, setting: Setting, models: dict[str, An
 
 
 def record_trace(options: DecodeOptions, compare: tuple[str, ...] = (), notify: Notify | None = None) -> dict[str, Any]:
-  """Decodes the first prompt and records every round.
+  """Decodes the first prompt and records every round: JSON values `run`, and those of `describe_trace`.
 
-  Args:
-    options: The options. They name one method, K, L and tree.
-    compare: Names of methods that judge the same drafts; empty for all of a default list that can.
-    notify: Called with the current activity, the steps done and the steps in total.
-
-  Returns:
-    JSON values: `run`, and the values of `describe_trace`.
-
-  Raises:
-    ValueError: Prompts, models or options are unusable, or a method cannot judge the drafts; the message says why.
+  The options name one method, K, L and tree; `compare` names methods that judge the same drafts, by default all that
+  can. A `ValueError` says what is unusable, or which method cannot judge the drafts.
   """
   notify = notify or (lambda what, done, total: None)
   setting = only_setting(options)
@@ -104,12 +91,8 @@ def record_trace(options: DecodeOptions, compare: tuple[str, ...] = (), notify: 
     raise ValueError(f'{setting.method.name} drafts nothing: there is nothing to trace')
   kinds = {'gives': options.has_lookup, 'mixes': options.has_lookup and bool(options.draft_model)}
   others = choose_others(compare, setting.method, setting.tree, **kinds)
-  if options.mesh or options.num_seeds > 1 or options.num_samples > 1:
-    raise ValueError('a trace is of one seed and sample, on one device: leave out mesh, num_seeds and num_samples')
-  if options.stop:
-    raise ValueError('stop is for decode.main and decode.bulk; a trace shows rounds to their ends')
-  if options.logprobs:
-    raise ValueError("logprobs is for decode.main and decode.bulk; a trace shows the target's probabilities anyway")
+  unused = 'mesh', 'num_seeds', 'num_samples', 'stop', 'logprobs'
+  options.check_unused(unused, 'decode.trace, which shows whole rounds of one seed and sample on one device')
   notify('loading', 0, 1)
   work = Workload.load(dataclasses.replace(options, num_prompts=1))
   trace = trace_decode(
@@ -141,11 +124,7 @@ def _embed(data: Any) -> str:
 
 
 def make_page(data: dict[str, Any]) -> str:
-  """The page of `record_trace` as HTML with style, scripts and data inline.
-
-  Raises:
-    ValueError: The page would be larger than `MAX_BYTES`.
-  """
+  """The page of `record_trace` as HTML with style, scripts and data inline; refused above `MAX_BYTES`."""
 
   def part(name: str) -> str:
     return (_PAGE / name).read_text(encoding='utf-8')

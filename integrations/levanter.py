@@ -46,15 +46,15 @@ def verify_proposals(
   is_there = jnp.arange(width - 1) < draft_lengths[:, None]
   probs = logits_to_probs(logits, SamplingParams(temperature))
   tree = TokenTree.chains(1, width - 1)
-  found = verify(key, tree, jnp.where(is_there, draft_token_ids, -1), draft_probs, probs, method=method)
-  lengths = jnp.minimum(found.lengths, jnp.maximum(remaining_tokens, 0))
-  is_stop = jnp.isin(found.tokens, jnp.asarray(stop_token_ids, jnp.int32)) & (jnp.arange(width) < lengths[:, None])
+  verified = verify(key, tree, jnp.where(is_there, draft_token_ids, -1), draft_probs, probs, method=method)
+  lengths = jnp.minimum(verified.lengths, jnp.maximum(remaining_tokens, 0))
+  is_stop = jnp.isin(verified.tokens, jnp.asarray(stop_token_ids, jnp.int32)) & (jnp.arange(width) < lengths[:, None])
   lengths = jnp.where(is_stop.any(axis=1), jnp.argmax(is_stop, axis=1) + 1, lengths)
   lengths = jnp.where(cancelled, 0, lengths)
   is_kept = jnp.arange(width) < lengths[:, None]
-  tokens = jnp.where(is_kept, found.tokens, -1)
+  tokens = jnp.where(is_kept, verified.tokens, -1)
   if logprobs_mode == 'processed_logprobs':
     logits /= jnp.where(temperature > 0, temperature, 1)[:, None, None]
   log_probs = jax.nn.log_softmax(logits)
   scores = jnp.take_along_axis(log_probs, jnp.maximum(tokens, 0)[..., None], axis=-1)[..., 0]
-  return VerifiedTokens(tokens, jnp.where(is_kept, scores, 0), lengths, jnp.minimum(found.num_accepted, lengths))
+  return VerifiedTokens(tokens, jnp.where(is_kept, scores, 0), lengths, jnp.minimum(verified.num_accepted, lengths))

@@ -11,11 +11,8 @@ from spectr_jax import TokenTree, verify
 
 
 def parents_of(next_token, next_sibling):
-  """int32 `[B, N]`, the parent of each node; -1 for the root and for nodes that hang nowhere.
-
-  Args:
-    next_token: int32 `[B, N]`, the first child of each node, or -1.
-    next_sibling: int32 `[B, N]`, the next sibling of each node, or -1.
+  """int32 `[B, N]`, the parent of each node, -1 for the root and for nodes that hang nowhere, from the first child and
+  the next sibling of each node, int32 `[B, N]` each, or -1.
   """
   size = next_token.shape[1]
   nodes = jnp.arange(size)
@@ -29,17 +26,15 @@ def parents_of(next_token, next_sibling):
 
 
 def pointers_of(parents):
-  """The engine's `next_token` and `next_sibling`, int32 `[B, N]` each; siblings are in the order of their numbers.
-
-  Args:
-    parents: int32 `[B, N]`, -1 for the root.
+  """The engine's `next_token` and `next_sibling` of parents, int32 `[B, N]` each; siblings are in the order of
+  their numbers.
   """
   nodes, none = jnp.arange(parents.shape[1]), parents.shape[1]
   is_child = parents[:, None, :] == nodes[:, None]
   next_token = jnp.where(is_child, nodes, none).min(axis=2)
   is_later = (parents[:, :, None] == parents[:, None, :]) & (nodes > nodes[:, None]) & (parents[:, :, None] >= 0)
   next_sibling = jnp.where(is_later, nodes, none).min(axis=2)
-  return tuple(jnp.where(found == none, -1, found) for found in (next_token, next_sibling))
+  return tuple(jnp.where(pointers == none, -1, pointers) for pointers in (next_token, next_sibling))
 
 
 def verify_tree(key, tokens, next_token, next_sibling, target_probs, *, widths, method='race_traversal'):
@@ -64,10 +59,10 @@ def verify_tree(key, tokens, next_token, next_sibling, target_probs, *, widths, 
   nodes = jax.vmap(lambda row: jnp.full(size, -1).at[row].set(jnp.arange(len(row)), mode='drop'))(
     jnp.where(slots < 0, size, slots)
   )
-  laws = jnp.take_along_axis(target_probs, jnp.maximum(nodes, 0)[..., None], axis=1)
+  probs = jnp.take_along_axis(target_probs, jnp.maximum(nodes, 0)[..., None], axis=1)
   own_parents = at(slots, at(parents, nodes))[:, 1:]
-  found = verify(key, bounds, at(tokens, nodes)[:, 1:], None, laws, parents=own_parents, method=method)
-  return jnp.pad(at(nodes, found.path), ((0, 0), (1, 0))), found.tokens, found.num_accepted
+  verified = verify(key, bounds, at(tokens, nodes)[:, 1:], None, probs, parents=own_parents, method=method)
+  return jnp.pad(at(nodes, verified.path), ((0, 0), (1, 0))), verified.tokens, verified.num_accepted
 
 
 def _slots_of(parents, widths):

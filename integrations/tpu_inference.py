@@ -70,7 +70,7 @@ def _verify_shard(depth, method, arrays, parameters, key):
   # The engine has drawn the token after the last guess already.
   bonus = jax.nn.one_hot(bonus_tokens, logits.shape[-1])[:, None]
   target_probs = jnp.where(is_there[..., None], jnp.pad(target_probs, ((0, 0), (0, 1), (0, 0))), bonus)
-  found = verify(
+  verified = verify(
     jax.random.fold_in(key, jax.lax.axis_index(ShardingAxisName.ATTN_DATA)),
     TokenTree.chains(1, depth),
     jnp.where(is_there[:, :-1], draft_tokens[at], -1),
@@ -79,5 +79,5 @@ def _verify_shard(depth, method, arrays, parameters, key):
     method=method,
   )
   main = jnp.full(size, engine.PLACEHOLDER_TOKEN_ID)
-  main = main.at[jnp.where(is_there[:, :-1], flat, size)].set(found.tokens[:, :-1], mode='drop')
-  return jnp.concatenate([main, jnp.where(found.num_accepted == lengths, bonus_tokens, engine.PLACEHOLDER_TOKEN_ID)])
+  main = main.at[jnp.where(is_there[:, :-1], flat, size)].set(verified.tokens[:, :-1], mode='drop')
+  return jnp.concatenate([main, jnp.where(verified.num_accepted == lengths, bonus_tokens, engine.PLACEHOLDER_TOKEN_ID)])

@@ -96,11 +96,7 @@ class Method:
     return self.is_lossless or (self.is_lossless_alone and tree.is_chain)
 
   def tree_for(self, tree: TokenTree | None) -> TokenTree:
-    """The tree the method works on: `tree`, or an empty one if the method drafts nothing.
-
-    Raises:
-      ValueError: The method's theory does not cover `tree`.
-    """
+    """The tree the method works on: `tree`, or an empty one if it drafts nothing. ValueError if it has none such."""
     if self.max_drafts == 0:
       return TokenTree()
     if tree is None or not tree.num_nodes:
@@ -139,9 +135,7 @@ _METHODS = (
   _lossless('spectr', Walk(KSeq()), source='SpecTr (Sun et al. 2023), Algorithms 2 and 3'),
   _lossless('specinfer', Walk(Recursive()), source='SpecInfer (Miao et al. 2024), Algorithm 2'),
   _lossless(
-    'batch',
-    Walk(Recursive(), is_pooled=False),
-    source=f'{_THEORETICAL}, Algorithm 4, with its two slips corrected',
+    'batch', Walk(Recursive(), is_pooled=False), source=f'{_THEORETICAL}, Algorithm 4, with its two slips corrected'
   ),
   _lossless(
     'gsd',
@@ -183,9 +177,7 @@ _METHODS = (
   ),
   _lossless('race_block', Block(Race()), source='this library: block verification of the path that a race picks'),
   _lossless(
-    'traversal',
-    Traversal(),
-    source='Weng et al. 2025, "Traversal Verification for Speculative Tree Decoding"',
+    'traversal', Traversal(), source='Weng et al. 2025, "Traversal Verification for Speculative Tree Decoding"'
   ),
   _lossless(
     'univer',
@@ -234,11 +226,7 @@ DEFAULT_METHOD = 'race_traversal'
 
 
 def get_method(method: str | Method) -> Method:
-  """Looks a method up by name; a `Method` passes through.
-
-  Raises:
-    ValueError: No method has that name.
-  """
+  """Looks a method up by name; a `Method` passes through. Raises ValueError for an unknown name."""
   if isinstance(method, Method):
     return method
   if method not in METHODS:
@@ -249,8 +237,7 @@ def get_method(method: str | Method) -> Method:
 def register(method: Method) -> Method:
   """Adds a method to `METHODS`, where commands and `generate` find it by name, and returns it.
 
-  Raises:
-    ValueError: Another method has its name.
+  Raises ValueError if another method has its name.
   """
   if METHODS.setdefault(method.name, method) != method:
     raise ValueError(f'there is another method named {method.name!r}; choose a new name')
@@ -260,12 +247,8 @@ def register(method: Method) -> Method:
 def with_children(method: Method, children: str) -> Method:
   """`method` with the children of a node drawn by another rule, where its theory has such a version.
 
-  Args:
-    method: The method.
-    children: `independent`, `without_replacement`, `first_arrivals` or `likeliest_and_one`.
-
-  Raises:
-    ValueError: There is no such rule, or the method's theory does not cover it.
+  `children` is `independent`, `without_replacement`, `first_arrivals` or `likeliest_and_one`; ValueError for another,
+  and where the theory does not cover it.
   """
   rules = {rule.name: rule for rule in (Independent(), WithoutReplacement(), FirstArrivals(), LikeliestAndOne())}
   if children not in rules:
@@ -277,14 +260,8 @@ def with_children(method: Method, children: str) -> Method:
 def with_epsilon(method: Method, epsilon: float) -> Method:
   """`method` with another amount of over-acceptance; methods without over-acceptance stay as they are.
 
-  With `epsilon` 0 and the best residual, the method is speculative decoding, which is lossless.
-
-  Args:
-    method: The method.
-    epsilon: The amount added to the target's probability of a candidate, at least 0.
-
-  Raises:
-    ValueError: `epsilon` is negative.
+  `epsilon`, at least 0, else ValueError, is added to the target's probability of a candidate. With 0 and the best
+  residual, the method is speculative decoding, which is lossless.
   """
   verifier = method.verifier.with_epsilon(epsilon)
   if verifier is method.verifier:
@@ -296,8 +273,7 @@ def with_epsilon(method: Method, epsilon: float) -> Method:
 def with_gumbel(method: Method) -> Method:
   """The seed-exact version of a method that drafts nothing: Gumbel-max sampling, the reference of `ersd`.
 
-  Raises:
-    ValueError: The method drafts.
+  Raises ValueError if the method drafts.
   """
   if method.max_drafts != 0:
     raise ValueError(f'{method.name} drafts; Gumbel-max sampling with shared keys is autoregressive, or ersd')

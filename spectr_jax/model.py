@@ -91,16 +91,10 @@ class KVCache:
   def append(
     self, layer: int, key: jax.Array, value: jax.Array, *, num_pending_slots: int
   ) -> tuple[jax.Array, jax.Array]:
-    """The pending keys and values of one layer, with a call's tokens after those of earlier calls.
+    """The layer's pending keys `[B, H, head_dim, M]` and values `[B, H, M, head_dim]`, a call's after earlier calls'.
 
-    Args:
-      layer: The layer's index.
-      key: `[B, N, H, head_dim]`, of the call's N tokens; converted to the cache's dtype, as the values are.
-      value: `[B, N, H, head_dim]`.
-      num_pending_slots: M, the number of pending slots that the whole round needs.
-
-    Returns:
-      The layer's pending `[B, H, head_dim, M]` keys and `[B, H, M, head_dim]` values.
+    `key` and `value` are `[B, N, H, head_dim]`, converted to the cache's dtype; `num_pending_slots` is M, which the
+    whole round needs.
     """
     num_new, dtype = key.shape[1], self.keys[layer].dtype
     new_keys, new_values = (x.astype(dtype) for x in slots_of(key, value))
@@ -126,11 +120,8 @@ class KVCache:
   def commit(self, path: jax.Array, num_committed: jax.Array) -> KVCache:
     """Keeps pending entries `path[b, :num_committed[b]]`, in that order, as the next committed ones; drops the rest.
 
-    A row with `num_committed` 0 stays as it is. Entries beyond the cache's size are dropped.
-
-    Args:
-      path: int32 `[B, D]` indices of pending entries.
-      num_committed: int32 `[B]`, the number of path tokens that are kept, the root of a tree included.
+    `path` is int32 `[B, D]`, `num_committed` int32 `[B]`, the root of a tree included. A row with 0 stays as it is.
+    Entries beyond the cache's size are dropped.
     """
     depth = path.shape[1]
     size = self.keys[0].shape[-1]
@@ -150,10 +141,7 @@ class KVCache:
     )
 
   def truncate(self, lengths: jax.Array) -> KVCache:
-    """The cache with the first `lengths[b]` committed tokens of each row.
-
-    It must hold that many, and none is pending.
-    """
+    """The cache with the first `lengths[b]` committed tokens of each row, which it must hold; none is pending."""
     return dataclasses.replace(self, lengths=lengths)
 
 
@@ -243,11 +231,7 @@ class Model:
     return self.apply_fn(self.params, tokens, positions, mask, cache)
 
   def with_features(self, layers: tuple[int, ...]) -> Model:
-    """The model whose calls also return the hidden states of `layers`; the model itself for no layers.
-
-    Raises:
-      ValueError: The model has no features.
-    """
+    """The model whose calls also return the hidden states of `layers`; itself for none. ValueError if it has none."""
     if not layers:
       return self
     if self.features_fn is None:
@@ -266,17 +250,11 @@ class Model:
     return self if params is self.params else dataclasses.replace(self, params=params)
 
   def with_vocab_size(self, vocab_size: int) -> Model:
-    """The model with logits for `vocab_size` tokens: the model itself if it has as many.
+    """The model with logits for `vocab_size` tokens: the model itself if it has as many. ValueError if it is below 1.
 
     Models that share a tokenizer may be padded to different sizes, and a target and its draft must have one. Ids that
     are added have logits of -inf, so that the model never draws them; where it reads one, it reads id 0 instead. Ids
     that are cut are those from `vocab_size` on.
-
-    Args:
-      vocab_size: The new V.
-
-    Raises:
-      ValueError: It is not a positive int.
     """
     if not isinstance(vocab_size, int) or vocab_size < 1:
       raise ValueError(f'vocab_size must be a positive int, got {vocab_size!r}')

@@ -67,33 +67,19 @@ class ProposalRule(Protocol):
 
   @property
   def are_exchangeable(self) -> bool:
-    """True if siblings are independent draws.
-
-    Their order does not matter then, and the best tree gives all nodes of a depth equally many.
-    """
+    """True if siblings are independent draws, so that the best tree gives all nodes of a depth equally many."""
     ...
 
   def __call__(self, key: jax.Array, probs: jax.Array, first_child: jax.Array, num_children: int) -> jax.Array:
-    """Draws children.
+    """Draws `num_children` children, int32; -1 for a child that could not be drawn.
 
-    Args:
-      key: The key for drafting of this round and depth; separate draws are keyed by node numbers.
-      probs: `[V]`, the distribution after the parent.
-      first_child: The number of the first child; the others follow.
-      num_children: Number of children, static.
-
-    Returns:
-      int32 `[num_children]`, tokens; -1 for a child that could not be drawn.
+    `key` is that for drafting of this round and depth; separate draws are keyed by node numbers, from `first_child` on.
+    `probs` `[V]` is the distribution after the parent.
     """
     ...
 
   def probability(self, probs: jax.Array, tokens: jax.Array) -> jax.Array:
-    """The probability of drawing `tokens` in this order, for exact proofs.
-
-    Args:
-      probs: `[V]`, the distribution after the parent.
-      tokens: int32 `[num_children]`.
-    """
+    """The probability of drawing `tokens`, int32 `[num_children]`, in this order, from `probs` `[V]`; for proofs."""
     ...
 
 
@@ -111,12 +97,7 @@ class Independent:
     return draw_several(uniforms, probs)
 
   def probability(self, probs, tokens):
-    """The product of the tokens' probabilities.
-
-    Args:
-      probs: `[V]`, the distribution after the parent.
-      tokens: int32 `[num_children]`.
-    """
+    """The product of the tokens' probabilities, of `probs` `[V]` after the parent."""
     return jnp.prod(probs[tokens])
 
 
@@ -153,12 +134,7 @@ class WithoutReplacement:
     return jax.lax.scan(draw_next, probs, first_child + jnp.arange(num_children))[1]
 
   def probability(self, probs, tokens):
-    """The probability of drawing `tokens` in this order.
-
-    Args:
-      probs: `[V]`, the distribution after the parent.
-      tokens: int32 `[num_children]`; -1 where nothing is left to draw.
-    """
+    """The probability of drawing `tokens` in this order, -1 where nothing is left to draw; see `ProposalRule`."""
     return _in_order_without_replacement(probs, tokens)
 
 
@@ -183,12 +159,7 @@ class FirstArrivals:
     return jnp.where(jnp.isfinite(negated), tokens, -1).astype(jnp.int32)
 
   def probability(self, probs, tokens):
-    """The probability that `tokens` arrive first, in this order.
-
-    Args:
-      probs: `[V]`, the distribution after the parent.
-      tokens: int32 `[num_children]`; -1 where no token is left to arrive.
-    """
+    """The probability that `tokens` arrive first, in this order, -1 where none is left; see `ProposalRule`."""
     return _in_order_without_replacement(probs, tokens)
 
 
@@ -219,12 +190,7 @@ class LikeliestAndOne:
     return jnp.append(likeliest, jnp.where(left[token] > 0, token, -1)).astype(jnp.int32)
 
   def probability(self, probs, tokens):
-    """The probability of these siblings: that of the last one, if the others are the likeliest.
-
-    Args:
-      probs: `[V]`, the distribution after the parent.
-      tokens: int32 `[num_children]`; -1 where no token is left.
-    """
+    """The probability of these siblings: that of the last one, if the others are the likeliest; see `ProposalRule`."""
     likeliest, left = self._likeliest(probs, len(tokens) - 1)
     drawn = _in_order_without_replacement(left, tokens[-1:])
     return jnp.where(jnp.all(likeliest == tokens[:-1]), drawn, 0)

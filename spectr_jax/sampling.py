@@ -56,13 +56,8 @@ class SamplingParams:
   def for_rows(self, batch_size: int) -> SamplingParams:
     """The parameters of B rows, checked: scalars and arrays `[B]` become arrays `[B]`, in float32 and int32.
 
-    A filter whose values are known to keep all tokens of all rows is None.
-
-    Args:
-      batch_size: B.
-
-    Raises:
-      ValueError: A value is out of range or of another shape.
+    A filter whose values are known to keep all tokens of all rows is None. ValueError for values out of range or of
+    another shape.
     """
     values = {}
     for name, dtype, is_valid, allowed in (
@@ -137,12 +132,8 @@ def logits_to_probs(logits: jax.Array, sampling: SamplingParams) -> jax.Array:
 def draw(uniform: jax.Array, weights: jax.Array) -> jax.Array:
   """Draws a token with probability proportional to its weight, by inversion of the cumulative sum.
 
-  Args:
-    uniform: Scalar in [0, 1).
-    weights: `[V]`, not negative, with any positive sum.
-
-  Returns:
-    The token, int32 scalar; never one of weight 0.
+  `uniform` is a scalar in [0, 1); `weights` `[V]` are not negative, with any positive sum. The token, int32, is never
+  one of weight 0.
   """
   return draw_several(uniform[None], weights)[0]
 
@@ -162,14 +153,8 @@ def _exponentials(key: jax.Array, shape: tuple[int, ...], dtype) -> jax.Array:
 def arrivals(key: jax.Array, probs: jax.Array) -> jax.Array:
   """Arrival times of an exponential race: E_x / p(x) with independent E_x ~ Exp(1) that depend on the key alone.
 
-  The first token to arrive has the distribution `probs`. This is Gumbel-max sampling: -log E is a Gumbel variable.
-
-  Args:
-    key: A typed key.
-    probs: `[V]`.
-
-  Returns:
-    Times `[V]`, inf where the probability is 0.
+  They are `[V]`, inf where the probability is 0. The first token to arrive has the distribution `probs` `[V]`. This is
+  Gumbel-max sampling: -log E is a Gumbel variable.
   """
   exponentials = _exponentials(key, probs.shape, probs.dtype)
   is_possible = probs > 0
@@ -190,14 +175,6 @@ def positive_part(weights: jax.Array) -> jax.Array:
 
 
 def positive_part_or(weights: jax.Array, fallback: jax.Array) -> jax.Array:
-  """`[weights]+`, or `fallback` if rounding or equal distributions leave no mass.
-
-  Args:
-    weights: `[V]`.
-    fallback: `[V]`.
-
-  Returns:
-    `[V]`, not normalized.
-  """
+  """`[weights]+`, or `fallback` if rounding or equal distributions leave no mass. Both are `[V]`, not normalized."""
   positive = positive_part(weights)
   return jnp.where(jnp.sum(positive) > 0, positive, fallback)

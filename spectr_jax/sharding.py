@@ -39,10 +39,7 @@ def _matrix(path: str, axes: tuple[str, str], *, channel_axis: int = 1) -> tuple
 # The end of a parameter's path, and the mesh axis that each of its dimensions is sharded over. Tensor parallelism over
 # `model`: attention by heads, the MLP by hidden units, the embedding by tokens. The other dimension is sharded over
 # `data`, so that every parameter and its optimizer state is stored once.
-_EMBEDDINGS = (
-  *_matrix('embedding', (MODEL, DATA), channel_axis=0),
-  *_matrix('unembedding', (DATA, MODEL)),
-)
+_EMBEDDINGS = (*_matrix('embedding', (MODEL, DATA), channel_axis=0), *_matrix('unembedding', (DATA, MODEL)))
 TRANSFORMER_RULES = (
   *_EMBEDDINGS,
   *_matrix('(qkv|mlp_in)/kernel', (DATA, MODEL)),
@@ -70,9 +67,6 @@ def make_mesh(sizes: Mapping[str, int], devices: Sequence[Device] | None = None)
     sizes: Number of devices by axis. A missing axis has 1; at most one may be -1 and takes all remaining devices.
     devices: The devices; all of this run by default. Described devices of a topology to compile for are valid too.
 
-  Returns:
-    The mesh.
-
   Raises:
     ValueError: An axis is unknown, or the sizes do not fit the number of devices.
   """
@@ -98,36 +92,25 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def divide_rows(mesh: Mesh, array: jax.Array) -> jax.Array:
-  """Constrains an array to be sharded over `data` by rows, inside of a compiled program.
+  """Constrains an array `[B, ...]` to be sharded over `data` by rows, inside of a compiled program.
 
   Parameters are sharded over `data` as well. Without the constraint the compiler may conclude from them that every
-  device needs all rows.
-
-  Args:
-    mesh: The mesh.
-    array: `[B, ...]`; the compiler chooses the sharding of the dimensions after B.
-
-  Returns:
-    The array, `[B, ...]`.
+  device needs all rows. It chooses the sharding of the other dimensions.
   """
   axes = PartitionSpec(DATA, *(PartitionSpec.UNCONSTRAINED,) * (array.ndim - 1))
   return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, axes))
 
 
 def shardings(mesh: Mesh, tree: Any, rules: Rules = TRANSFORMER_RULES) -> Any:
-  """Chooses the sharding of every array in a tree by its path; scalars are replicated.
+  """Chooses a `NamedSharding` for every array in a tree, or shape, by its path; scalars are replicated.
 
   A rule applies to every array whose path ends with its pattern, so also to an optimizer's moments. Sharding over
   `data` only saves memory, so a dimension that is not a multiple of that axis stays whole.
 
   Args:
-    mesh: The mesh.
-    tree: Arrays or shapes.
+    mesh, tree: The mesh, and arrays or shapes.
     rules: Pairs of a regular expression and, for each dimension, the mesh axis to shard it over or None. The first
       match applies.
-
-  Returns:
-    A tree of `NamedSharding`.
 
   Raises:
     ValueError: No rule matches an array, or a dimension is not a multiple of the axis `model`.
@@ -149,28 +132,12 @@ def shardings(mesh: Mesh, tree: Any, rules: Rules = TRANSFORMER_RULES) -> Any:
 
 
 def only_over(axis: str, rules: Rules) -> Rules:
-  """The same rules, sharding over one axis alone.
-
-  Args:
-    axis: The axis to keep.
-    rules: Rules as for `shardings`.
-
-  Returns:
-    The rules with None in place of every other axis.
-  """
+  """The same rules, sharding over one axis alone."""
   return tuple((pattern, tuple(name if name == axis else None for name in axes)) for pattern, axes in rules)
 
 
 def put(tree: Any, places: Any) -> Any:
-  """Moves arrays to their shardings; an array that has its sharding already is not copied.
-
-  Args:
-    tree: Arrays, the same in every process. Tracers stay as they are.
-    places: A tree of shardings, of the same structure.
-
-  Returns:
-    The arrays with these shardings.
-  """
+  """Moves arrays, the same in every process, to their shardings; tracers, and arrays that have them already, stay."""
 
   def part_by_part(array, place):
     # `jax.device_put` would compare the processes' arrays with one another.
@@ -193,8 +160,7 @@ def put(tree: Any, places: Any) -> Any:
 def automatic_axes() -> dict[str, int]:
   """The mesh axes that are the compiler's in the program that is being traced, with their sizes.
 
-  Along these an array has all of its entries, wherever the compiler puts them. Along the others, those of a
-  `shard_map`, it has those of one device.
+  Along these an array has all of its entries. Along the others, those of a `shard_map`, it has those of one device.
   """
   mesh = jax.sharding.get_abstract_mesh()
   named = zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
@@ -207,13 +173,7 @@ def dividing_axes() -> list[str]:
 
 
 def shards_in_program(size: int) -> int:
-  """Equal parts of an axis that may be on different devices, in the program that is being traced.
-
-  Blocks across their borders would be sent between devices.
-
-  Args:
-    size: Size of the axis. If it cannot be divided, it is one part.
-  """
+  """Equal parts of an axis, across whose borders blocks would be sent between devices; one if it cannot be divided."""
   num_shards = math.prod(automatic_axes().values())
   return num_shards if size % num_shards == 0 else 1
 

@@ -53,15 +53,7 @@ class TokenTree:
 
   @classmethod
   def chains(cls, num_drafts: int, draft_length: int) -> TokenTree:
-    """K independent drafts of L tokens each under the root.
-
-    Args:
-      num_drafts: K, at least 1.
-      draft_length: L, at least 1.
-
-    Raises:
-      ValueError: K or L is below 1.
-    """
+    """K independent drafts of L tokens each under the root; K and L are at least 1, else ValueError."""
     if num_drafts < 1 or draft_length < 1:
       raise ValueError(f'num_drafts and draft_length must be at least 1, got {num_drafts} and {draft_length}')
     first = (0,) * num_drafts
@@ -69,13 +61,9 @@ class TokenTree:
 
   @classmethod
   def slots(cls, widths: Sequence[int]) -> TokenTree:
-    """Bounds of trees that grow while they are drafted: how many nodes there are at each depth, at most.
+    """Bounds of trees that grow while they are drafted: how many nodes there are at depth 1, 2, ..., at most.
 
-    Args:
-      widths: Nodes at depth 1, 2, ..., each at least 1. By default the nodes of a depth share the ones above evenly.
-
-    Raises:
-      ValueError: There is no width, or one is not an integer or below 1.
+    Each width is at least 1, else ValueError. By default the nodes of a depth share the ones above evenly.
     """
     widths = [positive('a width', width) for width in widths]
     if not widths:
@@ -90,11 +78,7 @@ class TokenTree:
   def from_parents(cls, parents: Iterable[int]) -> TokenTree:
     """A tree whose nodes come in another order: they are numbered again breadth first, and siblings keep their order.
 
-    Args:
-      parents: The parent of each node 1..N; the only rule is that it is below its node.
-
-    Raises:
-      ValueError: A parent is not an integer, is negative, or is not below its node.
+    Raises ValueError unless the parent of each node 1..N is an integer from 0 on and below its node.
     """
     children = [[]]
     for node, parent in enumerate(parents, start=1):
@@ -113,13 +97,8 @@ class TokenTree:
   def prefix(cls, factors: Sequence[int]) -> TokenTree:
     """The tree in which all nodes of a depth have equally many children (SpecTr, Sun et al. 2023, Algorithm 5).
 
-    `prefix((4, 2, 2, 1))` has 4 + 8 + 16 + 16 nodes, and `prefix((K, 1, 1))` is `chains(K, 3)`.
-
-    Args:
-      factors: The number of children of every node at depth 0, 1, ..., each at least 1.
-
-    Raises:
-      ValueError: There is no factor, or one is not an integer or below 1.
+    `prefix((4, 2, 2, 1))` has 4 + 8 + 16 + 16 nodes, and `prefix((K, 1, 1))` is `chains(K, 3)`. ValueError without
+    factors, or for one that is not an integer of at least 1.
     """
     factors = [positive('a factor', factor) for factor in factors]
     if not factors:
@@ -134,13 +113,8 @@ class TokenTree:
   def specinfer(cls, draft_length: int) -> TokenTree:
     """SpecInfer's tree: three drafts of L tokens that share their first two tokens, 2 + 3 (L - 2) nodes.
 
-    The shape is the one that "Speculative Decoding via Exponential Races" (Section 5) compares with.
-
-    Args:
-      draft_length: L, at least 3.
-
-    Raises:
-      ValueError: L is not an integer or is below 3.
+    The shape is the one that "Speculative Decoding via Exponential Races" (Section 5) compares with. L is an integer of
+    at least 3, else ValueError.
     """
     draft_length = integer('draft_length', draft_length)
     if draft_length < 3:
@@ -209,11 +183,10 @@ class TokenTree:
     return self
 
   def of_row(self, parents: jax.Array | None) -> Tree:
-    """The tree of one row.
+    """The tree of one row, whose nodes 1..N have `parents`, int32 `[N]`, each a node of the depth above.
 
-    Args:
-      parents: int32 `[N]`, the parent of each node 1..N, a node of the depth above; -1 for a slot that the row does not
-        use. Such a slot has the token -1 and no children. None for a tree that is the same for all rows.
+    They are -1 for a slot that the row does not use, which has the token -1 and no children; None for a tree that is
+    the same for all rows.
     """
     if parents is None:
       return self

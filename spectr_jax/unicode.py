@@ -4,15 +4,7 @@ from __future__ import annotations
 
 
 def check_unicode(text: str, where: str) -> None:
-  """Checks that a text is one: lone surrogates are none. JSON can spell them, and Python keeps other bytes by them.
-
-  Args:
-    text: The text.
-    where: Where it stands, for messages.
-
-  Raises:
-    ValueError: It has a lone surrogate.
-  """
+  """ValueError, with `where` a text stands, for lone surrogates: JSON spells them, Python keeps other bytes by them."""
   try:
     text.encode()
   except UnicodeEncodeError as error:

@@ -129,12 +129,7 @@ def decide_rows(
   *,
   is_explained: bool = False,
 ) -> tuple[Verdict, Record | None]:
-  """The verifier's decision on every row, with keys `[B, L + 1]`; the proposal's `state` is None.
-
-  Args:
-    verifier, keys, tree, proposal, target_probs, state: As for `Verifier.verify`, with rows in front.
-    is_explained: Whether the verifier also records how it decides.
-  """
+  """The verifier's decision on every row, with keys `[B, L + 1]`; the proposal's `state` is None. See `Verifier`."""
   decide = verifier.explain if is_explained else lambda *row: (verifier.verify(*row), None)
   proposal = dataclasses.replace(proposal, probs=in_rows(proposal.probs))
   return jax.vmap(lambda key, row, target, own: decide(key, tree.of_row(row.parents), row, target, own))(

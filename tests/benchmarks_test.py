@@ -35,15 +35,16 @@ def test_drafters(capsys):
   ways = drafters.own_ways(workloads)
   names = [f'{draft}: {name} K=1 L=3' for draft in ('lookup', options.draft) for name in ('speculative', 'spectr')]
   assert list(ways) == ['autoregressive', *names]
-  found = drafters.measure(ways, workloads['lookup'].batches)
-  for name, each in found.items():
-    assert each['tokens'].tolist() == found['autoregressive']['tokens'].tolist(), name
+  measured = drafters.measure(ways, workloads['lookup'].batches)
+  plain, drafted = measured['autoregressive'], measured[names[2]]
+  for name, each in measured.items():
+    assert each['tokens'].tolist() == plain['tokens'].tolist(), name
     assert (each['seconds'] > 0).all()
-  assert found['autoregressive']['calls'].tolist() == found['autoregressive']['tokens'].tolist()
-  assert found[names[2]]['calls'].sum() < found['autoregressive']['calls'].sum()
-  lines = drafters.describe(found)
+  assert plain['calls'].tolist() == plain['tokens'].tolist()
+  assert drafted['calls'].sum() < plain['calls'].sum()
+  lines = drafters.describe(measured)
   assert '1.00 (1.00 to 1.00)' in lines[1]
-  kept = found[names[2]]['tokens'].sum() / found[names[2]]['calls'].sum()
+  kept = drafted['tokens'].sum() / drafted['calls'].sum()
   assert f'{kept:.2f} ±' in next(line for line in lines if line.startswith(names[2]))
 
 
@@ -53,22 +54,22 @@ def test_auto():
   )
   workload = auto.with_shapes(Workload.load(options))
   predictions = predict_all(workload, lambda *_: None)
-  found = auto.compare_predictions(workload, predictions, lambda *_: None)
-  assert found['run']['models'] == {
+  comparison = auto.compare_predictions(workload, predictions, lambda *_: None)
+  assert comparison['run']['models'] == {
     role: {'shape': shape, 'num_params': TINY.num_params, 'dtype': 'float32'}
     for role, shape in (('target', 'A'), ('draft', 'B'))
   }
-  rows = found['settings']
+  rows = comparison['settings']
   assert {row['setting'] for row in rows} == {
     'autoregressive', *(f'{name} K=1 L=2' for name in ('speculative', 'block', 'greedy_block', 'ersd'))
   }  # fmt: skip
   assert [row['predicted'] for row in rows] == sorted((row['predicted'] for row in rows), reverse=True)
-  assert found['chosen'] == rows[0]['setting']
-  assert found['best'] == max(rows, key=lambda row: row['measured'])['setting']
-  errors, relative = found['errors'], found['errors_of_speedups']
+  assert comparison['chosen'] == rows[0]['setting']
+  assert comparison['best'] == max(rows, key=lambda row: row['measured'])['setting']
+  errors, relative = comparison['errors'], comparison['errors_of_speedups']
   assert errors['of_the_chosen'] == abs(rows[0]['predicted'] / rows[0]['measured'] - 1) <= errors['largest']
   assert 0 <= relative['median'] <= relative['largest']
-  assert found['chosen_over_best'] <= 1 + 1e-9
+  assert comparison['chosen_over_best'] <= 1 + 1e-9
 
 
 def test_refill():

@@ -33,23 +33,15 @@ def _code_cells(notebook):
   return [cell for cell in notebook.cells if cell.cell_type == 'code']
 
 
-def test_there_are_five():
-  names = ['quickstart', 'real_models', 'tpu_pod', 'train_pair', 'verification']
-  assert [path.stem for path in _PATHS] == names
-
-
 def test_format(path, notebook):
+  assert [path.stem for path in _PATHS] == ['quickstart', 'real_models', 'tpu_pod', 'train_pair', 'verification']
   nbformat.validate(notebook)
+  text = path.read_text(encoding='utf-8')
   # As the tool that runs them writes them: a change shows as a difference of the lines it is about.
-  assert path.read_text(encoding='utf-8') == nbformat.writes(notebook) + '\n'
-  for cell in notebook.cells:
-    # Named by hand: they stay when a notebook is run again.
-    assert re.fullmatch(r'[a-z]+(-[a-z]+)*', cell.id)
-
-
-def test_code(path, notebook):
-  lines = path.read_text(encoding='utf-8').splitlines()
-  assert not [line for line in lines if re.search(r'/(home|root|Users|tmp|work|content)/|[A-Z]:\\\\Users', line)]
+  assert text == nbformat.writes(notebook) + '\n'
+  # Named by hand: they stay when a notebook is run again.
+  assert all(re.fullmatch(r'[a-z]+(-[a-z]+)*', cell.id) for cell in notebook.cells)
+  assert not re.search(r'.*(/(home|root|Users|tmp|work|content)/|[A-Z]:\\\\Users).*', text)
   for source in execute.code_of(notebook):
     ast.parse(source)
     assert max(map(len, source.splitlines())) <= 120
@@ -64,12 +56,16 @@ def test_stored_outputs(path, notebook):
   pictures = [output.data['image/png'] for output in outputs if 'image/png' in output.get('data', {})]
   assert len(pictures) >= (0 if path.stem == 'tpu_pod' else 2)  # which runs commands and shows tables
   assert path.stat().st_size < 600_000
+  execute.keep(notebook, pathlib.Path(os.devnull))
+  assert execute.is_current(notebook)
+  notebook.cells[-2].source += '\n1'
+  _code_cells(notebook)[-1].source += '\n1'
+  assert not execute.is_current(notebook)
 
 
 def _printed(notebook):
-  return '\n'.join(
-    output.text for cell in _code_cells(notebook) for output in cell.outputs if output.output_type == 'stream'
-  )
+  outputs = [output for cell in _code_cells(notebook) for output in cell.outputs]
+  return '\n'.join(output.text for output in outputs if output.get('name') == 'stdout')
 
 
 def test_what_is_stored_gains(path, notebook):
@@ -78,22 +74,14 @@ def test_what_is_stored_gains(path, notebook):
   tables = re.split(r'^autoregressive .* 1\.00x +- *$', said, flags=re.MULTILINE)[1:]
   assert len(tables) == (path.stem in ('quickstart', 'train_pair'))
   for table in tables:
-    found = [float(value) for value in re.findall(r' (\d+\.\d\d)x\b', table)]
-    assert len(found) == 3
-    assert max(found) > 1
-    assert path.stem != 'quickstart' or min(found) > 1
+    gains = [float(value) for value in re.findall(r' (\d+\.\d\d)x\b', table)]
+    assert len(gains) == 3
+    assert max(gains) > 1
+    assert path.stem != 'quickstart' or min(gains) > 1
   if path.stem == 'real_models':
     speeds = {name: float(value) for name, value in re.findall(r'^(\w+) +\d.* call +([\d.]+) tokens/s$', said, re.M)}
     assert list(speeds) == ['autoregressive', 'speculative', 'block']
     assert max(speeds.values()) > speeds['autoregressive']
-
-
-def test_changed_code_is_not_current(path, notebook):
-  execute.keep(notebook, pathlib.Path(os.devnull))
-  assert execute.is_current(notebook)
-  notebook.cells[-2].source += '\n1'
-  _code_cells(notebook)[-1].source += '\n1'
-  assert not execute.is_current(notebook)
 
 
 @pytest.fixture
@@ -111,16 +99,13 @@ def commands(monkeypatch, tmp_path):
   return commands
 
 
-def test_first_cell_does_nothing_here(notebook, commands, tmp_path):
+@pytest.mark.parametrize('is_asked', [False, True])
+def test_first_cell_installs_in_colab_alone(notebook, commands, monkeypatch, tmp_path, is_asked):
+  """Without an address it asks for one, again where nothing is typed, and raises nothing."""
   exec(_code_cells(notebook)[0].source, {})
   assert not commands
   assert pathlib.Path.cwd() == tmp_path / 'home'
   assert not list(pathlib.Path.cwd().iterdir())
-
-
-@pytest.mark.parametrize('is_asked', [False, True])
-def test_first_cell_installs_in_colab(notebook, commands, monkeypatch, is_asked):
-  """Without an address it asks for one, again where nothing is typed, and raises nothing."""
   monkeypatch.setitem(sys.modules, 'google.colab', object())
   source, typed = _code_cells(notebook)[0].source, iter(['', '  ', ' https://example.org/library ', 'too many'])
   if not is_asked:
@@ -145,12 +130,7 @@ def test_runs(path):
   executed = execute.execute(path, timeout=300, env=env)
   cells = _code_cells(executed)
   assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
-  said = '\n'.join(
-    output.text
-    for cell in cells
-    for output in cell.outputs
-    if output.output_type == 'stream' and output.name == 'stdout'
-  )
+  said = _printed(executed)
   for expected in _SAID[path.stem]:
     assert re.search(expected, said), f'{expected!r} is not in what the notebook printed:\n{said}'
 

@@ -31,20 +31,7 @@ def _environment(**env):
 
 
 def start(module, *arguments, cwd=ROOT, num_devices=1, wrapper=(), stdin=None, stderr=subprocess.PIPE, **env):
-  """Starts `python -m module`.
-
-  Args:
-    module: The command.
-    *arguments: Its arguments.
-    cwd: Where it runs.
-    num_devices: Virtual CPU devices that it has.
-    wrapper: A command and its first arguments, which runs it.
-    stdin, stderr: As of `Popen`.
-    **env: Further environment variables.
-
-  Returns:
-    A `Popen`.
-  """
+  """The `Popen` of `python -m module` on virtual CPU devices; `wrapper` is a command with arguments that runs it."""
   xla_flags = f'{os.environ.get("XLA_FLAGS", "")} --xla_force_host_platform_device_count={num_devices}'
   return subprocess.Popen(
     [*wrapper, sys.executable, '-m', module, *map(str, arguments)],
@@ -101,20 +88,9 @@ def _run_forked(module, arguments, cwd, env, paths):
 
 
 def run(module, *arguments, cwd=ROOT, num_devices=1, timeout=300, **env):
-  """Runs a command in a process forked from one that has imported JAX, which saves most of its time.
+  """The `CompletedProcess` of a command, forked from a process that has imported JAX, which saves most of its time.
 
   What a test asserts of the start or the end of a process needs `start`.
-
-  Args:
-    module: The command.
-    *arguments: Its arguments.
-    cwd: Where it runs.
-    num_devices: Virtual CPU devices that it has.
-    timeout: Seconds after which it is killed.
-    **env: Further environment variables.
-
-  Returns:
-    A `CompletedProcess`.
   """
   env['XLA_FLAGS'] = f'{os.environ.get("XLA_FLAGS", "")} --xla_force_host_platform_device_count={num_devices}'
   with tempfile.TemporaryDirectory() as directory:

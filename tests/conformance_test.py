@@ -20,7 +20,6 @@ _check = functools.partial(check_verifier, tree=_CHAIN, num_samples=_SAMPLES)
 
 
 def _ours(method='race_traversal', tree=_CHAIN):
-  """A method of this library as a plain function."""
   return jax.jit(
     lambda key, tokens, draft_probs, target_probs: (
       verify(key, tree, tokens, draft_probs, target_probs, method=method).tokens
@@ -29,11 +28,7 @@ def _ours(method='race_traversal', tree=_CHAIN):
 
 
 def speculative(seed, tokens, lengths, draft_probs, target_probs, *, residual=None):
-  """Rejection sampling of chains in NumPy (Leviathan et al. 2023, Algorithm 1), written apart from the library.
-
-  Args:
-    residual: Weights `[B, V]` of the token after a rejection, from p and q; by default [q - p]+.
-  """
+  """Rejection sampling of chains in NumPy (Leviathan et al. 2023, Algorithm 1); by default `residual` is [q - p]+."""
   rng = np.random.default_rng(seed)
   rows, places = np.arange(len(tokens)), np.arange(tokens.shape[1])
   guesses = np.maximum(tokens, 0)[..., None]
@@ -80,24 +75,17 @@ def test_distinct_and_given_guesses():
   assert check_verifier(_ours('specinfer', tree), tree=tree, children='given', num_samples=20_000).is_passed
 
 
-def test_a_verifier_in_numpy_passes():
-  found = _check(speculative)
-  assert found.is_passed, found
-  assert 'speculative passed' in str(found)
-
-
 def test_wrong_residuals_are_caught():
+  right = _check(speculative)
+  assert right.is_passed, right
+  assert 'speculative passed' in str(right)
   target_itself = functools.partial(speculative, residual=lambda p, q: q)
   target_itself.__name__ = 'target_itself'
   assert {'no zeros', 'zeros, some contexts with p = q'} <= _failed(_check(target_itself))
-
-  def without_the_token(seed, tokens, lengths, draft_probs, target_probs):
-    """Leaves the guess out of the target's distribution, which is right for given guesses alone."""
-    return speculative(
-      seed, tokens, lengths, draft_probs, target_probs, residual=lambda p, q: np.where(p == p.max(), 0, q)
-    )
-
-  assert 'no zeros' in _failed(_check(without_the_token))
+  # Without the guess, which is right for given guesses alone.
+  without = functools.partial(speculative, residual=lambda p, q: np.where(p == p.max(), 0, q))
+  without.__name__ = 'without'
+  assert 'no zeros' in _failed(_check(without))
 
 
 @pytest.mark.slow
@@ -143,7 +131,6 @@ def test_parameters_of_a_neighbor_are_caught():
 def test_filters_in_another_order_than_in_plain_sampling_are_caught():
   @jax.jit
   def plain(logits, temperature, top_k, top_p):
-    """Top-p before the temperature."""
     ones = SamplingParams(jnp.ones(len(logits)), top_k=top_k, top_p=top_p)
     masked = jnp.where(logits_to_probs(logits[:, None], ones) > 0, logits[:, None], -jnp.inf)
     return logits_to_probs(masked, SamplingParams(temperature))[:, 0]

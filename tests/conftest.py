@@ -27,9 +27,8 @@ CONFIG = transformer.TransformerConfig(
 def pytest_configure(config):
   """Prepares this process, the workers that it starts, and the commands that tests run.
 
-  They share one directory of compiled programs: what one has compiled no other compiles again, nor does the next run,
-  until `--cache-clear`; nothing is left in the user's cache. Most programs of tests run for milliseconds, so optimizing
-  them would take most of a test's time.
+  They share one directory of compiled programs, also with the next run, until `--cache-clear`. Most programs of tests
+  run for milliseconds, so optimizing them would take most of a test's time.
   """
   if 'not slow' in config.option.markexpr:
     budget = LoopBudget()
@@ -68,12 +67,9 @@ def _xla_flags():
   Its older code for fusions compiles in half the time. Compiling a program in parts gains nothing while the tests keep
   all cores busy. Moving code out of loops takes a sixth of a compilation.
   """
-  if not (0, 8) <= tuple(map(int, importlib.metadata.version('jaxlib').split('.')[:2])) < (0, 11):
-    return ''
-  return (
-    '--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1'
-    ' --xla_disable_hlo_passes=while-loop-invariant-code-motion'
-  )
+  is_known = (0, 8) <= tuple(map(int, importlib.metadata.version('jaxlib').split('.')[:2])) < (0, 11)
+  fusions, parts = '--xla_cpu_use_fusion_emitters=false', '--xla_cpu_parallel_codegen_split_count=1'
+  return f'{fusions} {parts} --xla_disable_hlo_passes=while-loop-invariant-code-motion' if is_known else ''
 
 
 # Their slow tests enumerate and sample: they run for far longer than an optimization takes.
@@ -167,7 +163,7 @@ def target():
 
 @pytest.fixture(scope='session')
 def draft(target):
-  """The target without its second layer: laws that overlap by 0.7, the same likeliest token a third of the time."""
+  """The target without its second layer: probs overlap by 0.7, likeliest tokens are the same a third of the time."""
   params = {k: v for k, v in target.params.items() if k != 'layer_1'}
   return transformer.transformer_model(params, dataclasses.replace(CONFIG, num_layers=1))
 

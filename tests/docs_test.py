@@ -3,6 +3,7 @@
 import dataclasses
 import html
 import inspect
+import itertools
 import json
 import os
 import pathlib
@@ -48,7 +49,7 @@ def _read(name):
 
 @pytest.fixture(scope='module')
 def site(tmp_path_factory):
-  """The directory of the built pages."""
+  """The text of every built page, script and style by its path."""
   for package in ('mkdocs', 'material', 'mkdocstrings', 'latex2mathml'):
     pytest.importorskip(package, reason='needs the extra docs')
   directory = tmp_path_factory.mktemp('site')
@@ -59,7 +60,8 @@ def site(tmp_path_factory):
   )  # fmt: skip
   assert built.returncode == 0, built.stderr
   assert 'WARNING' not in built.stderr
-  return directory
+  paths = [path for path in directory.rglob('*') if path.suffix in ('.html', '.css', '.js')]
+  return {path.relative_to(directory).as_posix(): path.read_text(encoding='utf-8') for path in paths}
 
 
 def _remote_resources(page: str) -> list[str]:
@@ -68,41 +70,26 @@ def _remote_resources(page: str) -> list[str]:
   return [tag for tag in tags if re.search(r'\b(?:src|srcset|href)=["\']?(?:https?:)?//', tag)]
 
 
-@pytest.mark.slow
-def test_site_shows_docstrings(site):
-  page = ' '.join(path.read_text(encoding='utf-8') for path in site.glob('api*.html'))
+def test_site(site):
+  """It shows docstrings and formulas, fetches nothing, and is searched from disk, without workers and JSON."""
+  pages = {name: text for name, text in site.items() if name.endswith('.html')}
+  assert len(pages) > 30
+  page = ' '.join(text for name, text in pages.items() if name.startswith('api'))
   text = ' '.join(html.unescape(re.sub(r'<[^>]+>', '', page)).split())
   for thing in (spectr_jax.generate, spectr_jax.TokenTree, couplings.Race, theory.kseq_gamma):
     assert ' '.join(re.sub('`', '', inspect.getdoc(thing).split('\n\n')[0]).split()) in text  # not only names
-
-
-@pytest.mark.slow
-def test_site_fetches_nothing(site):
-  pages = {path.relative_to(site).as_posix(): path.read_text(encoding='utf-8') for path in site.rglob('*.html')}
-  assert len(pages) > 30
-  assert not {name: found for name, page in pages.items() if (found := _remote_resources(page))}
-  assert not [path.name for path in site.rglob('*.css') if re.search(r'url\(["\']?(?:https?:)?//', path.read_text())]
+  assert not {name: tags for name, page in pages.items() if (tags := _remote_resources(page))}
+  styles = {name: text for name, text in site.items() if name.endswith('.css')}
+  assert not [name for name, text in styles.items() if re.search(r'url\(["\']?(?:https?:)?//', text)]
   assert _remote_resources('<link rel="icon" href="//cdn.org/a.png"><script src=https://cdn.org/a.js></script>')
-
-
-def test_site_sets_formulas(site):
-  pages = {path.relative_to(site).as_posix(): path.read_text(encoding='utf-8') for path in site.rglob('*.html')}
   formulas = re.findall('<math.*?</math>', pages['methods/race_traversal.html'])
   assert any('<mfrac>' in formula for formula in formulas)
   assert len(formulas) > 40
-  assert not [
-    name for name, page in pages.items() if 'class="arithmatex"' in page or re.search(r'<math[^$]*\\[a-z]', page)
-  ]
-
-
-def test_site_is_searched_from_disk(site):
-  """Browsers load no workers and no JSON from disk: both have a replacement, a script each."""
-  page = (site / 'index.html').read_text(encoding='utf-8')
-  (shim,) = re.findall(r'<script src="([^"]*iframe-worker[^"]*)"', page)
-  assert 'window.Worker' in (site / shim).read_text(encoding='utf-8')
-  index = (site / 'search' / 'search_index.js').read_text(encoding='utf-8')
-  assert index.startswith('var __index = ')
-  assert 'methods/race_traversal.html' in index
+  unset = re.compile(r'class="arithmatex"|<math[^$]*\\[a-z]')
+  assert not [name for name, page in pages.items() if unset.search(page)]
+  (shim,) = re.findall(r'<script src="([^"]*iframe-worker[^"]*)"', pages['index.html'])
+  assert 'window.Worker' in site[shim]
+  assert re.match('var __index = .*methods/race_traversal.html', site['search/search_index.js'], re.DOTALL)
 
 
 def test_everything_public_is_in_the_reference():
@@ -172,12 +159,9 @@ def _flaws(page, text, navigation):
 
 def test_pages():
   navigation = (ROOT / 'mkdocs.yml').read_text(encoding='utf-8')
-  found = {page: [*_flaws(page, page.read_text(encoding='utf-8'), navigation)] for page in documented.PAGES}
-  assert len(found) > 25
-  assert not {str(page.relative_to(ROOT)): flaws for page, flaws in found.items() if flaws}
-
-
-def test_flaws_of_pages_are_found():
+  flaws = {page: [*_flaws(page, page.read_text(encoding='utf-8'), navigation)] for page in documented.PAGES}
+  assert len(flaws) > 25
+  assert not {str(page.relative_to(ROOT)): each for page, each in flaws.items() if each}
   text = 'decode/mian.py `spectr_jax.verifiers.Wlak` on 2026-01-01 ' + '| a | b |\n' * 300
   ends = [flaw.split()[-1] for flaw in _flaws(_DOCS / 'new.md', text, '')]
   assert ends == ['exist', 'exist', '1500', 'navigation', 'date']
@@ -185,8 +169,8 @@ def test_flaws_of_pages_are_found():
 
 def test_tables_of_block_efficiency():
   """The pages have all tables that `benchmarks.tabulate` prints, and no other numbers in such tables."""
-  found = tabulate.read([str(_DOCS / 'block_efficiency.json')])
-  printed = '\n'.join(tabulate.tables(found, 'spectr')).strip().split('\n\nTemperature ')
+  by_setting = tabulate.read([str(_DOCS / 'block_efficiency.json')])
+  printed = '\n'.join(tabulate.tables(by_setting, 'spectr')).strip().split('\n\nTemperature ')
   pages = _read('tables/block_sizes.md') + _read('tables/block_efficiency.md')
   assert len(printed) > 10
   assert not [part for part in printed if part.removeprefix('Temperature ') not in pages]
@@ -200,19 +184,13 @@ def test_figure_of_methods_has_all():
   assert drawn == set(METHODS) - {'autoregressive', 'decoding_opt', 'decoding_uno'}
 
 
-def _measured():
-  """Block efficiency with its interval by method and shape, at temperature 1."""
-  found = {}
+def test_table_of_methods():
+  """Every method with its lossless mark, and the figures of the files that the pages beside it show."""
+  measured = {}  # with the interval, at temperature 1
   for record in json.loads(_read('block_efficiency.json')):
     if record['temperature'] == 1:
       low, high = record['block_efficiency_ci95']
-      found[record['method'], record['shape']] = f'{record["block_efficiency"]:.2f} ± {(high - low) / 2:.2f}'
-  return found
-
-
-def test_table_of_methods():
-  """Every method with its lossless mark, and the figures of the files that the pages beside it show."""
-  measured = _measured()
+      measured[record['method'], record['shape']] = f'{record["block_efficiency"]:.2f} ± {(high - low) / 2:.2f}'
   times = {
     record['method']: f'{record["microseconds"]["random"]["median"] / 1000:.2f}'
     for record in json.loads(_read('verification_cost.json'))['results']
@@ -292,22 +270,21 @@ def _extended(name):
 
 
 @pytest.fixture(scope='module')
-def own_verifiers():
-  yield _extended('extending.md')
-  METHODS.pop('any_one', None)
-
-
-@pytest.fixture(scope='module')
 def own_drafters():
   return _extended('extending_drafters.md')
 
 
 @pytest.mark.slow
-def test_verifiers_of_the_page(own_verifiers):
-  scope, (*_, errors) = own_verifiers
-  assert max(scope['errors'][name] for name in ('any_one', 'matching')) <= 1e-10
-  assert scope['errors']['likeliest'] > 1e-3
-  assert errors == ({name: f'{error:.0e}' for name, error in scope['errors'].items()},)
+def test_verifiers_of_the_page():
+  try:
+    scope, (*_, errors) = _extended('extending.md')
+    assert max(scope['errors'][name] for name in ('any_one', 'matching')) <= 1e-10
+    assert scope['errors']['likeliest'] > 1e-3
+    assert errors == ({name: f'{error:.0e}' for name, error in scope['errors'].items()},)
+    for name in ('any_one', 'matching', 'likeliest'):
+      assert prove(scope[name], num_samples=10_000).is_passed == (name != 'likeliest')
+  finally:
+    METHODS.pop('any_one', None)
 
 
 @pytest.mark.slow
@@ -317,28 +294,16 @@ def test_drafters_of_the_page(own_drafters):
 
 
 @pytest.mark.slow
-def test_model_of_the_examples(capsys):
+def test_examples(capsys):
   fading_model.main()
   equal, calls = capsys.readouterr().out.splitlines()
   assert equal == 'equal texts: True'
   assert int(calls.split()[-1]) < 10  # guesses were accepted
-
-
-@pytest.mark.slow
-def test_given_guesses_of_the_examples(capsys):
   copying_drafter.main()
   speed, *errors = capsys.readouterr().out.splitlines()
   assert float(speed.split()[-1]) > 2
   assert len(errors) == 2
   assert all(float(line.split()[-1]) < 1e-10 for line in errors)
-
-
-@pytest.mark.slow
-def test_verifier_of_the_page_in_all_proofs(own_verifiers):
-  scope, _ = own_verifiers
-  assert prove(scope['any_one'], num_samples=10_000).is_passed
-  assert prove(scope['matching'], num_samples=10_000).is_passed
-  assert not prove(scope['likeliest'], num_samples=10_000).is_passed
 
 
 @pytest.mark.slow
@@ -348,7 +313,7 @@ def test_drafter_of_the_page_keeps_the_distribution(own_drafters, method):
   scope, _ = own_drafters
   probs = np.array([[0.6, 0.3, 0.1], [0.1, 0.5, 0.4], [0.45, 0.1, 0.45]])
   num_rows, prompt = 20_000, [0, 1, 2, 0, 1, 1]
-  law = np.einsum('a,ab,bc,cd->abcd', probs[prompt[-1]], probs, probs, probs).reshape(-1)
+  joint = np.einsum('a,ab,bc,cd->abcd', probs[prompt[-1]], probs, probs, probs).reshape(-1)
 
   def p_value(drafter):
     new = generate(
@@ -356,7 +321,7 @@ def test_drafter_of_the_page_keeps_the_distribution(own_drafters, method):
       np.full(num_rows, len(prompt)), method=method, tree=TokenTree.prefix((2, 1)), max_new_tokens=4,
     )  # fmt: skip
     counts = np.bincount(np.asarray(new.tokens) @ [27, 9, 3, 1], minlength=81)
-    return chi_square(counts, law).p_value
+    return chi_square(counts, joint).p_value
 
   honest = scope['CountingDrafter'](3, smoothing=0.3)
 
@@ -407,11 +372,11 @@ def test_every_shown_command_has_its_flags(shown):
   assert {command.module for command in shown} >= {*documented.modules()}
   wrong = Command('here', 'decode.main', ('--num_draft=4', '--no_such_flag'))
   refused = Command('here', 'decode.main', ('--draft=lookup', '--method=block'))
-  *found, caught, other = documented.attempt([_task(command, is_run=False) for command in (*shown, wrong, refused)])
-  assert not {str(command): result['error'] for command, result in zip(shown, found) if result['error']}
+  *parsed, caught, other = documented.attempt([_task(command, is_run=False) for command in (*shown, wrong, refused)])
+  assert not {str(command): result['error'] for command, result in zip(shown, parsed) if result['error']}
   assert 'Unknown command line flag' in caught['error']
   assert 'block does not take guesses' in other['error']
-  known = {name for result in found for name in result['flags']} | _FLAGS_OF_OTHERS
+  known = {name for result in parsed for name in result['flags']} | _FLAGS_OF_OTHERS
   mentioned = {str(page.relative_to(ROOT)): documented.inline_flags(page) - known for page in documented.PAGES}
   assert not {page: unknown for page, unknown in mentioned.items() if unknown}
   for path in documented.SOURCES:
@@ -422,17 +387,15 @@ def test_every_shown_command_has_its_flags(shown):
 
 def test_commands_in_texts_are_found():
   """In docstrings, over several lines, within messages, and with parts that are known only when they are printed."""
-  found = {(command.page, str(command).split(': ', 1)[1]) for command in _OF_SOURCES}
   assert {
-    ('configs/head.py', 'train.head --config=configs/head.py:eagle3 --target=SmolLM2-135M-Instruct.Q4_1.gguf'
-     ' --workdir=runs/smollm2_head'),
-    ('train/lm1b.py', 'train.prepare_data --manual_dir=DIR_OF_THE_ARCHIVE --data_dir=DIR'),
-    ('decode/plot.py', 'decode.plot results.json --output=results.svg'),
-  } <= found  # fmt: skip
+    'configs/head.py: train.head --config=configs/head.py:eagle3 --target=SmolLM2-135M-Instruct.Q4_1.gguf'
+    ' --workdir=runs/smollm2_head',
+    'train/lm1b.py: train.prepare_data --manual_dir=DIR_OF_THE_ARCHIVE --data_dir=DIR',
+    'decode/plot.py: decode.plot results.json --output=results.svg',
+  } <= set(map(str, _OF_SOURCES))
 
 
 def test_extras_that_are_named_exist():
-  """In every `pip install -e '.[NAME]'`, wherever it is shown."""
   project = tomllib.loads((ROOT / 'pyproject.toml').read_text(encoding='utf-8'))['project']
   texts = [page.read_text(encoding='utf-8') for page in (*documented.PAGES, ROOT / 'CONTRIBUTING.md')]
   texts += [text for path in documented.SOURCES for text in documented.texts(path)]
@@ -482,9 +445,7 @@ _MODELS_AND_PROMPTS = {
   'decode.bulk': ('num_prompts', 'max_new_tokens', 'prompts'),
   'decode.trace': ('max_new_tokens',),
 }
-_MORE = {
-  'benchmarks.verification': ('--vocab_size=50', '--repeats=1', '--num_proposals=2', '--methods=speculative'),
-}
+_MORE = {'benchmarks.verification': ('--vocab_size=50', '--repeats=1', '--num_proposals=2', '--methods=speculative')}
 
 
 def _not_run(command):
@@ -542,8 +503,8 @@ def _reduced(command, directory):
     values['output'] = directory / f'plot{pathlib.Path(values["output"]).suffix}'
   if command.module == 'train.evaluate':
     values |= {'model': directory / 'target', 'files': directory / 'prompts.txt'}
-  found = [f'--{name}={value}' if value != '' else f'--{name}' for name, value in values.items()]
-  return [*map(str, files), *found, *_MORE.get(command.module, ())]
+  options = [f'--{name}={value}' if value != '' else f'--{name}' for name, value in values.items()]
+  return [*map(str, files), *options, *_MORE.get(command.module, ())]
 
 
 # Commands without a recorded run: a part of the command, and the reason.
@@ -570,24 +531,20 @@ _RECORDS = 'benchmarks/log/runs.md'
 
 def test_a_whole_run_of_every_command_is_recorded():
   def words(is_record):
-    found = [command for command in _COMMANDS if (command.page == _RECORDS) == is_record and command.arguments]
-    return {' '.join((*map('='.join, each.env), each.module, *each.arguments)) for each in found}
+    commands = [each for each in _COMMANDS if (each.page == _RECORDS) == is_record and each.arguments]
+    return {' '.join((*map('='.join, each.env), each.module, *each.arguments)) for each in commands}
 
   recorded, shown = words(True), words(False)
   assert len(recorded) > 30
   assert recorded <= shown
   parts = {command: [part for part in _NOT_RECORDED if part in command] for command in shown - recorded}
-  assert not [command for command, found in parts.items() if not found]
-  assert {part for found in parts.values() for part in found} == set(_NOT_RECORDED)
+  assert not [command for command, reasons in parts.items() if not reasons]
+  assert set(itertools.chain(*parts.values())) == set(_NOT_RECORDED)
   for line in (ROOT / _RECORDS).read_text(encoding='utf-8').splitlines():
     if line.startswith('| `'):
       assert '@' not in line
       assert re.search(r'\| \d+(\.\d)? (s|min|h) \|', line), line
-
-
-def test_what_is_not_run_is_there():
-  lines = [f'{command.module} {" ".join(command.arguments)}' for command in _COMMANDS]
-  assert not [part for part in _NOT_RUN if not any(part in line for line in lines)]
+  assert not [part for part in _NOT_RUN if not any(part in line for line in recorded | shown)]
 
 
 def _files_of_runs(directory):

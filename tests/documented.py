@@ -37,12 +37,7 @@ class Command:
 
 
 def code_blocks(text: str, language: str) -> list[str]:
-  """The fenced blocks of a language, without their fences.
-
-  Args:
-    text: A page.
-    language: The word after the opening fence, such as `python`.
-  """
+  """The fenced blocks of a language, without their fences."""
   return re.findall(rf'^```{language}\n(.*?)^```', text, re.DOTALL | re.MULTILINE)
 
 
@@ -53,7 +48,7 @@ def _inline(text: str) -> list[str]:
 
 
 def _of_line(page: str, line: str) -> list[Command]:
-  found, words = [], shlex.split(line, comments=True)
+  shown, words = [], shlex.split(line, comments=True)
   while words:
     end = words.index('&&') if '&&' in words else len(words)
     part, words = words[:end], words[end + 1 :]
@@ -62,11 +57,11 @@ def _of_line(page: str, line: str) -> list[Command]:
       env.append(tuple(part.pop(0).split('=', 1)))
     for word in part:  # a command for another machine
       if word.startswith('--command='):
-        found += _of_line(page, word.removeprefix('--command='))
+        shown += _of_line(page, word.removeprefix('--command='))
     is_python = part and pathlib.PurePosixPath(part[0]).name in ('python', 'python3')
     if is_python and part[1:2] == ['-m'] and part[2].split('.')[0] in _PACKAGES:
-      found.append(Command(page, part[2], tuple(part[3:]), tuple(env)))
-  return found
+      shown.append(Command(page, part[2], tuple(part[3:]), tuple(env)))
+  return shown
 
 
 def commands(page: pathlib.Path) -> list[Command]:
@@ -86,14 +81,14 @@ def modules() -> list[str]:
 
 def texts(path: pathlib.Path) -> list[str]:
   """The texts in a source file, docstrings among them, with VALUE for each part that is known only when it runs."""
-  tree, found, seen = ast.parse(path.read_text('utf-8')), [], set()
+  tree, strings, seen = ast.parse(path.read_text('utf-8')), [], set()
   for node in ast.walk(tree):
     if isinstance(node, ast.JoinedStr):
       seen |= {id(part) for part in ast.walk(node)}
-      found.append(''.join(part.value if isinstance(part, ast.Constant) else 'VALUE' for part in node.values))
+      strings.append(''.join(part.value if isinstance(part, ast.Constant) else 'VALUE' for part in node.values))
     elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in seen:
-      found.append(node.value)
-  return found
+      strings.append(node.value)
+  return strings
 
 
 _SHOWN = re.compile(r'`(python -m [^`]+)`|(?:^|[ (])(python -m [^`\n]+)', re.MULTILINE)
@@ -101,19 +96,16 @@ _SHOWN = re.compile(r'`(python -m [^`]+)`|(?:^|[ (])(python -m [^`\n]+)', re.MUL
 
 def source_commands() -> list[Command]:
   """The commands in the texts of all sources: docstrings, messages, and what programs print."""
-  found = []
+  shown = []
   for path in SOURCES:
     for text in texts(path):
       for match in _SHOWN.finditer(re.sub(r'\\\n\s*', '', text)):
         # A message goes on behind a command, with a comma, a bracket or a semicolon.
         line = ' '.join((match[1] or re.split(r'[,;)](?= |$)|\.\.\.|  (?! *--)|\[', match[2])[0]).split())
         with contextlib.suppress(ValueError):  # no words of a shell
-          found += _of_line(str(path.relative_to(ROOT)), line)
-  found = [
-    dataclasses.replace(command, arguments=tuple(word for word in command.arguments if word[0] not in '.['))
-    for command in found
-  ]
-  return [command for command in found if command.arguments]
+          shown += _of_line(str(path.relative_to(ROOT)), line)
+  arguments = [tuple(word for word in command.arguments if word[0] not in '.[') for command in shown]
+  return [dataclasses.replace(command, arguments=own) for command, own in zip(shown, arguments) if own]
 
 
 def help_commands() -> list[Command]:
@@ -134,15 +126,10 @@ def inline_flags(page: pathlib.Path) -> set[str]:
 
 
 def attempt(tasks: list[dict], timeout: float = 600) -> list[dict]:
-  """Parses or runs commands, each in a process forked from one that has imported what takes long.
+  """Parses or runs commands in processes forked from one that has imported what takes long, for so many seconds each.
 
-  Args:
-    tasks: Dictionaries with `module`, `arguments`, `env` and `is_run`.
-    timeout: Seconds for each of them.
-
-  Returns:
-    Dictionaries with `error`, which is '' for success, and of a command that was only parsed its `flags` and the
-    `examples` of its help.
+  Tasks have `module`, `arguments`, `env` and `is_run`. Results have `error`, which is '' for success, and for a command
+  that was only parsed its `flags` and the `examples` of its help.
   """
   results = []
   for task in tasks:

@@ -49,18 +49,15 @@ def test_findings_have_the_form():
     _check(path)
 
 
-@pytest.mark.parametrize(
-  ('old', 'new'),
-  [
-    ('==', '>='),
-    ('trap ', '# trap '),
-    ('import jax\n', 'import jax\nimport spectr_jax\n'),
-    ('# Library: jax 0.10.2', '# Library: jax'),
-    ('# Library: jax 0.10.2', '# Library: jax 0.10.1'),
-    (' else 1)', ' else 0)'),
-    ('work=$(mktemp -d)', 'work=.'),
-  ],
-)
+@pytest.mark.parametrize(('old', 'new'), [
+  ('==', '>='),
+  ('trap ', '# trap '),
+  ('import jax\n', 'import jax\nimport spectr_jax\n'),
+  ('# Library: jax 0.10.2', '# Library: jax'),
+  ('# Library: jax 0.10.2', '# Library: jax 0.10.1'),
+  (' else 1)', ' else 0)'),
+  ('work=$(mktemp -d)', 'work=.'),
+])  # fmt: skip
 def test_what_lacks_the_form_is_found(tmp_path, old, new):
   text = (_FOLDER / 'jax_categorical.sh').read_text(encoding='utf-8')
   assert old in text

@@ -1,10 +1,10 @@
-"""Decoding on random tables, prompts, lengths, trees, laws and ends of text: what must hold whatever they are.
+"""Decoding on random tables, prompts, lengths, trees, distributions and ends of text: what must hold whatever they are.
 
 `pytest -m slow -n 0 tests/fuzz_test.py` tries 150 cases of 24 programs; with `--cases=20000` so many of 96.
 
-The models remember: a law depends on every token of the context and on its position, and many tokens never follow. A
-cache that is read beyond a row's length, kept from a rejected draft or wrong in a position gives another law, and a
-token that cannot follow sooner or later.
+The models remember: a distribution depends on every token of the context and on its position, and many tokens never
+follow. A cache that is read beyond a row's length, kept from a rejected draft or wrong in a position gives another one,
+and a token that cannot follow sooner or later.
 """
 
 import dataclasses
@@ -153,24 +153,24 @@ def _decode(case: _Case, target, draft, keys, prompts, lengths):
   return jax.device_get(state.result)
 
 
-_laws = jax.jit(logits_to_probs)
+_to_probs = jax.jit(logits_to_probs)
 
 
-def _laws_of(model, case, prompts, lengths, result):
-  """The target's law of every token that was emitted, `[B, max_new_tokens, V]`, from whole texts."""
+def _probs_of(model, case, prompts, lengths, result):
+  """The target's distribution of every token that was emitted, `[B, max_new_tokens, V]`, from whole texts."""
   contexts = np.zeros(result.tokens.shape, np.int64)
   for row, (prompt, length) in enumerate(zip(prompts, lengths)):
     text = [*prompt[:length], *result.tokens[row, : result.lengths[row]]]
     sums = np.cumsum(_weights(np.array(text), np.arange(len(text))))
     contexts[row, : result.lengths[row]] = sums[length - 1 : -1]
   logits = np.asarray(model.params)[contexts % _MODULUS]
-  return np.asarray(_laws(logits, case.sampling.for_rows(len(prompts))))
+  return np.asarray(_to_probs(logits, case.sampling.for_rows(len(prompts))))
 
 
 def _check(case, target, prompts, lengths, result):
   program = case.program
   depth = program.tree.max_depth
-  laws = _laws_of(target, case, prompts, lengths, result)
+  distributions = _probs_of(target, case, prompts, lengths, result)
   assert not result.failures.any()
   for row in range(program.batch_size):
     length, calls = result.lengths[row], result.num_target_calls[row]
@@ -183,7 +183,7 @@ def _check(case, target, prompts, lengths, result):
     is_eos = np.isin(tokens, program.eos_ids)
     assert not is_eos[:-1].any()
     assert is_eos[-1] or length == program.max_new_tokens
-    probs = laws[row, np.arange(length), tokens]
+    probs = distributions[row, np.arange(length), tokens]
     assert (probs > 0).all() or not program.method.is_lossless_on(program.tree), (row, tokens, probs)
     if case.temperature[row] == 0 and program.method.is_lossless_on(program.tree):
       assert (probs == 1).all()

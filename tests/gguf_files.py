@@ -73,14 +73,7 @@ def converted(architecture, name, tensor):
 
 
 def write(path, architecture, metadata, tensors=()):
-  """Writes a file.
-
-  Args:
-    path: The file.
-    architecture: The architecture.
-    metadata: Values by key; None is left out.
-    tensors: Names, arrays and types.
-  """
+  """Writes a file of metadata, of which None is left out, and of names, arrays and types of tensors."""
   writer = gguf.GGUFWriter(path, architecture)
   adders = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
   for key, value in metadata.items():
@@ -96,15 +89,10 @@ def write(path, architecture, metadata, tensors=()):
 
 
 def write_model(path, architecture='llama', kind=Type.F32, metadata=None, tensors=None, extra=()):
-  """Writes a tiny model; `metadata` replaces the defaults, and None removes them.
+  """Writes a tiny model of an architecture of `SPECS`, with matrices of a type.
 
-  Args:
-    path: The file.
-    architecture: A key of `SPECS`.
-    kind: The type of matrices.
-    metadata: Values by key.
-    tensors: The tensors by the hub's names, if they are others.
-    extra: Further tensors as they are stored: names, arrays and types.
+  `metadata` replaces the defaults, and None removes them; `tensors` by the hub's names are in place of its own, and
+  `extra` has further ones as they are stored.
   """
   own = {f'{architecture}.{key}': value for key, value in (SIZES | METADATA.get(architecture, {})).items()}
   tokenizer = {f'tokenizer.ggml.{name}': value for name, value in TOKENIZER.items()}

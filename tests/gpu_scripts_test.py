@@ -181,8 +181,7 @@ def test_head(tmp_path):
   assert 'final_acceptance_3' in (out / 'training_log.jsonl').read_text()
   names = ['greedy_chain', 'greedy_tree', 'sampled_chain', 'sampled_tree']
   assert sorted(path.stem for path in out.glob('*.json')) == [f'shipped_{name}' for name in names]
-  found = json.loads((out / 'shipped_sampled_tree.json').read_text())
-  assert found['run']['flags']['temperature'] == 1
+  assert json.loads((out / 'shipped_sampled_tree.json').read_text())['run']['flags']['temperature'] == 1
 
 
 @pytest.mark.slow
@@ -204,5 +203,5 @@ def test_family(tmp_path):
   assert target.vocab_size == draft.vocab_size == 300
   assert 'held_out_overlap' in (out / '6m' / 'metrics.jsonl').read_text()
   assert [line.split(':')[0] for line in (out / 'utilisation.txt').read_text().splitlines()] == ['97m', '6m']
-  found = {name: json.loads((out / 'tables' / f'{name}.json').read_text()) for name in tables}
-  assert {row['draft'] for row in found['spectr_table4']['rows']} == {'6m'}
+  written = {name: json.loads((out / 'tables' / f'{name}.json').read_text()) for name in tables}
+  assert {row['draft'] for row in written['spectr_table4']['rows']} == {'6m'}

@@ -13,17 +13,15 @@ import pytest
 
 from spectr_jax import METHODS, get_method
 from spectr_jax.suggestion import did_you_mean
-from tests import commands
+from tests import commands, documented
 from train import config_flag
 
 _ROOT = pathlib.Path(__file__).parents[1]
 
 _COMMANDS = {
   **dict.fromkeys([f'decode.{name}' for name in ('main', 'bulk', 'chat', 'trace')], 'Method and tree'),
-  **dict.fromkeys(
-    ['decode.prove', 'decode.reproduce', 'decode.aot', 'decode.plot', 'train.main', 'train.head'], 'Options'
-  ),
-  **dict.fromkeys([f'train.{name}' for name in ('tokenizer', 'evaluate', 'prepare_data', 'aot')], 'Options'),
+  **dict.fromkeys([f'decode.{name}' for name in ('prove', 'reproduce', 'aot', 'plot')], 'Options'),
+  **dict.fromkeys([f'train.{n}' for n in ('main', 'head', 'tokenizer', 'evaluate', 'prepare_data', 'aot')], 'Options'),
 }
 
 
@@ -43,9 +41,9 @@ def test_help_is_of_the_command_and_fits_the_terminal(command):
   what, _, options = shown.partition('\nExamples\n')
   examples, _, options = options.partition('\n\n')
   assert what.split('\n\n')[0].endswith('.')
-  found = [shlex.split(line) for line in examples.replace(' \\\n', ' ').splitlines()]
-  assert 2 <= len(found) <= 4
-  for words in found:
+  examples = [shlex.split(line) for line in examples.replace(' \\\n', ' ').splitlines()]
+  assert 2 <= len(examples) <= 4
+  for words in examples:
     assert words[:3] == ['python', '-m', command]
     files = ('.json', '.jsonl', '.csv') if command == 'decode.plot' else ()
     words = [word for word in words[3:] if not word.endswith(files)]
@@ -91,8 +89,8 @@ def core(tmp_path_factory):
   """A folder of the packages that the library needs without extras, and no others."""
   folder, site = tmp_path_factory.mktemp('core'), pathlib.Path(numpy.__file__).parents[1]
   for name in ('jax', 'jaxlib', 'ml_dtypes', 'numpy', 'opt_einsum', 'scipy'):
-    for found in (*site.glob(name), *site.glob(f'{name}.libs'), *site.glob(f'{name}-*.dist-info')):
-      (folder / found.name).symlink_to(found)
+    for path in (*site.glob(name), *site.glob(f'{name}.libs'), *site.glob(f'{name}-*.dist-info')):
+      (folder / path.name).symlink_to(path)
   (folder / 'spectr_jax').symlink_to(_ROOT / 'spectr_jax')
   return folder
 
@@ -117,27 +115,15 @@ def test_help_needs_no_extra(core):
 
 @pytest.mark.slow
 def test_help_of_all_needs_no_extra(core):
-  files = [path for name in ('decode', 'train', 'benchmarks') for path in sorted((_ROOT / name).glob('*.py'))]
-  every = [f'{path.parent.name}.{path.stem}' for path in files if "__name__ == '__main__'" in path.read_text()]
-  assert len(every) > 25
-  _check_help_without_extras(core, every)
+  assert len(documented.modules()) > 25
+  _check_help_without_extras(core, documented.modules())
 
 
-def _fields(text):
-  return dict(re.findall(r"^  --config\.([\w.]+)=('.*?'|\S*)", text, re.MULTILINE))
-
-
-@pytest.mark.parametrize(
-  ('command', 'config', 'number'),
-  [
-    ('train.main', '', 34),
-    ('train.tokenizer', '', 34),
-    ('train.aot', 'configs/family.py:2m', 34),
-    ('train.main', 'configs/stdlib_pair.py:draft', 34),
-    ('train.head', '', 30),
-    ('train.head', 'configs/head.py:dspark', 30),
-  ],
-)
+@pytest.mark.parametrize(('command', 'config', 'number'), [
+  ('train.main', '', 34), ('train.tokenizer', '', 34), ('train.aot', 'configs/family.py:2m', 34),
+  ('train.main', 'configs/stdlib_pair.py:draft', 34), ('train.head', '', 30),
+  ('train.head', 'configs/head.py:dspark', 30),
+])  # fmt: skip
 def test_help_names_the_fields_of_the_experiment(command, config, number):
   shown = commands.succeed(command, *([f'--config={config}'] if config else []), '--help', COLUMNS='80')
   path = config or ('configs/head.py' if command == 'train.head' else 'configs/base.py')
@@ -146,8 +132,8 @@ def test_help_names_the_fields_of_the_experiment(command, config, number):
   flat = {name: value for name, value in values.items() if not hasattr(value, 'items')}
   flat |= {f'model.{name}': value for name, value in values.get('model', {}).items()}
   assert len(flat) >= number
-  found = {name: ''.join(shlex.split(value)) for name, value in _fields(shown).items()}
-  assert found == {name: str(value) for name, value in flat.items()}
+  fields = re.findall(r"^  --config\.([\w.]+)=('.*?'|\S*)", shown, re.MULTILINE)
+  assert {name: ''.join(shlex.split(value)) for name, value in fields} == {n: str(x) for n, x in flat.items()}
 
 
 def test_fields_have_the_comments_of_their_file(tmp_path):
@@ -164,18 +150,15 @@ def test_fields_have_the_comments_of_their_file(tmp_path):
   ]  # fmt: skip
 
 
-def test_help_of_decoding_takes_two_screens():
+def test_help_of_decoding_takes_two_screens_and_that_of_one_setting_offers_one():
   shown = commands.succeed('decode.main', '--help', COLUMNS='80')
   assert len(shown.splitlines()) <= 110
   places = [shown.index(f'\n{title}\n') for title in ('Models', 'Method and tree', 'Prompts', 'Sampling', 'Machine')]
   assert places == sorted(places)
   assert '[autoregressive,block,race_traversal]' in shown
-
-
-def test_help_of_one_setting_offers_one():
+  assert '--num_drafts=A,B' in shown
   shown = commands.succeed('decode.chat', '--help', COLUMNS='80')
   assert all(f'--{name}' in shown for name in ('method=NAME', 'num_drafts=N', 'draft_length=N'))
-  assert '--num_drafts=A,B' in commands.succeed('decode.main', '--help', COLUMNS='80')
 
 
 def test_names_that_are_nearly_right():

@@ -24,17 +24,7 @@ _VALUES = (
   '/dev/zero', '\x1b[2J', [], [[]], [None], [1, 2, 3], [0.5] * 100, {}, {'': None},
   {'a': {'b': []}}, [[[[[[[[[[]]]]]]]]]],
 )  # fmt: skip
-_WORDS = (
-  b'\0',
-  b'\xff' * 4,
-  b'\xff' * 8,
-  b'\0' * 8,
-  b'\x7f' + b'\xff' * 7,
-  b'\0\0\0\x80',
-  b'\x01\0\0\0\0\0\0\0',
-  b'{',
-  b'"',
-)
+_WORDS = b'\0', b'\xff' * 4, b'\xff' * 8, b'\0' * 8, b'\x7f' + b'\xff' * 7, b'\0\0\0\x80', b'\1' + b'\0' * 7, b'{', b'"'
 
 
 def _places(value, path=()):
@@ -138,16 +128,10 @@ def peak_memory():
 
 
 class Tally:
-  """Outcomes of many reads.
-
-  Attributes:
-    num_read: Reads that gave a result.
-    refusals: Number of refusals by message, without the numbers in it.
-  """
+  """Outcomes of many reads of files, one of whose names every refusal must have in it."""
 
   def __init__(self, *names):
-    """Takes the names of files, one of which every refusal must have in it."""
-    self.num_read, self.refusals = 0, {}
+    self.num_read, self.refusals = 0, {}  # refusals: their number by message, without the numbers in it
     self._names, self._start = names, peak_memory()
 
   def read(self, function, what=''):
@@ -168,12 +152,13 @@ class Tally:
       self.num_read += 1
     assert peak_memory() - self._start < MEMORY, what
 
-  def check(self, num=NUM_MUTATIONS):
-    """Checks that as many were tried as should be, that some were refused, and prints the counts."""
+  def check(self, num=NUM_MUTATIONS, least_read=0):
+    """Checks that as many were tried as should be, that some were refused and enough read, and prints the counts."""
     num_refused = sum(self.refusals.values())
     print(f'{self.num_read + num_refused} tried, {num_refused} refused in {len(self.refusals)} ways')
     assert self.num_read + num_refused >= num
     assert num_refused
+    assert self.num_read >= least_read
 
 
 def rngs(num=NUM_MUTATIONS, seed=0):
@@ -181,10 +166,10 @@ def rngs(num=NUM_MUTATIONS, seed=0):
   return (random.Random(f'{seed}/{i}') for i in range(num))
 
 
-def refusal(function, name):
-  """The one line with which a read is refused, within the bounds; it must have `name` in it."""
+def refusal(function, name, match='.'):
+  """The one line with which a read is refused, within the bounds; it must match and have `name` in it."""
   start = peak_memory()
-  with time_limit(), pytest.raises(ValueError, match='.') as error:
+  with time_limit(), pytest.raises(ValueError, match=match) as error:
     function()
   message = str(error.value)
   assert peak_memory() - start < MEMORY

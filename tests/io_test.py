@@ -89,13 +89,7 @@ def test_round_trip(model, tokenizer, saved):
   assert [p.name for p in saved.parent.iterdir()] == ['model']  # nothing unfinished stays
 
 
-def test_float32_is_stored_exactly_if_asked(model, tokenizer, tmp_path):
-  save_model(tmp_path / 'model', model, tokenizer, param_dtype='float32')
-  loaded, _ = load_model(tmp_path / 'model')
-  jax.tree.map(np.testing.assert_array_equal, loaded.params, model.params)
-
-
-@pytest.mark.parametrize('number', [1, 2])
+@pytest.mark.parametrize('number', [1, 2, 3])
 def test_models_of_older_formats_are_read(model, tokenizer, tmp_path, number):
   """Their kernels are `[out, in]`; in the first all queries stand before all keys, and those before all values."""
   config = transformer.config_of(model)
@@ -105,7 +99,7 @@ def test_models_of_older_formats_are_read(model, tokenizer, tmp_path, number):
   old = jax.tree.map(np.asarray, model.params)
   for layer in range(config.num_layers):
     for name, own in old[f'layer_{layer}'].items():
-      if 'kernel' not in own:
+      if 'kernel' not in own or number == 3:
         continue
       moved = own['kernel'].T.copy()
       if name == 'qkv' and number == 1:
@@ -114,18 +108,15 @@ def test_models_of_older_formats_are_read(model, tokenizer, tmp_path, number):
   path = tmp_path / 'model'
   save_model(path, dataclasses.replace(model, params=old), tokenizer, param_dtype='float32')
   _edit_description(path, format=number)
-  np.testing.assert_array_equal(_logits(load_model(path)[0]), _logits(model))
+  jax.tree.map(np.testing.assert_array_equal, load_model(path)[0].params, model.params)  # float32 is exact
 
 
-def test_type_to_compute_in(saved):
+def test_types_to_compute_in_and_of_weights(saved, tmp_path):
   loaded, _ = load_model(saved, dtype='bfloat16')
   assert loaded.params['embedding'].dtype == jnp.bfloat16
   assert transformer.config_of(loaded).dtype == 'bfloat16'
   with pytest.raises(ValueError, match='dtype must be'):
     load_model(saved, dtype='int8')
-
-
-def test_weights_in_int8(saved, tmp_path):
   model, tokenizer = load_model(saved, weights='int8')
   embedding = model.params['embedding']
   assert embedding.values.dtype == jnp.int8
@@ -133,21 +124,20 @@ def test_weights_in_int8(saved, tmp_path):
   assert np.abs(embedding.dequantized('float32') - wide).max() <= 0.51 * embedding.scale.max()
   with pytest.raises(ValueError, match='a model with weights in int8 or in blocks is not saved'):
     save_model(tmp_path / 'model', model, tokenizer)
-  with pytest.raises(ValueError, match='weights must be int8'):
+  with pytest.raises(ValueError, match="^weights must be int8, blocks, or None for .*; got 'int4'$"):
     load_model(saved, weights='int4')
 
 
-@pytest.mark.parametrize('name', ['nothing', 'empty', 'file'])
-def test_no_model_there(tmp_path, name):
+def test_no_model_there(tmp_path):
   (tmp_path / 'empty').mkdir()
   (tmp_path / 'file').write_text('text')
-  with pytest.raises(ValueError, match=f'no model at .*{name}: expected a directory'):
-    load_model(tmp_path / name)
+  for name in ('nothing', 'empty', 'file'):
+    with pytest.raises(ValueError, match=f'no model at .*{name}: expected a directory'):
+      load_model(tmp_path / name)
 
 
 @pytest.mark.parametrize('has_config', [False, True])
 def test_a_folder_of_gguf_files_says_which_to_name(tmp_path, has_config):
-  """Also where the folder has what else the hub's folders have."""
   if has_config:
     tiny_hub.write(tmp_path)
     (tmp_path / 'config.json').write_text(json.dumps(SPECS['llama']))
@@ -164,22 +154,14 @@ def test_a_folder_of_gguf_files_says_which_to_name(tmp_path, has_config):
   assert 'c.gguf or 1 more; ' in message
 
 
-def _largest_param_file(path):
-  return max((p for p in (path / 'params').rglob('*') if p.is_file()), key=lambda p: p.stat().st_size)
-
-
-def _flip(file, at):
-  data = bytearray(file.read_bytes())
-  data[at % len(data)] ^= 1
-  file.write_bytes(bytes(data))
-
-
 @pytest.mark.parametrize('piece', ['params', 'tokenizer.json'])
 @pytest.mark.parametrize('damage', ['flip', 'truncate', 'empty', 'remove'])
 def test_damaged_file(copy, piece, damage):
-  file = copy / piece if piece.endswith('json') else _largest_param_file(copy)
+  file = max((path for path in (copy / piece, *(copy / piece).rglob('*')) if path.is_file()), key=os.path.getsize)
   if damage == 'flip':
-    _flip(file, 1000)
+    data = bytearray(file.read_bytes())
+    data[1000 % len(data)] ^= 1
+    file.write_bytes(data)
   elif damage == 'truncate':
     file.write_bytes(file.read_bytes()[:-1])
   elif damage == 'empty':
@@ -190,19 +172,12 @@ def test_damaged_file(copy, piece, damage):
     load_model(copy)
 
 
-def test_missing_params(copy):
+def test_missing_params_and_damaged_descriptions(copy):
   shutil.rmtree(copy / 'params')
-  with pytest.raises(ValueError, match='params.* is missing'):
-    load_model(copy)
-
-
-@pytest.mark.parametrize(
-  'content', [b'', b'{', b'[]', b'null', b'{"format": 1}', b'\0\1', b'"text"', b'7', b'\xff\xfe']
-)
-def test_damaged_description(copy, content):
-  (copy / 'model.json').write_bytes(content)
-  with pytest.raises(ValueError, match='model.json'):
-    load_model(copy)
+  hostile.refusal(lambda: load_model(copy), copy, 'params.* is missing')
+  for content in (b'', b'{', b'[]', b'null', b'{"format": 1}', b'\0\1', b'"text"', b'7', b'\xff\xfe'):
+    (copy / 'model.json').write_bytes(content)
+    hostile.refusal(lambda: load_model(copy), 'model.json')
 
 
 @pytest.mark.parametrize(
@@ -210,16 +185,12 @@ def test_damaged_description(copy, content):
   [
     ({'format': 4}, 'format 4; this version reads formats 1 to 3'),
     ({'config': {}}, 'model.json: config is damaged: it has no'),
-    ({'config': None}, 'model.json'),
     ({'sha256': None}, 'model.json'),
-    ({'param_dtype': 'float7'}, 'model.json'),
     ({'tokenizer': '0' * 16}, 'not the tokenizer model.json names'),
     ({'tokenizer': '\x1b[2J'}, r"not the tokenizer model.json names \('\\x1b\[2J'\)"),
     ({'tokenizer': ['a']}, 'model.json: tokenizer must be a text'),
     ({'format': 2.0}, 'model.json: format must be a whole number'),
-    ({'format': True}, 'model.json: format must be a whole number'),
     ({'param_dtype': 'int8'}, "model.json: param_dtype must be 'float32' or 'bfloat16'"),
-    ({'param_dtype': ['float32']}, 'model.json: param_dtype must be'),
     ({'sha256': [1]}, 'model.json: sha256 must be'),
     ({'sha256': {'params/a\nb': '0' * 64}}, 'model.json: sha256 must be'),
     ({'config': [1]}, 'model.json: config must be an object'),
@@ -227,8 +198,7 @@ def test_damaged_description(copy, content):
 )
 def test_wrong_description(copy, changes, message):
   _edit_description(copy, **changes)
-  with pytest.raises(ValueError, match=message):
-    load_model(copy)
+  hostile.refusal(lambda: load_model(copy), copy, message)
 
 
 @pytest.mark.parametrize('name', ['vocab_size', 'embed_dim', 'num_layers', 'num_heads', 'mlp_dim', 'max_length'])
@@ -255,7 +225,6 @@ def test_sizes_in_a_description_are_numbers_within_reason(copy, name):
   ],
 )
 def test_sizes_are_those_of_the_parameters(copy, changes, message):
-  """Nothing is made of them before."""
   config = json.loads((copy / 'model.json').read_text())['config']
   _edit_description(copy, config={**config, **changes})
   assert message in hostile.refusal(lambda: load_model(copy), copy)
@@ -290,18 +259,16 @@ def test_what_is_not_of_the_model(copy, kind, tmp_path):
   else:
     (copy / 'params').rename(tmp_path / 'elsewhere')
     (copy / 'params').symlink_to(tmp_path / 'elsewhere')
-  message = hostile.refusal(lambda: load_model(copy), copy)
-  assert kind != 'large' or 'the most that it may have' in message
+  hostile.refusal(lambda: load_model(copy), copy, 'the most that it may have' if kind == 'large' else '.')
 
 
 def test_the_shapes_of_parameters(model):
   config = transformer.config_of(model)
-  found = jax.eval_shape(lambda key: transformer.init_params(key, config), jax.random.key(0))
-  assert transformer.param_shapes(config) == found
+  shapes = jax.eval_shape(lambda key: transformer.init_params(key, config), jax.random.key(0))
+  assert transformer.param_shapes(config) == shapes
 
 
 def test_tokenizer_of_another_model(copy, tokenizer):
-  """Of the right size and undamaged, but not the one the model was trained with."""
   other = Tokenizer.train([inspect.getsource(inspect)], 400)
   assert other.fingerprint != tokenizer.fingerprint
   other.save(copy / 'tokenizer.json')
@@ -321,15 +288,13 @@ def test_what_is_there_is_not_overwritten(copy, model, tokenizer):
   jax.tree.map(np.testing.assert_array_equal, loaded.params, _rounded(doubled).params)
 
 
-def test_a_failed_save_leaves_nothing(model, tokenizer, tmp_path):
+def test_failed_saves_change_nothing(model, tokenizer, tmp_path):
   with pytest.raises(ValueError, match='the tokenizer has 300 tokens, the model 400'):
     save_model(tmp_path / 'model', model, Tokenizer.train([inspect.getsource(argparse)], 300))
   with pytest.raises(ValueError, match='transformer_model'):
     save_model(tmp_path / 'model', table.table_model(jnp.zeros((400, 400))), tokenizer)
   assert not list(tmp_path.iterdir())
-
-
-def test_leavings_of_a_killed_save_do_not_matter(model, tokenizer, tmp_path):
+  # What a save that was killed left behind does not matter either.
   leavings = tmp_path / '.model.0123456789abcdef.unfinished' / 'params'
   leavings.mkdir(parents=True)
   (leavings / 'piece').write_text('half')
@@ -362,61 +327,49 @@ def test_every_text_comes_back(tokenizer, text):
   assert tokenizer.encode_batch([text, 'other'])[0] == ids
 
 
-def test_special_names_in_a_text_are_text(tokenizer):
+def test_special_names_are_text_and_unseen_characters_bytes(tokenizer):
   ids = tokenizer.encode('<bos>x<eos><pad>')
   assert not {tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id} & set(ids)
   ids = tokenizer.encode('x', add_bos=True)
   assert ids[0] == tokenizer.bos_id == 1
   assert tokenizer.decode([*ids, tokenizer.eos_id, tokenizer.pad_id]) == 'x'
-
-
-def test_unseen_characters_are_bytes(tokenizer):
   ids = tokenizer.encode('語')
   assert ids == [3 + byte for byte in '語'.encode()]
   assert tokenizer.decode(ids[:2]) == '\ufffd' * len(tokenizer.decode(ids[:2]))  # incomplete: replaced, not lost
-
-
-def test_it_compresses(tokenizer):
-  text = inspect.getsource(argparse)[:5000]
-  assert len(tokenizer.encode(text)) < 0.7 * len(text)
 
 
 def test_tokenizer_round_trip(tokenizer, tmp_path):
   tokenizer.save(tmp_path / 'tokenizer.json')
   loaded = Tokenizer.load(tmp_path / 'tokenizer.json')
   assert (loaded.fingerprint, loaded.vocab_size) == (tokenizer.fingerprint, 400)
-  for text in _texts():
-    assert loaded.encode(text) == tokenizer.encode(text)
-    assert loaded.decode(loaded.encode(text)) == text
+  assert all(loaded.encode(text) == tokenizer.encode(text) for text in _texts())
 
 
 def test_fingerprint_names_the_vocabulary(tokenizer):
   source = inspect.getsource(argparse)
+  assert len(tokenizer.encode(source[:5000])) < 3500
   assert Tokenizer.train([source], 400).fingerprint == tokenizer.fingerprint  # training is deterministic
   assert Tokenizer.train([source], 401).fingerprint != tokenizer.fingerprint
   assert Tokenizer.train([source[: len(source) // 2]], 400).fingerprint != tokenizer.fingerprint
 
 
-@pytest.mark.parametrize('vocab_size', [0, 100, SMALLEST])
-def test_too_small_a_vocabulary_is_refused(vocab_size):
-  with pytest.raises(ValueError, match=f'vocab_size must be above {SMALLEST}'):
-    Tokenizer.train(['text'], vocab_size)
+@pytest.mark.parametrize(
+  ('vocab_size', 'message'),
+  [
+    *((size, f'vocab_size must be above {SMALLEST}') for size in (0, SMALLEST)),
+    (1000, 'the text yields only'),
+    (10**9, 'vocab_size must be at most 1048576'),
+  ],
+)
+def test_vocabularies_that_cannot_be_trained(vocab_size, message):
+  with pytest.raises(ValueError, match=message):
+    Tokenizer.train(['few words'], vocab_size)
 
 
-def test_too_little_text_is_refused():
-  with pytest.raises(ValueError, match='the text yields only'):
-    Tokenizer.train(['few words'], 1000)
-
-
-def test_no_tokenizer_there(tmp_path):
-  with pytest.raises(ValueError, match='no tokenizer at'):
-    Tokenizer.load(tmp_path / 'tokenizer.json')
-  (tmp_path / 'tokenizer.json').write_text('{"version": "1.0"')
-  with pytest.raises(ValueError, match='tokenizer.json is damaged'):
-    Tokenizer.load(tmp_path / 'tokenizer.json')
-
-
-def test_a_foreign_tokenizer_is_refused(tmp_path):
-  tokenizers.Tokenizer(tokenizers.models.BPE({'a': 0}, [])).save(str(tmp_path / 'tokenizer.json'))
-  with pytest.raises(ValueError, match='not a tokenizer of this project'):
-    Tokenizer.load(tmp_path / 'tokenizer.json')
+def test_what_is_no_tokenizer_of_this_project_is_refused(tmp_path):
+  path = tmp_path / 'tokenizer.json'
+  hostile.refusal(lambda: Tokenizer.load(path), path, 'no tokenizer at')
+  path.write_text('{"version": "1.0"')
+  hostile.refusal(lambda: Tokenizer.load(path), path, 'tokenizer.json is damaged')
+  tokenizers.Tokenizer(tokenizers.models.BPE({'a': 0}, [])).save(str(path))
+  hostile.refusal(lambda: Tokenizer.load(path), path, 'not a tokenizer of this project')

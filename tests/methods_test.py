@@ -69,15 +69,16 @@ def _names(attribute):
 
 def test_what_a_method_takes():
   blocks = {'block', 'ratio_block', 'race_block', 'traversal', 'univer', 'race_traversal', 'race_layers', 'hsd'}
-  greedy = {'greedy_block', 'spectr_gbv'}
+  greedy, biased = {'greedy_block', 'spectr_gbv'}, {'decoding_opt', 'decoding_uno'}
   token_level = METHODS.keys() - blocks - greedy
   assert _names('is_token_level') == token_level
   assert _names('takes_given') == token_level | {'race_block', 'race_traversal'}
   assert _names('takes_mixed') == {'race', 'race_block', 'race_traversal'}
   assert _names('takes_grown') == METHODS.keys() - greedy - {'univer', 'hsd'}
   assert _names('tries_every_branch') == {'univer', 'race_traversal', 'race_layers'}
-  biased = {name for name, method in METHODS.items() if method.verifier.is_biased}
-  assert biased == {'decoding_opt', 'decoding_uno'}
+  assert {name for name, method in METHODS.items() if method.verifier.is_biased} == biased
+  assert _names('is_lossless') == METHODS.keys() - biased - {'spectr_gbv', 'hsd'}
+  assert not any(method.is_lossless for method in CONTROLS.values())
 
 
 @pytest.mark.parametrize('name', list(METHODS))
@@ -85,9 +86,38 @@ def test_trees_that_grow(name):
   method, bounds = METHODS[name], TokenTree.slots((1, 1) if METHODS[name].max_drafts == 1 else (2, 3))
   if method.takes_grown:
     assert method.tree_for(bounds) == (TokenTree() if method.max_drafts == 0 else bounds)
-  else:
-    with pytest.raises(ValueError, match=f'^{name} needs one tree for all rows: it does not take trees that grow'):
-      method.tree_for(bounds)
+    return
+  with pytest.raises(ValueError, match=f'^{name} needs one tree for all rows: it does not take trees that grow'):
+    method.tree_for(bounds)
+
+
+class _Silent(Coupling):
+  proposal_rules = (Independent,)
+
+  def __call__(self, draft_probs, target_probs, candidates, is_valid):
+    return Outcome(0 * is_valid, target_probs)
+
+
+class _SilentSelection(Selection):
+  def __call__(self, draft_probs, target_probs, candidates, is_valid):
+    return Pick(0 * is_valid, target_probs, 0 * is_valid)
+
+
+class _Telling(_Silent):
+  explanation = Explanation('Nothing is accepted.', 'q')
+
+
+def test_words_of_a_rule_of_ones_own_are_shown():
+  after, block = (kind(_SilentSelection()) for kind in (MaximalAfter, Block))
+  for verifier in (Walk(_Silent()), Walk(after), block, Walk(_Silent(), is_pooled=False)):
+    assert verifier.explanation == Explanation()
+  assert Walk(_Telling()).explanation == _Telling.explanation
+  alone = Walk(_Telling(), is_pooled=False).explanation
+  assert alone.rule == 'Nothing is accepted. After the first position only the accepted draft goes on.'
+  # Siblings that differ have no copies to pool.
+  assert METHODS['gsd'].verifier.explanation == Recursive(with_replacement=False).explanation
+  assert Walk(MaximalAfter(SingleDraft())).explanation == Maximal().explanation
+  assert Block(Race()).explanation.residual == '[Pq − p̃]₊'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,41 +155,6 @@ def test_verifiers_are_built_on_couplings_and_selections():
       build(lambda *_: None)
 
 
-def test_words_of_a_rule_of_ones_own_are_shown():
-  @dataclasses.dataclass(frozen=True)
-  class Silent(Coupling):
-    proposal_rules = (Independent,)
-
-    def __call__(self, draft_probs, target_probs, candidates, is_valid):
-      return Outcome(0 * is_valid, target_probs)
-
-  @dataclasses.dataclass(frozen=True)
-  class SilentSelection(Selection):
-    def __call__(self, draft_probs, target_probs, candidates, is_valid):
-      return Pick(0 * is_valid, target_probs, 0 * is_valid)
-
-  @dataclasses.dataclass(frozen=True)
-  class Telling(Silent):
-    explanation = Explanation('Nothing is accepted.', 'q')
-
-  after, block = (kind(SilentSelection()) for kind in (MaximalAfter, Block))
-  for verifier in (Walk(Silent()), Walk(after), block, Walk(Silent(), is_pooled=False)):
-    assert verifier.explanation == Explanation()
-  assert Walk(Telling()).explanation == Telling.explanation
-  alone = Walk(Telling(), is_pooled=False).explanation
-  assert alone.rule == 'Nothing is accepted. After the first position only the accepted draft goes on.'
-  # Siblings that differ have no copies to pool.
-  assert METHODS['gsd'].verifier.explanation == Recursive(with_replacement=False).explanation
-  assert Walk(MaximalAfter(SingleDraft())).explanation == Maximal().explanation
-  assert Block(Race()).explanation.residual == '[Pq − p̃]₊'
-
-
-def test_what_is_not_lossless_is_marked():
-  biased = {name for name, method in METHODS.items() if not method.is_lossless}
-  assert biased == {'spectr_gbv', 'hsd', 'decoding_opt', 'decoding_uno'}
-  assert not any(method.is_lossless for method in CONTROLS.values())
-
-
 @pytest.mark.parametrize(
   ('verifier', 'rule', 'allowed'),
   [
@@ -194,22 +189,18 @@ def test_trees_that_a_theory_does_not_cover_are_refused(name):
     for tree in (None, TokenTree(), CHAIN, CHAINS):
       assert method.tree_for(tree) == TokenTree()
     return
-  for tree in (None, TokenTree()):
-    with pytest.raises(ValueError, match=f'{name} needs guesses: give it a tree, such as'):
+  refused = dict.fromkeys((None, TokenTree()), f'{name} needs guesses: give it a tree, such as')
+  if name in ('speculative', 'block', 'greedy_block', 'hsd', 'decoding_opt', 'decoding_uno'):
+    message = f'{name} verifies a single draft: the tree must be a chain'
+    refused |= dict.fromkeys((CHAINS, PREFIX, UNEQUAL, TokenTree.chains(2, 1)), message)
+  elif name == 'spectr_gbv':
+    message = f'{name} is defined for drafts of equal length .* the tree must be chains'
+    refused |= dict.fromkeys((PREFIX, UNEQUAL), message)
+  for tree, message in refused.items():
+    with pytest.raises(ValueError, match=message):
       method.tree_for(tree)
-  assert method.tree_for(CHAIN) is CHAIN
-  if name in ('speculative', 'block', 'greedy_block', 'decoding_opt', 'decoding_uno'):
-    for tree in (CHAINS, PREFIX, UNEQUAL, TokenTree.chains(2, 1)):
-      with pytest.raises(ValueError, match=f'{name} verifies a single draft: the tree must be a chain'):
-        method.tree_for(tree)
-    return
-  assert method.tree_for(CHAINS) is CHAINS
-  for tree in (PREFIX, UNEQUAL):
-    if name == 'spectr_gbv':
-      with pytest.raises(ValueError, match=f'{name} is defined for drafts of equal length .* the tree must be chains'):
-        method.tree_for(tree)
-    else:
-      assert method.tree_for(tree) is tree
+  for tree in {CHAIN, CHAINS, PREFIX, UNEQUAL} - refused.keys():
+    assert method.tree_for(tree) is tree
 
 
 @pytest.mark.parametrize('name', list(METHODS))
@@ -260,11 +251,10 @@ def test_epsilon():
 
 
 def test_gumbel():
-  method = with_gumbel(METHODS['autoregressive'])
+  method, ersd = with_gumbel(METHODS['autoregressive']), METHODS['ersd']
   assert method.is_seed_exact
   assert method.is_lossless
-  assert method.verifier == METHODS['ersd'].verifier
-  assert method.proposal_rule == METHODS['ersd'].proposal_rule
+  assert (method.verifier, method.proposal_rule) == (ersd.verifier, ersd.proposal_rule)
   assert method.tree_for(CHAINS) == TokenTree()
   for name in METHODS.keys() - {'autoregressive'}:
     with pytest.raises(ValueError, match=f'{name} drafts; Gumbel-max sampling with shared keys is autoregressive'):
@@ -272,7 +262,6 @@ def test_gumbel():
 
 
 def test_a_control_differs_from_a_method_in_what_is_broken_alone():
-  """Else it would show that something else is caught."""
   for name, keyed in (('block', 'block_keyed_by_position'), ('race_block', 'race_block_keyed_by_position')):
     control = CONTROLS[keyed]
     same = {field: getattr(METHODS[name], field) for field in ('name', 'source', 'is_lossless')}

@@ -92,10 +92,7 @@ def test_prefill_does_not_read_padding(target, padding):
 
 
 def test_random_commits_and_rollbacks(target, uncached_logits):
-  """After any sequence of rounds the cache stands for the committed text, and a commit touches nothing before it.
-
-  Prompts are ragged. Logits of a tree are those of its paths as texts: positions follow depths, and masks ancestors.
-  """
+  """After any sequence of rounds the cache stands for the committed text, and a commit touches nothing before it."""
   rng = np.random.default_rng(2)
   prompts, lengths = rng.integers(0, 17, (3, 8)), np.array([4, 2, 0])
   cache = _prefill(target, prompts, lengths)
@@ -299,25 +296,19 @@ def test_memory_of_a_prefill_is_linear_in_the_prompt(target):
   assert temporaries(8192) < 2.2 * temporaries(4096)
 
 
-@pytest.mark.parametrize('layers_heads', [(1, 1), (3, 4)])
-def test_num_params_is_exact(layers_heads):
-  num_layers, num_heads = layers_heads
-  config = TransformerConfig(
-    vocab_size=19, embed_dim=24, num_layers=num_layers, num_heads=num_heads, mlp_dim=40, max_length=8
-  )
+@pytest.mark.parametrize(('num_layers', 'num_heads'), [(1, 1), (3, 4)])
+def test_num_params_is_exact(num_layers, num_heads):
+  config = TransformerConfig(19, 24, num_layers, num_heads, mlp_dim=40, max_length=8)
   params = jax.eval_shape(lambda key: transformer.init_params(key, config), jax.random.key(0))
   assert config.num_params == sum(x.size for x in jax.tree.leaves(params))
 
 
 def test_wrong_params_are_refused(target):
   config = transformer.config_of(target)
-  with pytest.raises(ValueError, match='do not fit the configuration'):
-    transformer.transformer_model(target.params, dataclasses.replace(config, vocab_size=18))
-  with pytest.raises(ValueError, match='do not fit the configuration'):
-    transformer.transformer_model(target.params, dataclasses.replace(config, num_layers=3))
   without = {k: v for k, v in target.params.items() if k != 'final_norm'}
-  with pytest.raises(ValueError, match='do not fit the configuration'):
-    transformer.transformer_model(without, config)
+  for params, change in ((target.params, {'vocab_size': 18}), (target.params, {'num_layers': 3}), (without, {})):
+    with pytest.raises(ValueError, match='do not fit the configuration'):
+      transformer.transformer_model(params, dataclasses.replace(config, **change))
 
 
 @pytest.mark.parametrize(
@@ -344,27 +335,22 @@ def test_table_model():
   output = model.apply(jnp.array([[3, 1], [0, 4]]), jnp.zeros((2, 2), jnp.int32), jnp.eye(2, dtype=bool), cache)
   np.testing.assert_array_equal(output.logits, log_probs[jnp.array([[3, 1], [0, 4]])])
   np.testing.assert_array_equal(model.commit_fn(output.cache, None, jnp.array([2, 0])), [5, 1])
-  for wrong, message in (
-    (jnp.zeros((3, 4)), r'\[V, V\]'),
-    (jnp.zeros((0, 3, 3)), r'\[T, V, V\]'),
-    (jnp.zeros((2, 3, 4)), r'\[T, V, V\]'),
-    (jnp.zeros(3), r'\[V, V\]'),
-    (jnp.zeros((3, 3), jnp.bfloat16), 'float32 or float64'),
-    (jnp.zeros((3, 3), jnp.int32), 'float32 or float64'),
-  ):
-    with pytest.raises(ValueError, match=message):
-      table.table_model(wrong)
-
-
-def test_table_model_of_positions():
+  # One table per position; the last one holds for all that follow.
   log_probs = jax.random.normal(jax.random.key(0), (3, 5, 5))
   model = table.table_model(log_probs)
-  assert model.vocab_size == 5
-  output = model.apply(
-    jnp.array([[3, 1, 2]]), jnp.array([[0, 2, 7]]), jnp.eye(3, dtype=bool), model.init_cache_fn(1, 9)
-  )
-  # The last table holds for all that follow.
-  np.testing.assert_array_equal(output.logits[0], [log_probs[0, 3], log_probs[2, 1], log_probs[2, 2]])
+  call = jnp.array([[3, 1, 2]]), jnp.array([[0, 2, 7]]), jnp.eye(3, dtype=bool), model.init_cache_fn(1, 9)
+  expected = [log_probs[0, 3], log_probs[2, 1], log_probs[2, 2]]
+  np.testing.assert_array_equal(model.apply(*call).logits[0], expected)
+  for shape, dtype, message in (
+    ((3, 4), 'float32', r'\[V, V\]'),
+    ((0, 3, 3), 'float32', r'\[T, V, V\]'),
+    ((2, 3, 4), 'float32', r'\[T, V, V\]'),
+    ((3,), 'float32', r'\[V, V\]'),
+    ((3, 3), 'bfloat16', 'float32 or float64'),
+    ((3, 3), 'int32', 'float32 or float64'),
+  ):
+    with pytest.raises(ValueError, match=message):
+      table.table_model(jnp.zeros(shape, dtype))
 
 
 # Pairs whose vocabularies are padded to different sizes: one size, and still the target's distribution.
@@ -418,9 +404,6 @@ def test_all_functions_have_the_new_size(target, added):
     assert (np.asarray(jax.nn.softmax(found))[..., kept:] == 0).all()
   np.testing.assert_allclose(features, plain[1], atol=1e-5)
   np.testing.assert_array_equal(embedded, plain[3])
-
-
-def test_the_same_size_is_the_same_model(target):
-  assert target.with_vocab_size(target.vocab_size) is target
+  assert target.with_vocab_size(size) is target
   with pytest.raises(ValueError, match='vocab_size must be a positive int, got 0'):
     target.with_vocab_size(0)

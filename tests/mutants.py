@@ -102,7 +102,8 @@ _MUTANTS = (
 
   ('command_flag', 'decode/experiment/workload.py', 'if options.skip_long else every', 'if not every else every',
    'decode/run_test.py decode/prompts_test.py'),
-  ('command_exit', 'common/command_line.py', 'sys.exit(code)', 'sys.exit(0)', 'printable_test.py decode/prove_test.py'),
+  ('command_exit', 'common/command_line.py', 'sys.exit(code)', 'sys.exit(0)',
+   'command_line_test.py decode/prove_test.py'),
   ('command_output', 'common/output_files.py', 'if is_same_file(path, place)', 'if path is place',
    'decode/output_files_test.py'),
 
@@ -119,11 +120,7 @@ _MUTANTS = (
 
 
 def _mutated(name: str, folder: pathlib.Path) -> tuple[pathlib.Path, str, list[str]]:
-  """The file of a mutant in a copy, its text with the fault, and the tests.
-
-  Raises:
-    ValueError: The text that is replaced does not occur exactly once.
-  """
+  """The file of a mutant in a copy, its text with the fault, and the tests; a `ValueError` if the text is not there."""
   file, old, new, tests = next(mutant[1:] for mutant in _MUTANTS if mutant[0] == name)
   text = (folder / file).read_text()
   if text.count(old) != 1:
@@ -140,17 +137,16 @@ def _run(name: str, folder: pathlib.Path) -> str:
   try:
     # The copy comes before the package that is installed, also in processes that tests start.
     command = [sys.executable, '-m', 'pytest', *tests, '-x', '-q', '-p', 'no:cacheprovider', '-n', '0', '--tb=line']
-    found = subprocess.run(
-      command, cwd=folder, env=os.environ | {'PYTHONPATH': str(folder)}, capture_output=True, text=True, check=False
-    )
+    env = os.environ | {'PYTHONPATH': str(folder)}
+    ran = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
   finally:
     file.write_text(before)
-  failed = re.search(r'^(?:FAILED|ERROR) tests/(\S+)', found.stdout, re.MULTILINE)
+  failed = re.search(r'^(?:FAILED|ERROR) tests/(\S+)', ran.stdout, re.MULTILINE)
   seconds = time.monotonic() - start
-  if found.returncode == 0:
+  if ran.returncode == 0:
     return f'survives  ({seconds:.0f} s)'
-  if found.returncode != 1 or failed is None:
-    return f'no result: {(found.stdout + found.stderr).strip()[-300:]}'
+  if ran.returncode != 1 or failed is None:
+    return f'no result: {(ran.stdout + ran.stderr).strip()[-300:]}'
   return f'killed by {failed[1]}  ({seconds:.0f} s)'
 
 

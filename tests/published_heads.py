@@ -123,32 +123,22 @@ def _one_pass_speculators(kind, **fields):
   }  # fmt: skip
 
 
+def _dflash(architecture, last_type, options=(), **fields):
+  nested = {'target_layer_ids': [0, 3], 'mask_token_id': MASK} | dict(options)
+  windows = {'layer_types': ['sliding_attention', last_type], 'sliding_window': 3}
+  return _ONE_PASS_SIZES | windows | fields | {'architectures': [architecture], 'dflash_config': nested}
+
+
 _SELECTOR = {'conv_kernel_size': 2, 'conv_group_size': GROUP, 'selector_rank': RANK, 'selector_top_k': CANDIDATES}
+_MEDUSA = ('0.linear.weight', (D, D)), ('0.linear.bias', (D,)), ('1.weight', (V, D))
 # Name -> config.json, shapes by name.
 HEADS_BY_NAME = {
   'eagle': (_SIZES | {'bias': True}, _block('layers.0.') | {'fc.weight': (D, 2 * D), 'fc.bias': (D,)}),
   'eagle3': (_SIZES | {'draft_vocab_size': VD}, _eagle3('midlayer.')),
   'speculators': (_SPECULATORS | {'fc_norm': True, 'norm_output': True}, _speculators(is_joint=False)),
   'speculators joint': (_SPECULATORS | {'norm_before_fc': True}, _speculators(is_joint=True)),
-  'medusa': (
-    {'medusa_num_heads': 2, 'medusa_num_layers': 1},
-    {
-      f'{i}.{name}': shape
-      for i in range(5)
-      for name, shape in (('0.linear.weight', (D, D)), ('0.linear.bias', (D,)), ('1.weight', (V, D)))
-    },
-  ),
-  'dflash': (
-    _ONE_PASS_SIZES
-    | {
-      'architectures': ['DFlashDraftModel'],
-      'num_target_layers': LAYERS,
-      'layer_types': ['sliding_attention', 'full_attention'],
-      'sliding_window': 3,
-      'dflash_config': {'target_layer_ids': [0, 3], 'mask_token_id': MASK},
-    },
-    _one_pass(is_own=False),
-  ),
+  'medusa': ({'medusa_num_heads': 2, 'medusa_num_layers': 1}, {f'{i}.{x}': y for i in range(5) for x, y in _MEDUSA}),
+  'dflash': (_dflash('DFlashDraftModel', 'full_attention', num_target_layers=LAYERS), _one_pass(is_own=False)),
   'speculators peagle': (
     _SPECULATORS
     | {
@@ -159,17 +149,7 @@ HEADS_BY_NAME = {
     },
     _peagle(),
   ),
-  'dflash2': (
-    _ONE_PASS_SIZES
-    | {
-      'architectures': ['DFlash2DraftModel'],
-      'is_causal': False,
-      'layer_types': ['sliding_attention'] * 2,
-      'sliding_window': 3,
-      'dflash_config': {'target_layer_ids': [0, 3], 'mask_token_id': MASK} | _SELECTOR,
-    },
-    _dflash2(),
-  ),
+  'dflash2': (_dflash('DFlash2DraftModel', 'sliding_attention', _SELECTOR, is_causal=False), _dflash2()),
   'speculators dflash2': (_one_pass_speculators('dflash2', **_SELECTOR), _dflash2()),
   'dspark': (_dspark('vanilla'), _one_pass('vanilla', D + RANK)),
   'dspark gated': (_dspark('gated'), _one_pass('gated', D + RANK)),
@@ -199,26 +179,17 @@ def arrays_of(name, seed=0):
   _, shapes = HEADS_BY_NAME[name]
   rng = np.random.default_rng(seed)
   scale = 0.6 if name == 'eagle' else 1.5  # without norms large weights make hidden states grow from guess to guess
-  arrays = {
-    key: (rng.normal(size=shape) * (scale * shape[-1] ** -0.5 if len(shape) > 1 else 0.3) + (len(shape) == 1)).astype(
-      np.float32
-    )
-    for key, shape in shapes.items()
-  }
+  arrays = {}
+  for key, shape in shapes.items():
+    mean, std = (0, scale * shape[-1] ** -0.5) if len(shape) > 1 else (1 if shape else 0, 0.3)
+    arrays[key] = (mean + std * rng.normal(size=shape)).astype(np.float32)
   if shapes.get('lm_head.weight') == (VD, D):
     arrays |= {'d2t': IDS - np.arange(VD), 't2d': np.isin(np.arange(V), IDS)}
   return arrays
 
 
 def write_head(folder, name, changes=(), spec=None):
-  """Writes a head to a folder.
-
-  Args:
-    folder: The folder.
-    name: A key of `HEADS_BY_NAME`.
-    changes: Tensors in place of its own; None to leave one out.
-    spec: Entries of `config.json` in place of its own; None to leave one out.
-  """
+  """Writes a head, with changes of its tensors and of `config.json`; None leaves one out."""
   folder.mkdir(exist_ok=True)
   arrays = {key: array for key, array in (arrays_of(name) | dict(changes)).items() if array is not None}
   content = {key: value for key, value in (HEADS_BY_NAME[name][0] | (spec or {})).items() if value is not None}

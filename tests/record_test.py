@@ -21,23 +21,23 @@ _CHAIN = TokenTree.chains(1, 3)
 _TREES = {'spectr_gbv': TokenTree.chains(3, 3)}
 
 
-def _laws_of_tables():
-  """Laws `[V, V]` after each token, of a draft and a target, with zeros and with a context in which they agree."""
+def _probs_of_tables():
+  """Distributions `[2, V, V]` after each token, of a draft and a target, with zeros and a context where they agree."""
   rng = np.random.default_rng(5)
-  laws = rng.dirichlet(np.full(V, 0.7), (2, V))
-  laws[rng.random(laws.shape) < 0.15] = 0
-  laws[1, 2] = laws[0, 2]
-  return (laws / laws.sum(-1, keepdims=True)).astype(np.float32)
+  probs = rng.dirichlet(np.full(V, 0.7), (2, V))
+  probs[rng.random(probs.shape) < 0.15] = 0
+  probs[1, 2] = probs[0, 2]
+  return (probs / probs.sum(-1, keepdims=True)).astype(np.float32)
 
 
 def _tables():
-  """A target and a draft with these laws."""
+  """A target and a draft with these distributions."""
   with np.errstate(divide='ignore'):
-    return [table.table_model(jnp.asarray(np.log(each))) for each in _laws_of_tables()[::-1]]
+    return [table.table_model(jnp.asarray(np.log(each))) for each in _probs_of_tables()[::-1]]
 
 
-def _draft(keys, method, tree, laws):
-  """Guesses of all rows by the method's rule, `[ROWS, N]`, when the token after x has the law `laws[x]`."""
+def _draft(keys, method, tree, probs):
+  """Guesses of all rows by the method's rule, `[ROWS, N]`, when `probs[x]` is the distribution after x."""
   tokens = np.zeros((ROWS, tree.num_nodes + 1), np.int32)
   tokens[:, 0] = np.arange(ROWS) % V
   if not method.is_seed_exact:  # else the verifier meets the noise of drafting again
@@ -45,7 +45,7 @@ def _draft(keys, method, tree, laws):
   for parent in tree.parent_nodes:
     first, count = int(tree.first_child[parent]), int(tree.num_children[parent])
     draw = functools.partial(method.proposal_rule, first_child=first, num_children=count)
-    tokens[:, first : first + count] = jax.vmap(draw)(keys[:, tree.depths[parent]], laws[tokens[:, parent]])
+    tokens[:, first : first + count] = jax.vmap(draw)(keys[:, tree.depths[parent]], probs[tokens[:, parent]])
   return tokens
 
 
@@ -54,11 +54,11 @@ def _played(name):
   """Drafts of many rows, the verifier's verdicts on them and its explanations, in numpy."""
   method = METHODS[name]
   tree = _CHAIN if method.max_drafts == 1 else _TREES.get(name, _WIDE)
-  draft_laws, target_laws = _laws_of_tables()
+  draft_table, target_table = _probs_of_tables()
   keys = jax.random.split(jax.random.key(3, impl='threefry2x32'), (ROWS, tree.max_depth + 1))
-  tokens = _draft(keys, method, tree, draft_laws)
-  proposal = Proposal(tokens[:, 1:], draft_laws[tokens[:, tree.parent_nodes]])
-  target_probs = target_laws[tokens]
+  tokens = _draft(keys, method, tree, draft_table)
+  proposal = Proposal(tokens[:, 1:], draft_table[tokens[:, tree.parent_nodes]])
+  target_probs = target_table[tokens]
 
   @jax.jit
   @jax.vmap
@@ -136,7 +136,7 @@ def test_uniforms_and_shares_lead_to_the_verdict(name):
   assert num_chosen > 30
 
 
-def _laws(tree, proposal, target_probs, node):
+def _probs(tree, proposal, target_probs, node):
   return proposal.probs[tree.law_index[node]].astype(np.float64), target_probs[node].astype(np.float64)
 
 
@@ -174,9 +174,9 @@ def _specinfer(p, q, tokens, is_valid, numbers):
 
 
 def _race(p, q, tokens, is_valid, numbers):
-  picked, law = numbers['pick_prob'], np.maximum(numbers['picked_prob'], 1e-30)
+  picked, picked_probs = numbers['pick_prob'], np.maximum(numbers['picked_prob'], 1e-30)
   np.testing.assert_allclose(picked.sum(), 1, atol=1e-5)
-  return picked * np.where(is_valid, np.minimum(1, q[tokens] / law), 0)
+  return picked * np.where(is_valid, np.minimum(1, q[tokens] / picked_probs), 0)
 
 
 @pytest.mark.parametrize('formula', [_spectr, *map(slow, (_speculative, _specinfer, _race))])
@@ -185,7 +185,7 @@ def test_shares_of_candidates_by_another_route(formula):
   for proposal, target_probs, _, record in rows:
     made = record.decisions['accept']
     for _, place in _decisions(record):
-      p, q = _laws(tree, proposal, target_probs, made.node[place])
+      p, q = _probs(tree, proposal, target_probs, made.node[place])
       is_valid = made.is_valid[place]
       tokens = np.where(is_valid, proposal.tokens[made.nodes[place] - 1], 0)
       numbers = {name: values[place] for name, values in made.numbers.items()}
@@ -196,7 +196,7 @@ def test_shares_of_candidates_by_another_route(formula):
 
 @pytest.mark.parametrize('name', ['block', slow('race_block')])
 def test_blocks_by_another_route(name):
-  """P and h of the picked path, from the laws of the picked tokens."""
+  """P and h of the picked path, from the distributions of the picked tokens."""
   tree, rows = _played(name)
   select = jax.jit(Race())
   for proposal, target_probs, _, record in rows[: ROWS if name == 'block' else 64]:
@@ -206,37 +206,36 @@ def test_blocks_by_another_route(name):
         assert keeps.is_made[depth]
         np.testing.assert_allclose(np.exp(keeps.numbers['log_kept'][depth]), kept, rtol=1e-4, atol=1e-7)
       q = target_probs[picks.node[depth]].astype(np.float64)
-      law = np.zeros(V)
+      probs = np.zeros(V)
       if picks.is_made[depth]:
         is_valid = picks.is_valid[depth]
         tokens = np.where(is_valid, proposal.tokens[picks.nodes[depth] - 1], 0)
         p = proposal.probs[tree.law_index[picks.node[depth]]]
-        law = np.asarray(select(p, target_probs[picks.node[depth]], tokens, is_valid).probs if name != 'block' else p)
-      mass = np.maximum(kept * q - law, 0).sum()
+        probs = np.asarray(select(p, target_probs[picks.node[depth]], tokens, is_valid).probs if name != 'block' else p)
+      mass = np.maximum(kept * q - probs, 0).sum()
       if depth and mass + 1 - kept > 1e-4:
         np.testing.assert_allclose(keeps.shares[depth, 0], mass / (mass + 1 - kept), rtol=2e-3, atol=1e-4)
       if picks.is_made[depth]:
         slot = np.flatnonzero(picks.nodes[depth] == picks.chosen[depth])[0]
-        kept = min(1.0, kept * q[tokens[slot]] / law[tokens[slot]])
+        kept = min(1.0, kept * q[tokens[slot]] / probs[tokens[slot]])
       else:
         break
     assert depth == tree.max_depth
 
 
 def test_traversal_by_another_route():
-  """Laws kept as laws and changed node by node, recursively."""
   tree, rows = _played('traversal')
 
   def children(node):
     return [child for child in range(1, tree.num_nodes + 1) if tree.parent_of[child] == node]
 
-  def visit(node, value, tokens, laws, seen):
+  def visit(node, value, tokens, probs_of, seen):
     """Appends (node, P) of what is visited below `node`, and itself, as if all were rejected."""
-    p, q = laws(node)
+    p, q = probs_of(node)
     for child in children(node):
       token = tokens[child - 1]
       below = min(1.0, value * q[token] / p[token])
-      visit(child, below, tokens, laws, seen)
+      visit(child, below, tokens, probs_of, seen)
       left = np.maximum(value * q - p, 0)
       mass = left.sum()
       total = mass + 1 - value
@@ -246,7 +245,7 @@ def test_traversal_by_another_route():
   compared = 0
   for proposal, target_probs, _, record in rows:
     seen = []
-    visit(0, 1.0, proposal.tokens, functools.partial(_laws, tree, proposal, target_probs), seen)
+    visit(0, 1.0, proposal.tokens, functools.partial(_probs, tree, proposal, target_probs), seen)
     made = record.decisions['keep']
     for (node, value), place in zip(seen, np.flatnonzero(made.is_made)):
       assert made.node[place] == node
@@ -262,7 +261,7 @@ def test_race_traversal_by_another_route():
   select = jax.jit(Race())
   padding = np.zeros(tree.num_nodes, np.int32)
 
-  def visit(nodes, credit, arithmetic, tokens, laws, seen):
+  def visit(nodes, credit, arithmetic, tokens, probs_of, seen):
     """Appends (nodes, P, arithmetic, h) of what is visited below a context, and of itself, as if all were rejected.
 
     The arithmetic is s, P above, q/p̃, m and what the siblings before took.
@@ -271,7 +270,7 @@ def test_race_traversal_by_another_route():
     if not candidates:
       seen.append((nodes, credit, arithmetic, credit))
       return
-    p, q = laws(nodes[0])
+    p, q = probs_of(nodes[0])
     drawn = padding.copy()
     drawn[: len(candidates)] = tokens[np.array(candidates) - 1]
     pick = select(p.astype(np.float32), q.astype(np.float32), drawn, np.arange(len(drawn)) < len(candidates))
@@ -285,7 +284,7 @@ def test_race_traversal_by_another_route():
       share, ratio = share_of[token], q[token] / picked[token] if picked[token] else 0.0
       mass = share * min(1.0, credit * ratio)
       below = mass / (1 - spent) if mass else 0.0
-      visit(groups[token], below, (share, credit, ratio, mass, spent), tokens, laws, seen)
+      visit(groups[token], below, (share, credit, ratio, mass, spent), tokens, probs_of, seen)
       spent += mass
     excess = np.maximum(credit * q - picked, 0).sum()
     total = excess + 1 - credit
@@ -294,7 +293,7 @@ def test_race_traversal_by_another_route():
   compared = num_visits = 0
   for proposal, target_probs, _, record in rows[:64]:
     seen, made = [], record.decisions['keep']
-    visit([0], 1.0, None, proposal.tokens, functools.partial(_laws, tree, proposal, target_probs), seen)
+    visit([0], 1.0, None, proposal.tokens, functools.partial(_probs, tree, proposal, target_probs), seen)
     places = np.flatnonzero(made.is_made)
     assert (places == np.arange(len(places))).all()
     assert len(places) == len(seen) - 1 or made.chosen[places[-1]] >= 0
@@ -317,9 +316,6 @@ def test_race_traversal_by_another_route():
   assert num_visits > 100
 
 
-_ROLES = 'draft', 'target'
-
-
 def test_arrival_times_of_a_race():
   _, rows = _played('ersd')
   for _, _, _, record in rows:
@@ -328,8 +324,9 @@ def test_arrival_times_of_a_race():
       is_valid, numbers = made.is_valid[place], {name: values[place] for name, values in made.numbers.items()}
       assert (np.diff(numbers['draft_time'][is_valid]) >= 0).all()  # first arrivals in order
       is_possible = is_valid & (numbers['target_prob'] > 0)
-      # One exponential per token, divided by either law.
-      draft, target = (numbers[f'{role}_time'][is_possible] * numbers[f'{role}_prob'][is_possible] for role in _ROLES)
+      # One exponential per token, divided by either probability.
+      possible = {name: x[is_possible] for name, x in numbers.items() if np.shape(x)}
+      draft, target = (possible[f'{role}_time'] * possible[f'{role}_prob'] for role in ('draft', 'target'))
       np.testing.assert_allclose(draft, target, rtol=1e-4)
       assert (numbers['winner_time'] <= numbers['target_time'][is_valid] * (1 + 1e-6)).all()
 

@@ -95,16 +95,15 @@ def test_a_model_from_disk(tiny, monkeypatch, tmp_path):
   parts = 'prompt', 'peer', 'steps', 'trees'
   sizes = dataclasses.replace(tiny, models=models, dtypes=('float32',), parts=parts, prompt_length=80)
   speed.run(sizes, tmp_path / 'out.json')
-  found = json.loads((tmp_path / 'out.json').read_text())['results']
+  results = json.loads((tmp_path / 'out.json').read_text())['results']
   names = 'prompt', 'with prefill, 2 rows', 'steps, 2 rows', 'trees'
-  assert list(found) == [f'{name}, float32' for name in names]
-  assert found['prompt, float32']['peak_gib'] > 2**-10
-  assert list(found['with prefill, 2 rows, float32']['milliseconds']) == ['spectr_jax, step']
-  trees = found['trees, float32']['milliseconds']
+  assert list(results) == [f'{name}, float32' for name in names]
+  assert results['prompt, float32']['peak_gib'] > 2**-10
+  assert list(results['with prefill, 2 rows, float32']['milliseconds']) == ['spectr_jax, step']
+  trees = results['trees, float32']['milliseconds']
   assert {name for name in trees if name.startswith('XLA')} == {f'XLA, tokens: {size}' for size in speed.TREE_SIZES}
-  assert found['trees, float32']['XLA, tokens: 5 / 1'] == (
-    trees['XLA, tokens: 5']['median'] / trees['XLA, tokens: 1']['median']
-  )
+  five, one = (trees[f'XLA, tokens: {size}']['median'] for size in (5, 1))
+  assert results['trees, float32']['XLA, tokens: 5 / 1'] == five / one
 
 
 def test_rounds_that_keep_no_guess(target):
@@ -120,8 +119,8 @@ def test_rounds_that_keep_no_guess(target):
   # Guesses are computed although none is kept: a draft that is not finite is seen.
   failed = run(dataclasses.replace(target, params=jax.tree.map(lambda x: x * jnp.nan, target.params)))
   assert (np.asarray(failed.failures) == FAILED_DRAFT).all()
-  law = UNVERIFIED.verifier.law(tree, None, jnp.full((7, 64), 1 / 64), ())
-  np.testing.assert_array_equal(law, np.broadcast_to(np.where(np.arange(7)[:, None] == 0, 1 / 64, 0), (7, 64)))
+  joint = UNVERIFIED.verifier.law(tree, None, jnp.full((7, 64), 1 / 64), ())
+  np.testing.assert_array_equal(joint, np.broadcast_to(np.where(np.arange(7)[:, None] == 0, 1 / 64, 0), (7, 64)))
 
 
 def test_shapes_from_texts():
@@ -146,15 +145,14 @@ def test_what_fails_does_not_stop_the_rest(tiny, tmp_path, capsys, monkeypatch):
 
 
 def test_the_peer_drafts_a_chain_and_is_named_where_it_is_left_out(tiny, monkeypatch):
-  """Whatever shape comes first."""
   trees = []
   monkeypatch.setitem(sys.modules, 'torch', None)
   monkeypatch.setattr(timing, 'own_call', lambda models, rows, *method: trees.append(method) or (lambda: 1))
   bench = speed.Bench(dataclasses.replace(tiny, shapes=((2, 3), (4, 4)), peer_device='cuda'), 'bfloat16')
-  found = bench.measure_peer(1)
-  assert set(found['milliseconds']) == {'spectr_jax, step', 'spectr_jax, round'}
+  measured = bench.measure_peer(1)
+  assert set(measured['milliseconds']) == {'spectr_jax, step', 'spectr_jax, round'}
   assert trees == [('autoregressive', None), ('speculative', TokenTree.chains(1, 3))]
-  assert 'transformers are left out: import of torch halted' in speed.describe('peer', found)
+  assert 'transformers are left out: import of torch halted' in speed.describe('peer', measured)
 
 
 def test_ratios_are_those_of_medians(tiny, monkeypatch):

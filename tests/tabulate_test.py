@@ -26,15 +26,12 @@ def generations(tmp_path):
   return path
 
 
-def test_seeds_of_a_prompt_are_added(generations):
-  found = tabulate.read([str(generations)])
-  counts = found[tabulate.Setting(1.0, 'race', True, '2 x 4')]
+def test_seeds_are_added_and_tables_compare_with_the_baseline(generations):
+  by_setting = tabulate.read([str(generations)])
+  counts = by_setting[tabulate.Setting(1.0, 'race', True, '2 x 4')]
   assert [x.tolist() for x in counts.arrays()] == [[24, 28, 32], [6, 6, 6]]
   assert counts.seeds == [0, 1]
-
-
-def test_tables_compare_with_the_baseline(generations):
-  text = '\n'.join(tabulate.tables(tabulate.read([str(generations)]), 'spectr'))
+  text = '\n'.join(tabulate.tables(by_setting, 'spectr'))
   assert '| method | 2 x 4 |' in text
   assert '| `race` | 2 x 4 | 4.67 ± ' in text
   assert ' | 2.000 (2.000 to 2.000) |' in text  # prompts differ, the ratio does not
@@ -53,34 +50,31 @@ def test_each_method_on_its_best_shape(tmp_path):
         lines.append(_line(method, prompt, 0, num_tokens + more + prompt, 3, **sizes))
       lines.append(_line(method, prompt, 0, 24 + prompt, 3, tree='prefix:2,2,1'))
   path.write_text('\n'.join(lines))
-  found = tabulate.read([str(path)])
-  *_, first, second = tabulate.best_shapes(found, 16)
+  by_setting = tabulate.read([str(path)])
+  *_, first, second = tabulate.best_shapes(by_setting, 16)
   assert first.startswith('| `race` | 4 x 4 | 8.67 ± ')  # more than on prefix:2,2,1, and the other less
   assert second.startswith('| `spectr` | prefix:2,2,1 | 8.33 ± ')
   assert ' | 1.040 (1.0' in second
-  *_, first, second = tabulate.best_shapes(found, 64)
+  *_, first, second = tabulate.best_shapes(by_setting, 64)
   assert ['8 x 8' in line for line in (first, second)] == [True, True]
   assert first.endswith(' |  |')
-  assert tabulate.best_shapes(found, 7) == []
+  assert tabulate.best_shapes(by_setting, 7) == []
 
 
-def test_nodes_of_shapes():
+def test_shapes():
   shapes = {'4 x 16': 64, 'prefix:2,2,1': 10, 'optimal:8 = prefix:2,1': 4, 'specinfer': None}
   assert {shape: tabulate.num_nodes(shape) for shape in shapes} == shapes
+  in_order = ['2 x 8', '16 x 1', 'optimal:8', 'optimal:16', 'prefix:2,2']
+  assert sorted(reversed(in_order), key=tabulate._natural) == in_order
 
 
-def test_a_summary_gives_the_same_tables(generations, tmp_path):
-  found = tabulate.read([str(generations)])
+def test_a_summary_gives_the_same_tables_and_nothing_counts_twice(generations, tmp_path):
+  by_setting = tabulate.read([str(generations)])
   path = tmp_path / 'summary.json'
-  path.write_text(tabulate.summarize(found))
-  assert tabulate.tables(tabulate.read([str(path)]), 'spectr') == tabulate.tables(found, 'spectr')
-
-
-def test_nothing_counts_twice(generations, tmp_path):
+  path.write_text(tabulate.summarize(by_setting))
+  assert tabulate.tables(tabulate.read([str(path)]), 'spectr') == tabulate.tables(by_setting, 'spectr')
   with pytest.raises(ValueError, match='prompt 0 with seed 0 twice'):
     tabulate.read([str(generations)] * 2)
-  path = tmp_path / 'summary.json'
-  path.write_text(tabulate.summarize(tabulate.read([str(generations)])))
   with pytest.raises(ValueError, match='in two files'):
     tabulate.read([str(path)] * 2)
 
@@ -94,22 +88,13 @@ def test_versions_of_a_method_are_told_apart(tmp_path):
   assert methods == ['traversal', 'traversal, without_replacement', 'decoding_opt', 'decoding_opt, epsilon 0.5']
 
 
-def test_a_single_prompt_has_no_interval(tmp_path):
+def test_a_single_prompt_has_no_interval_and_other_files_are_refused(tmp_path):
   path = tmp_path / 'text.jsonl'
   path.write_text('\n'.join(_line(method, 0, 0, 6, 3) for method in ('spectr', 'race')))
   assert '| `race` | 2 x 4 | 2.00 |  |' in tabulate.tables(tabulate.read([str(path)]), 'spectr')
-
-
-def test_other_files_are_refused(tmp_path):
-  path = tmp_path / 'other.jsonl'
   path.write_text('{"a": 1}\n')
-  with pytest.raises(ValueError, match='other.jsonl: neither generations'):
+  with pytest.raises(ValueError, match='text.jsonl: neither generations'):
     tabulate.read([str(path)])
-
-
-def test_shapes_are_in_the_order_of_their_numbers():
-  shapes = ['2 x 8', '16 x 1', 'optimal:8', 'optimal:16', 'prefix:2,2']
-  assert sorted(reversed(shapes), key=tabulate._natural) == shapes
 
 
 def test_prompts_are_cut_where_passages_begin():

@@ -32,15 +32,10 @@ def test_globs_are_sorted_and_patterns_keep_their_order(tmp_path):
   )
 
 
-@pytest.mark.parametrize(
-  ('name', 'content'),
-  [
-    ('a.txt', b'\xff\xfe\xfa'),
-    ('a.gz', b'not gzip'),
-    ('a.gz', gzip.compress(b'some text ' * 100, mtime=0)[:-12]),
-    ('a.bz2', b'not bzip2'),
-  ],
-)
+@pytest.mark.parametrize(('name', 'content'), [
+  ('a.txt', b'\xff\xfe\xfa'), ('a.gz', b'not gzip'), ('a.bz2', b'not bzip2'),
+  ('a.gz', gzip.compress(b'some text ' * 100, mtime=0)[:-12]),
+])  # fmt: skip
 def test_what_cannot_be_decoded_is_named(tmp_path, name, content):
   path = tmp_path / name
   path.write_bytes(content)
@@ -111,12 +106,10 @@ def test_ends_of_lines_do_not_matter(tmp_path):
 def test_mutated_text(tmp_path, name):
   path = tmp_path / name
   content = 'the owl\nan old 字 owl\r\n\n\u202e x\n'.encode() * 3
-  packed = {'a.txt': lambda content: content, 'a.gz': gzip.compress, 'a.bz2': bz2.compress}[name]
+  pack = {'a.txt': bytes, 'a.gz': gzip.compress, 'a.bz2': bz2.compress}[name]
   tally = hostile.Tally(path)
   for rng in hostile.rngs():
-    if rng.random() < 0.5:
-      path.write_bytes(hostile.mutated_bytes(packed(content), rng))
-    else:
-      path.write_bytes(packed(hostile.mutated_bytes(content, rng)))
+    first, then = (pack, bytes) if rng.random() < 0.5 else (bytes, pack)
+    path.write_bytes(then(hostile.mutated_bytes(first(content), rng)))
     tally.read(lambda: list(Files((str(path),)).documents()))
   tally.check()

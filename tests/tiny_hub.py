@@ -85,19 +85,11 @@ def tensors_of(spec):
 
 
 def write_model(folder, spec, arrays=None, num_files=1):
-  """Writes the weights of a folder and its `config.json`, a JSON value or a text.
-
-  Args:
-    folder: The folder.
-    spec: The content of `config.json`.
-    arrays: Tensors by name; None for random ones.
-    num_files: Files to spread them over.
-  """
+  """Writes `config.json`, a JSON value or a text, and its weights, random ones by default, spread over files."""
   folder.mkdir(exist_ok=True)
   (folder / 'config.json').write_text(spec if isinstance(spec, str) else json.dumps(spec))
-  tensors = {
-    key: np.ascontiguousarray(array) for key, array in (tensors_of(spec) if arrays is None else arrays).items()
-  }
+  arrays = tensors_of(spec) if arrays is None else arrays
+  tensors = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
   if num_files == 1:
     save_file(tensors, folder / 'model.safetensors')
     return folder

@@ -104,7 +104,7 @@ def test_the_pair_of_the_paper_decodes_on_one_chip(chips, pair):
   # All of the state that comes out stands where it went in.
   assert report.memory.outputs < 2**20
   assert report.memory.total < report.chip.memory
-  # Well below the 16 GiB: a copy of the caches per draft, or of the laws per node, would show.
+  # Well below the 16 GiB: a copy of the caches per draft, or of the distributions per node, would show.
   assert report.memory.temporaries < 2**30
   assert not report.cost.collectives
   assert report.autoregressive.seconds < report.cost.seconds
@@ -161,13 +161,13 @@ def _moved_sizes(program, kinds='all-gather|all-to-all|collective-permute'):
 
 @pytest.mark.parametrize('filters', [(), ('top_k', 'top_p', 'min_p')])
 def test_no_device_holds_all_laws_whole(chips, pair, filters):
-  """Divided over `model`, laws are not gathered. To filter them, each device gets some of the rows whole."""
+  """Divided over `model`, distributions are not gathered. To filter them, each device gets some of the rows whole."""
   program = _compile_round(chips, _small(pair, num_layers=1), 'spectr', TokenTree.chains(2, 2), filters)
-  # The laws of two rows have 2 x 5 x 32000 numbers.
+  # The distributions of two rows have 2 x 5 x 32000 numbers.
   assert max(_moved_sizes(program, 'all-gather|collective-permute')) < 32000
   sent = _moved_sizes(program, 'all-to-all')
   if filters:
-    assert set(sent) == {5 * 32000}  # half of the laws
+    assert set(sent) == {5 * 32000}  # half of them
   else:
     assert not sent
 
@@ -255,7 +255,7 @@ _GROUPED = {
 
 
 def test_a_public_model_compiles_from_its_config_alone(tmp_path):
-  """Two heads of keys and values on four devices: each is there twice, and weights and laws stay on their shards."""
+  """Two heads of keys and values on four devices: each is there twice; weights and distributions stay on shards."""
   if not topology.is_compiler_installed():
     pytest.skip('needs the extra tpu')
   (tmp_path / 'config.json').write_text(json.dumps(_GROUPED))
@@ -275,7 +275,7 @@ def test_a_public_model_compiles_from_its_config_alone(tmp_path):
   caches = 2 * 2 * rows * 128 * 32 * (2 + 8)  # one head in each of two layers, and all eight of the draft
   needed = weights / 4 + small_weights + caches
   assert needed < Memory.of(compiled).arguments < 1.05 * needed + 2**17
-  # The activations of all nodes are largest. Kernels are larger, and so is a quarter of the laws.
+  # The activations of all nodes are largest. Kernels are larger, and so is a quarter of the distributions.
   sizes = _moved_sizes(compiled.as_text())
   assert sizes
   assert max(sizes) <= rows * (tree.num_nodes + 1) * 256

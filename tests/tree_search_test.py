@@ -10,8 +10,7 @@ import pytest
 from spectr_jax.tree import TokenTree
 from spectr_jax.tree_search import optimal_factors
 
-CHAINS = TokenTree.chains(2, 3)  # 0 -> 1 -> 3 -> 5 and 0 -> 2 -> 4 -> 6
-UNEQUAL = TokenTree((0, 0, 1, 1, 2, 4))  # 0 -> (1 -> (3, 4 -> 6), 2 -> 5)
+NAN = float('nan')
 
 
 def _node_probabilities(tree, acceptance):
@@ -37,8 +36,10 @@ def _all_trees(num_nodes):
 TREES = {num_nodes: _all_trees(num_nodes) for num_nodes in range(1, 7)}
 
 
-def test_all_trees_are_there():
+def test_all_trees_and_factors_are_there():
   assert [len(set(TREES[n])) for n in range(1, 7)] == [math.comb(2 * n, n) // (n + 1) for n in range(1, 7)]
+  assert sorted(FACTORS[3, 12]) == [(), (1,), (1, 1), (1, 1, 1), (1, 2), (2,), (3,)]
+  assert all(_nodes(factors) <= 12 for factors in FACTORS[12, 12])
 
 
 @pytest.mark.parametrize('max_depth', [None, 2, 3])
@@ -65,25 +66,34 @@ def test_optimal_holds_the_likeliest_nodes():
 
 
 @pytest.mark.parametrize(
-  ('acceptance', 'num_nodes', 'parents'),
+  ('acceptance', 'arguments', 'parents'),
   [
-    ([0.8], 3, (0, 1, 2)),  # one child only
-    ([0.5, 0.3], 3, (0, 0, 1)),
-    ([0.5, 0.3, 0.1], 6, (0, 0, 1, 1, 2, 3)),
-    ([0.6, 0.0, 0.2], 3, (0, 1, 2)),  # the running minimum
-    ([[0.5, 0.4], [0.9, 0.1]], 4, (0, 0, 1, 3)),
-    ([[0.3, 0.2, 0.1], [0.8, 0.0, 0.0], [0.01, 0.01, 0.01]], 5, (0, 0, 0, 1, 2)),
-    ([1.0], 3, (0, 1, 2)),
+    ([0.8], (3,), (0, 1, 2)),  # one child only
+    ([0.5, 0.3], (3,), (0, 0, 1)),
+    ([0.5, 0.3, 0.1], (6,), (0, 0, 1, 1, 2, 3)),
+    ([0.6, 0.0, 0.2], (3,), (0, 1, 2)),  # the running minimum
+    ([[0.5, 0.4], [0.9, 0.1]], (4,), (0, 0, 1, 3)),
+    ([[0.3, 0.2, 0.1], [0.8, 0.0, 0.0], [0.01, 0.01, 0.01]], (5,), (0, 0, 0, 1, 2)),
+    ([1.0], (3,), (0, 1, 2)),
+    (np.full(3, 1 / 3 + 1e-8, np.float32), (3,), (0, 0, 0)),  # the sum is 1 but for rounding
     # Equally likely nodes: the shallower, then the earlier sibling, then the child of the earlier parent.
-    ([0.5, 0.25], 2, (0, 0)),
-    ([0.5, 0.5], 4, (0, 0, 1, 2)),
-    ([0.5, 0.5], 5, (0, 0, 1, 1, 2)),
-    ([0.5, 0.5], 14, (0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6)),
-    ([[1.0, 0.0], [0.5, 0.5]], 5, (0, 1, 1, 2, 3)),
+    ([0.5, 0.25], (2,), (0, 0)),
+    ([0.5, 0.5], (4,), (0, 0, 1, 2)),
+    ([0.5, 0.5], (5,), (0, 0, 1, 1, 2)),
+    ([0.5, 0.5], (14,), (0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6)),
+    ([[1.0, 0.0], [0.5, 0.5]], (5,), (0, 1, 1, 2, 3)),
+    # No deeper than allowed.
+    ([0.9, 0.05], (4, 2), (0, 0, 1, 2)),
+    ([0.6, 0.3], (6, 2), (0, 0, 1, 1, 2, 2)),
+    ([0.6, 0.3], (2, 1), (0, 0)),
+    # What is never accepted is left out.
+    ([[0.5, 0.5], [0.0, 0.0]], (3,), (0, 0)),
+    ([0.5, 0.2], (7, 2), (0, 0, 1, 1, 2, 2)),
+    ([1.0, 0.0], (64, 3), (0, 1, 2)),
   ],
 )
-def test_optimal_by_hand(acceptance, num_nodes, parents):
-  assert TokenTree.optimal(acceptance, num_nodes).parents == parents
+def test_optimal_by_hand(acceptance, arguments, parents):
+  assert TokenTree.optimal(acceptance, *arguments).parents == parents
 
 
 def test_rounding_breaks_no_ties():
@@ -105,62 +115,55 @@ def test_rounding_breaks_no_ties():
       assert TokenTree.optimal(acceptance, num_nodes) == expected
 
 
-@pytest.mark.parametrize('num_nodes', [1, 10, 3000])
-def test_unlikely_paths_do_not_underflow(num_nodes):
-  assert TokenTree.optimal([0.5], num_nodes).is_chain
-  assert TokenTree.optimal([0.5], num_nodes).num_nodes == num_nodes
-
-
-def test_depth_limit():
-  assert TokenTree.optimal([0.9, 0.05], 4, max_depth=2).parents == (0, 0, 1, 2)
-  assert TokenTree.optimal([0.6, 0.3], 6, max_depth=2) == TokenTree.prefix((2, 2))
-  assert TokenTree.optimal([0.6, 0.3], 2, max_depth=1) == TokenTree.chains(2, 1)
+def test_unlikely_paths_do_not_underflow():
+  assert TokenTree.optimal([0.5], 3000) == TokenTree.chains(1, 3000)
 
 
 @pytest.mark.parametrize(
-  ('acceptance', 'arguments', 'message'),
+  ('search', 'table', 'arguments', 'message'),
   [
-    ([0.5, -0.1], (2,), r'between 0 and 1, got -0\.1'),
-    ([1.5], (2,), r'between 0 and 1, got 1\.5'),
-    ([0.5, np.nan], (2,), 'numbers only, got NaN'),
-    ([], (2,), r'with entries, got \[0\]'),
-    (0.5, (2,), r'shape \[W\] or \[D, W\] with entries, got \[\]'),
-    ([[[0.5]]], (2,), r'with entries, got \[1, 1, 1\]'),
-    ([0.6, 0.5], (2,), r'sum to at most 1, got 1\.1'),
-    ([[0.5, 0.5], [0.2, 0.9]], (2,), r'sum to at most 1, got 1\.1'),
-    ([0.1, 0.95], (2,), r'sum to at most 1, got 1\.05'),  # the sum is checked before the running minimum
-    ([0.5], (0,), 'num_nodes must be at least 1, got 0'),
-    ([0.5], (2.0,), r'num_nodes must be an integer, got 2\.0'),
-    ([0.5], (2, 0), 'max_depth must be at least 1, got 0'),
-    ([0.0, 0.0], (1,), 'nothing is ever accepted'),
-    ([[0.0, 0.0], [0.5, 0.5]], (3,), 'nothing is ever accepted'),
+    *(
+      (search, table, (2,), message)
+      for search in (TokenTree.optimal, TokenTree.optimal_chains, optimal_factors)
+      for table, message in (
+        ([[0.5, -0.1]], r'between 0 and 1, got -0\.1'),
+        ([[1.5]], r'between 0 and 1, got 1\.5'),
+        ([[]], r'with entries, got \[1, 0\]'),
+      )
+    ),
+    *(
+      (search, [[0.5]], arguments, message)
+      for search in (TokenTree.optimal, TokenTree.optimal_chains, optimal_factors)
+      for arguments, message in (
+        ((0,), 'num_nodes must be at least 1, got 0'),
+        ((2.0,), r'num_nodes must be an integer, got 2\.0'),
+        ((2, 0), 'max_depth must be at least 1, got 0'),
+      )[: 2 if search is optimal_factors else 3]
+    ),
+    (TokenTree.optimal, [0.5, np.nan], (2,), 'numbers only, got NaN'),
+    (TokenTree.optimal, [], (2,), r'with entries, got \[0\]'),
+    (TokenTree.optimal, 0.5, (2,), r'shape \[W\] or \[D, W\] with entries, got \[\]'),
+    (TokenTree.optimal, [[[0.5]]], (2,), r'with entries, got \[1, 1, 1\]'),
+    (TokenTree.optimal, [0.6, 0.5], (2,), r'sum to at most 1, got 1\.1'),
+    (TokenTree.optimal, [[0.5, 0.5], [0.2, 0.9]], (2,), r'sum to at most 1, got 1\.1'),
+    # The sum is checked before the running minimum.
+    (TokenTree.optimal, [0.1, 0.95], (2,), r'sum to at most 1, got 1\.05'),
+    (TokenTree.optimal, [0.0, 0.0], (1,), 'nothing is ever accepted'),
+    (TokenTree.optimal, [[0.0, 0.0], [0.5, 0.5]], (3,), 'nothing is ever accepted'),
+    (TokenTree.optimal_chains, [0.5, 0.5], (2,), r'kept must have the shape \[D, W\] with entries, got \[2\]'),
+    (TokenTree.optimal_chains, [[NAN, NAN], [0.5, 0.5]], (2,), 'row for at most 2 chains, got only NaN'),
+    (TokenTree.optimal_chains, [[NAN, 0.5]], (1,), 'a number in its first row for at most 1 chains, got only NaN'),
+    (TokenTree.optimal_chains, [[0.0, 0.0], [0.0, 0.0]], (4,), 'nothing is ever accepted'),
+    (optimal_factors, [0.5, 0.6], (4,), r'shape \[D, W\] with entries, got \[2\]'),
+    (optimal_factors, [[NAN, NAN], [0.5, 0.6]], (4,), 'at least one measured number in its first row'),
   ],
 )
-def test_optimal_refuses(acceptance, arguments, message):
+def test_a_search_refuses(search, table, arguments, message):
   with pytest.raises(ValueError, match=message):
-    TokenTree.optimal(acceptance, *arguments)
-
-
-@pytest.mark.parametrize(
-  ('acceptance', 'arguments', 'parents'),
-  [
-    ([[0.5, 0.5], [0.0, 0.0]], (3,), (0, 0)),
-    ([0.5, 0.2], (7, 2), (0, 0, 1, 1, 2, 2)),
-    ([1.0, 0.0], (64, 3), (0, 1, 2)),
-  ],
-)
-def test_optimal_leaves_out_what_is_never_accepted(acceptance, arguments, parents):
-  assert sorted(TokenTree.optimal(acceptance, *arguments).depths) == sorted(TokenTree.from_parents(parents).depths)
-
-
-def test_sums_may_be_rounded():
-  thirds = np.full(3, 1 / 3 + 1e-8, np.float32)
-  assert TokenTree.optimal(thirds, 3).parents == (0, 0, 0)
+    search(table, *arguments)
 
 
 # Chains.
-
-NAN = float('nan')
 
 
 def _all_chains(table, num_nodes, max_depth):
@@ -187,17 +190,6 @@ def test_optimal_chains_beat_all_others(num_nodes, max_depth):
     assert tree == TokenTree.chains(num_drafts, nodes // num_drafts)
     shapes.add(tree)
   assert num_nodes == 1 or len(shapes) > 1
-
-
-@pytest.mark.parametrize('num_nodes', [1, 7, 8, 30])
-def test_optimal_chains_of_a_closed_form(num_nodes):
-  """Of k drafts, each right with chance a at every token, some one is right for d tokens: 1 - (1 - a^d)^k."""
-  depth, number = np.arange(1, 31)[:, None], np.arange(1, 9)
-  for a in (0.1, 0.5, 0.8, 0.95):
-    table = 1 - (1 - a**depth) ** number
-    best = max(range(1, 9), key=lambda k: sum(1 - (1 - a**d) ** k for d in range(1, num_nodes // k + 1)))
-    tree = TokenTree.optimal_chains(table, num_nodes)
-    assert (tree.num_children[0], tree.max_depth) == (best, num_nodes // best)
 
 
 @pytest.mark.parametrize(
@@ -235,26 +227,6 @@ def test_optimal_chains_may_be_shorter_for_a_small_loss():
       TokenTree.optimal_chains(table, 12, tolerance=tolerance)
 
 
-@pytest.mark.parametrize(
-  ('kept', 'arguments', 'message'),
-  [
-    ([[0.5, -0.1]], (2,), r'kept must be probabilities between 0 and 1, got -0\.1'),
-    ([[1.5]], (2,), r'between 0 and 1, got 1\.5'),
-    ([0.5, 0.5], (2,), r'kept must have the shape \[D, W\] with entries, got \[2\]'),
-    ([[]], (2,), r'with entries, got \[1, 0\]'),
-    ([[NAN, NAN], [0.5, 0.5]], (2,), 'a number in its first row for at most 2 chains, got only NaN'),
-    ([[NAN, 0.5]], (1,), 'a number in its first row for at most 1 chains, got only NaN'),
-    ([[0.5]], (0,), 'num_nodes must be at least 1, got 0'),
-    ([[0.5]], (2.0,), r'num_nodes must be an integer, got 2\.0'),
-    ([[0.5]], (2, 0), 'max_depth must be at least 1, got 0'),
-    ([[0.0, 0.0], [0.0, 0.0]], (4,), 'nothing is ever accepted'),
-  ],
-)
-def test_optimal_chains_refuses(kept, arguments, message):
-  with pytest.raises(ValueError, match=message):
-    TokenTree.optimal_chains(kept, *arguments)
-
-
 def _tokens(table, factors):
   """Expected accepted tokens of a prefix tree."""
   chances = [table[min(depth, len(table) - 1)][factor - 1] for depth, factor in enumerate(factors)]
@@ -276,11 +248,6 @@ def _all_factors(budget, width, level=1):
 FACTORS = {(budget, width): list(_all_factors(budget, width)) for budget in range(1, 13) for width in (1, 3, 12)}
 
 
-def test_all_factors_are_there():
-  assert sorted(FACTORS[3, 12]) == [(), (1,), (1, 1), (1, 1, 1), (1, 2), (2,), (3,)]
-  assert all(_nodes(factors) <= 12 for factors in FACTORS[12, 12])
-
-
 @pytest.mark.parametrize(('budget', 'width'), list(FACTORS))
 def test_optimal_factors_beat_all_others(budget, width):
   rng = np.random.default_rng(100 * budget + width)
@@ -297,9 +264,10 @@ def test_ties_of_factors(budget, width):
   """Powers of two, of which sums of products are exact: the fewest nodes, then the lexicographically smallest."""
   rng = np.random.default_rng(100 * budget + width)
   for trial in range(8):
-    table = np.sort(rng.choice([0, 0.25, 0.5, 1], (1 + trial % 3, width)), axis=1)
-    ranked = ((-_tokens(table, factors), _nodes(factors), factors) for factors in FACTORS[budget, width])
-    assert optimal_factors(table, budget) == min(ranked)[2]
+    table = rng.choice([0, 0.25, 0.5, 1], (1 + trial % 3, width))
+    rising = np.sort(table, axis=1) if trial % 2 else np.maximum.accumulate(table, axis=1)
+    ranked = ((-_tokens(rising, factors), _nodes(factors), factors) for factors in FACTORS[budget, width])
+    assert optimal_factors(rising if trial % 2 else table, budget) == min(ranked)[2]
 
 
 @pytest.mark.parametrize(
@@ -338,10 +306,7 @@ def test_acceptance_that_falls_counts_as_its_running_maximum():
   rng = np.random.default_rng(6)
   for _ in range(30):
     table = rng.choice([0, 0.25, 0.5, 0.75, 1], (3, 6))
-    rising = np.maximum.accumulate(table, axis=1)
-    assert optimal_factors(table, 24) == optimal_factors(rising, 24)
-    ranked = ((-_tokens(rising, factors), _nodes(factors), factors) for factors in FACTORS[12, 3])
-    assert optimal_factors(table[:, :3], 12) == min(ranked)[2]
+    assert optimal_factors(table, 24) == optimal_factors(np.maximum.accumulate(table, axis=1), 24)
 
 
 def test_optimal_factors_of_many_nodes():
@@ -352,20 +317,3 @@ def test_optimal_factors_of_many_nodes():
   assert values == sorted(values)
   factors = optimal_factors(table, 256)
   assert TokenTree.prefix(factors).num_nodes == _nodes(factors) <= 256
-
-
-@pytest.mark.parametrize(
-  ('acceptance', 'num_nodes', 'message'),
-  [
-    ([0.5, 0.6], 4, r'shape \[D, W\] with entries, got \[2\]'),
-    ([[]], 4, r'got \[1, 0\]'),
-    ([[0.5, 1.2]], 4, r'between 0 and 1, got 1\.2'),
-    ([[0.5], [-1.0]], 4, r'between 0 and 1, got -1\.0'),
-    ([[NAN, NAN], [0.5, 0.6]], 4, 'at least one measured number in its first row'),
-    ([[0.5]], 0, 'num_nodes must be at least 1, got 0'),
-    ([[0.5]], 1.5, r'num_nodes must be an integer, got 1\.5'),
-  ],
-)
-def test_optimal_factors_refuse(acceptance, num_nodes, message):
-  with pytest.raises(ValueError, match=message):
-    optimal_factors(acceptance, num_nodes)

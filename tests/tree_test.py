@@ -13,20 +13,37 @@ UNEQUAL = TokenTree((0, 0, 1, 1, 2, 4))  # 0 -> (1 -> (3, 4 -> 6), 2 -> 5)
 
 
 @pytest.mark.parametrize(
-  ('num_drafts', 'draft_length', 'parents'),
+  ('tree', 'parents'),
   [
-    (1, 1, (0,)),
-    (1, 3, (0, 1, 2)),
-    (3, 1, (0, 0, 0)),
-    (2, 2, (0, 0, 1, 2)),
-    (3, 3, (0, 0, 0, 1, 2, 3, 4, 5, 6)),
+    (TokenTree.chains(1, 1), (0,)),
+    (TokenTree.chains(1, 3), (0, 1, 2)),
+    (TokenTree.chains(3, 1), (0, 0, 0)),
+    (TokenTree.chains(2, 2), (0, 0, 1, 2)),
+    (TokenTree.chains(3, 3), (0, 0, 0, 1, 2, 3, 4, 5, 6)),
+    (TokenTree.prefix((1,)), (0,)),
+    (TokenTree.prefix((3,)), (0, 0, 0)),
+    (TokenTree.prefix((2, 2)), (0, 0, 1, 1, 2, 2)),
+    (TokenTree.prefix((1, 3, 1)), (0, 1, 1, 1, 2, 3, 4)),
+    (TokenTree.prefix([2, 1, 2]), (0, 0, 1, 2, 3, 3, 4, 4)),
+    (TokenTree.prefix(np.array([2, 2])), (0, 0, 1, 1, 2, 2)),
+    (TokenTree.prefix((3, 1, 1, 1)), TokenTree.chains(3, 4).parents),
+    (TokenTree.specinfer(3), (0, 1, 2, 2, 2)),
+    (TokenTree.specinfer(5), (0, 1, 2, 2, 2, 3, 4, 5, 6, 7, 8)),
   ],
 )
-def test_chains(num_drafts, draft_length, parents):
-  tree = TokenTree.chains(num_drafts, draft_length)
+def test_shapes_by_hand(tree, parents):
   assert tree.parents == parents
-  assert (tree.num_nodes, tree.max_depth) == (num_drafts * draft_length, draft_length)
-  assert tree.is_chain == (num_drafts == 1)
+  assert tree.is_chain == (len(parents) == tree.max_depth)
+
+
+def test_large_prefix_trees():
+  for factors in ((4, 2, 2, 1), (2, 3, 1, 2), (7,), (5, 1, 4), (1, 1, 3, 1, 1, 1)):
+    tree, widths = TokenTree.prefix(factors), np.cumprod(factors)
+    np.testing.assert_array_equal(np.bincount(tree.depths), [1, *widths])
+    assert (tree.num_nodes, tree.max_depth) == (sum(widths), len(factors))
+    for depth, factor in enumerate(factors):
+      assert set(tree.num_children[tree.depths == depth].tolist()) == {factor}
+  assert TokenTree.specinfer(6) == tree
 
 
 @pytest.mark.parametrize(
@@ -126,7 +143,6 @@ def _shuffled(tree, rng, keep_siblings):
 
 
 def _shape(tree, node=0):
-  """A tree up to the order of siblings."""
   first, count = int(tree.first_child[node]), int(tree.num_children[node])
   return tuple(sorted(_shape(tree, child) for child in range(first, first + count)))
 
@@ -155,43 +171,6 @@ def test_from_parents_undoes_any_numbering():
     tree = TokenTree(tuple(np.sort(rng.integers(0, np.arange(1, 11))).tolist()))
     assert TokenTree.from_parents(_shuffled(tree, rng, keep_siblings=True)) == tree
     assert _shape(TokenTree.from_parents(_shuffled(tree, rng, keep_siblings=False))) == _shape(tree)
-
-
-@pytest.mark.parametrize(
-  ('factors', 'parents'),
-  [
-    ((1,), (0,)),
-    ((3,), (0, 0, 0)),
-    ((2, 2), (0, 0, 1, 1, 2, 2)),
-    ((1, 3, 1), (0, 1, 1, 1, 2, 3, 4)),
-    ([2, 1, 2], (0, 0, 1, 2, 3, 3, 4, 4)),
-    (np.array([2, 2]), (0, 0, 1, 1, 2, 2)),
-  ],
-)
-def test_prefix(factors, parents):
-  assert TokenTree.prefix(factors).parents == parents
-
-
-def test_counts_of_prefix_trees():
-  for factors in ((4, 2, 2, 1), (1, 1, 1), (2, 3, 1, 2), (7,), (5, 1, 4)):
-    tree, widths = TokenTree.prefix(factors), np.cumprod(factors)
-    np.testing.assert_array_equal(np.bincount(tree.depths), [1, *widths])
-    assert (tree.num_nodes, tree.max_depth) == (sum(widths), len(factors))
-    for depth, factor in enumerate(factors):
-      assert set(tree.num_children[tree.depths == depth].tolist()) == {factor}
-  for num_drafts, length in ((1, 1), (1, 5), (4, 1), (3, 4)):
-    assert TokenTree.prefix((num_drafts,) + (1,) * (length - 1)) == TokenTree.chains(num_drafts, length)
-
-
-def test_specinfer():
-  assert TokenTree.specinfer(3).parents == (0, 1, 2, 2, 2)
-  assert TokenTree.specinfer(5).parents == (0, 1, 2, 2, 2, 3, 4, 5, 6, 7, 8)
-  for draft_length in range(3, 9):
-    tree = TokenTree.specinfer(draft_length)
-    assert (tree.num_nodes, tree.max_depth) == (2 + 3 * (draft_length - 2), draft_length)
-    paths = tree.paths[tree.num_children == 0]
-    assert paths.shape == (3, draft_length)
-    assert [len(set(column)) for column in paths.T.tolist()] == [1, 1] + [3] * (draft_length - 2)
 
 
 @pytest.mark.parametrize(
@@ -236,10 +215,7 @@ def test_a_row_with_a_trees_parents_has_its_arrays(tree):
     np.testing.assert_array_equal(getattr(row, name), getattr(tree, name), err_msg=name)
   for name in ('num_nodes', 'max_depth', 'most_children'):
     assert getattr(row, name) == getattr(tree, name)
-
-
-@pytest.mark.parametrize('tree', _SHAPES, ids=lambda tree: str(tree.parents))
-def test_postorder_comes_after_the_children(tree):
+  # Every node after its children, and siblings in order.
   order = tree.postorder.tolist()
   assert sorted(order) == list(range(tree.num_nodes + 1))
   for node, parent in enumerate(tree.parents, start=1):

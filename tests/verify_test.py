@@ -10,7 +10,6 @@ import pytest
 import spectr_jax
 from spectr_jax import METHODS, TokenTree
 from spectr_jax.kernels.dispatch import tracing_for
-from spectr_jax.verify import decide_rows
 from tests import commands
 from tests.slow import slow_but
 
@@ -48,10 +47,6 @@ def _tree_of(method):
   return _CHAIN if METHODS[method].max_drafts == 1 else _CHAINS
 
 
-def _takes_grown(method):
-  return METHODS[method].takes_grown
-
-
 _DRAFTING = [name for name, method in METHODS.items() if method.max_drafts != 0 and not method.is_seed_exact]
 
 
@@ -76,17 +71,14 @@ def test_what_is_kept_is_a_path_of_the_tree_and_one_token_more(method):
 
 
 def test_without_a_tree_it_samples_from_the_target():
-  target = np.full((3, 1, _VOCAB), 0, np.float32)
+  target = np.zeros((3, 1, _VOCAB), np.float32)
   target[:, :, 2] = 1
   none = np.zeros((3, 0), np.int32), np.zeros((3, 0, _VOCAB), np.float32)
-  for method in ('race_traversal', 'autoregressive'):
-    if method == 'race_traversal':
-      with pytest.raises(ValueError, match='needs guesses'):
-        spectr_jax.verify(jax.random.key(0), TokenTree(), *none, target, method=method)
-      continue
-    found = spectr_jax.verify(jax.random.key(0), TokenTree(), *none, target, method=method)
-    assert found.tokens.tolist() == [[2]] * 3
-    assert found.lengths.tolist() == [1] * 3
+  kept = spectr_jax.verify(jax.random.key(0), TokenTree(), *none, target, method='autoregressive')
+  assert kept.tokens.tolist() == [[2]] * 3
+  assert kept.lengths.tolist() == [1] * 3
+  with pytest.raises(ValueError, match='needs guesses'):
+    spectr_jax.verify(jax.random.key(0), TokenTree(), *none, target)
 
 
 def test_a_row_does_not_depend_on_its_batch():
@@ -156,23 +148,19 @@ def test_siblings_that_run_out_are_a_whole_draft():
   target = np.zeros((4, 4, _VOCAB), np.float32)
   target[:, 0, 2], target[:, 1:, 4] = 1, 1
   tokens = np.tile(np.array([2, -1, -1], np.int32), (4, 1))
-  found = spectr_jax.verify(_keys(4), tree, tokens, laws, target, method='univer')
-  np.testing.assert_array_equal(found.tokens, [[2, 4]] * 4)
+  kept = spectr_jax.verify(_keys(4), tree, tokens, laws, target, method='univer')
+  np.testing.assert_array_equal(kept.tokens, [[2, 4]] * 4)
   # With tokens left to draw, a node that is missing is an error of the caller's: no row can be right.
   laws[1:, 0] = [0.5, 0.3, 0, 0.2, 0]
   tokens[2:], tokens[3, 2] = [0, 1, 3], -1
-  found = spectr_jax.verify(_keys(4), tree, tokens, laws, target, method='univer')
-  np.testing.assert_array_equal(np.asarray(found.lengths) > 0, [True, False, True, False])
-
-
-def test_nothing_is_lacking_below_siblings_that_ran_out():
-  """No distribution is defined after a node that is missing: whatever stands there has a say in nothing."""
+  kept = spectr_jax.verify(_keys(4), tree, tokens, laws, target, method='univer')
+  np.testing.assert_array_equal(np.asarray(kept.lengths) > 0, [True, False, True, False])
+  # No distribution is defined after a node that is missing: whatever stands there has a say in nothing.
   tree, laws = TokenTree.chains(2, 2), np.full((2, 3, _VOCAB), 1 / _VOCAB, np.float32)
   laws[:, 0] = np.eye(_VOCAB)[2]
-  _, _, target = _round(tree, 2)
   tokens = np.array([[2, -1, 0, -1], [2, -1, -1, -1]], np.int32)
-  found = spectr_jax.verify(_keys(2), tree, tokens, laws, target, method='univer')
-  np.testing.assert_array_equal(np.asarray(found.lengths) > 0, [True, False])
+  kept = spectr_jax.verify(_keys(2), tree, tokens, laws, _round(tree, 2)[2], method='univer')
+  np.testing.assert_array_equal(np.asarray(kept.lengths) > 0, [True, False])
 
 
 def test_given_guesses_need_no_draft_laws():
@@ -194,20 +182,16 @@ def test_given_guesses_need_no_draft_laws():
 
 
 def test_rows_may_have_trees_of_their_own():
-  bounds = TokenTree.slots((2, 2))
-  tokens, draft, target = _round(_CHAINS, 2)
-  rng = np.random.default_rng(0)
-  tokens = rng.integers(0, _VOCAB, (2, 4)).astype(np.int32)
+  bounds, rng = TokenTree.slots((2, 2)), np.random.default_rng(0)
   draft = rng.dirichlet(np.ones(_VOCAB), (2, len(bounds.parent_nodes))).astype(np.float32)
   target = rng.dirichlet(np.ones(_VOCAB), (2, 5)).astype(np.float32)
   parents = np.array([[0, 0, 1, 2], [0, 0, 2, -1]], np.int32)
-  tokens = np.where(parents < 0, -1, tokens)
-  found = spectr_jax.verify(_keys(2), bounds, tokens, draft, target, parents=parents)
-  assert found.tokens.shape == (2, 3)
+  row = np.where(parents < 0, -1, rng.integers(0, _VOCAB, (2, 4))).astype(np.int32), draft, target
+  assert spectr_jax.verify(_keys(2), bounds, *row, parents=parents).tokens.shape == (2, 3)
   with pytest.raises(ValueError, match='parents belong to a tree of TokenTree.slots'):
-    spectr_jax.verify(_keys(2), bounds, tokens, draft, target)
+    spectr_jax.verify(_keys(2), bounds, *row)
   with pytest.raises(ValueError, match='parents belong to'):
-    spectr_jax.verify(_keys(2), TokenTree.chains(2, 2), tokens, draft, target, parents=parents)
+    spectr_jax.verify(_keys(2), TokenTree.chains(2, 2), *row, parents=parents)
 
 
 def test_a_state_goes_from_round_to_round():
@@ -233,25 +217,20 @@ def test_seed_exact_methods_need_the_keys_of_their_guesses():
 
 
 def test_it_is_a_pure_function_under_every_transformation():
-  tree = _CHAINS
-  tokens, *laws = _round(tree, 6)
-  plain = spectr_jax.verify(_keys(6), tree, tokens, *laws)
-  check = functools.partial(jax.tree.map, np.testing.assert_array_equal, plain)
+  tokens, *laws = _round(_CHAINS, 6)
+  row = _keys(6), tokens, *laws
+  plain = spectr_jax.verify(row[0], _CHAINS, *row[1:])
+  in_two = [array.reshape(2, 3, *array.shape[1:]) for array in row]
 
   def apply(key, *arrays):
-    return spectr_jax.verify(key, tree, *arrays)
+    return spectr_jax.verify(key, _CHAINS, *arrays)
 
-  check(jax.jit(apply)(_keys(6), tokens, *laws))
+  def joined(tree):
+    return jax.tree.map(lambda x: x.reshape(6, *x.shape[2:]), tree)
 
-  def in_two(array):
-    return array.reshape(2, 3, *array.shape[1:])
-
-  batched = jax.vmap(apply)(in_two(_keys(6)), *map(in_two, (tokens, *laws)))
-  check(jax.tree.map(lambda x: x.reshape(6, *x.shape[2:]), batched))
-  _, scanned = jax.lax.scan(
-    lambda carry, row: (carry, apply(*row)), None, (in_two(_keys(6)), *map(in_two, (tokens, *laws)))
-  )
-  check(jax.tree.map(lambda x: x.reshape(6, *x.shape[2:]), scanned))
+  scanned = jax.lax.scan(lambda carry, row: (carry, apply(*row)), None, in_two)[1]
+  for kept in (jax.jit(apply)(*row), joined(jax.vmap(apply)(*in_two)), joined(scanned)):
+    jax.tree.map(np.testing.assert_array_equal, plain, kept)
 
 
 @pytest.mark.parametrize('is_given', [True, False])
@@ -292,20 +271,11 @@ def test_only_the_form_of_the_platform_is_traced(monkeypatch):
   assert len({*texts.values()}) == 3
 
 
-def test_the_engine_decides_by_the_same_steps():
-  tree, method = _CHAINS, METHODS['race_traversal']
-  tokens, *laws = _round(tree, 4)
-  keys = jax.vmap(lambda key: jax.random.split(key, 4))(_keys(4))
-  decide = jax.jit(functools.partial(decide_rows, method.verifier), static_argnums=1)
-  verdict, record = decide(keys, tree, spectr_jax.Proposal(jnp.asarray(tokens), jnp.asarray(laws[0])), laws[1], ())
-  found = spectr_jax.verify(keys, tree, tokens, *laws)
-  assert record is None
-  np.testing.assert_array_equal(found.num_accepted, verdict.num_accepted)
-  next_token = np.take_along_axis(np.asarray(found.tokens), np.asarray(found.num_accepted)[:, None], 1)[:, 0]
-  np.testing.assert_array_equal(next_token, verdict.next_token)
-
-
 _TOKENS, _DRAFT, _TARGET = _round(_CHAINS, 2)
+
+
+def test_gsd_takes_given_guesses():
+  spectr_jax.verify(_keys(2), _CHAINS, _TOKENS, None, _TARGET, method='gsd')
 
 
 @pytest.mark.parametrize(
@@ -324,18 +294,11 @@ _TOKENS, _DRAFT, _TARGET = _round(_CHAINS, 2)
     ({'target_probs': _TARGET[0]}, r'target_probs must be \[B, N \+ 1, V\]'),
     ({'method': 'rase'}, "unknown method 'rase'"),
     ({'method': 'block'}, 'block verifies a single draft'),
-    ({'method': 'gsd', 'draft_probs': None}, None),
     ({'method': 'traversal', 'draft_probs': None}, 'traversal takes no given guesses'),
     ({'is_given': np.zeros((2, 5), bool)}, r'is_given must be bool \[2, 6\]'),
   ],
 )
 def test_errors_name_what_is_wrong(changes, message):
   arguments = {'key': _keys(2), 'tree': _CHAINS, 'tokens': _TOKENS, 'draft_probs': _DRAFT, 'target_probs': _TARGET}
-  arguments |= changes
-  method = arguments.pop('method', 'race_traversal')
-  is_given = arguments.pop('is_given', None)
-  if message is None:
-    spectr_jax.verify(*arguments.values(), method=method, is_given=is_given)
-    return
   with pytest.raises(ValueError, match=message):
-    spectr_jax.verify(*arguments.values(), method=method, is_given=is_given)
+    spectr_jax.verify(**arguments | changes)

@@ -39,18 +39,11 @@ from train.train import check_config, check_teacher
 
 @dataclasses.dataclass(frozen=True)
 class Report(ProgramReport):
-  """The compiler's figures for a train step. Its inputs are the state, the batch and, for distillation, the teacher.
+  """The compiler's figures for a train step. Its inputs are the state, the batch and, for distillation, the teacher."""
 
-  Attributes:
-    flops: Floating-point operations of a step, per device; those of kernels by the closed form.
-    closed_form_flops: Floating-point operations of the matrix products per device, by the closed form, including a
-      teacher's forward pass.
-    tokens: Tokens of a step, on all devices.
-  """
-
-  flops: float
-  closed_form_flops: float
-  tokens: int
+  flops: float  # of a step, per device; those of kernels by the closed form
+  closed_form_flops: float  # of the matrix products per device, those of a teacher's forward pass among them
+  tokens: int  # of a step, on all devices
 
   @property
   def utilisation(self) -> float:
@@ -65,10 +58,8 @@ def _placed(mesh: Mesh, shapes):
 
 
 def _teacher(config, mesh: Mesh) -> Teacher | None:
-  """The shapes of the teacher that the configuration names, sharded as `train.main` would shard it.
-
-  Raises:
-    ValueError: There is no such model, or its sizes do not fit.
+  """The shapes of the teacher that the configuration names, sharded as `train.main` would shard it; a `ValueError` if
+  there is no such model, or its sizes do not fit.
   """
   if not config.distill_from:
     return None
@@ -80,15 +71,9 @@ def _teacher(config, mesh: Mesh) -> Teacher | None:
 
 
 def compile_step(config, mesh: Mesh, *, unroll: bool = False) -> tuple[jax.stages.Compiled, float]:
-  """The compiled train step of a configuration, and the seconds that compilation took.
-
-  Args:
-    config: The experiment, as `configs/base.py` describes.
-    mesh: The mesh. Its devices may be descriptions of absent ones.
-    unroll: Whether to write loops out, for counts of operations. Training itself keeps the loops.
-
-  Raises:
-    ValueError: The configuration is invalid, or the step needs more memory than the devices have.
+  """The compiled train step of a configuration, and the seconds that compilation took. The mesh may describe absent
+  devices. `unroll` writes loops out, for counts of operations. A `ValueError` if the configuration is invalid, or the
+  devices have too little memory.
   """
   model_config, optimizer = check_config(config), make_optimizer(config)
   step = make_train_step(optimizer, Learner(model_config, 1, mesh, config.remat, config.dropout), unroll=unroll)
@@ -110,12 +95,8 @@ def compile_step(config, mesh: Mesh, *, unroll: bool = False) -> tuple[jax.stage
 
 
 def analyse(config, mesh: Mesh, *, collective_seconds: float = COLLECTIVE_SECONDS) -> Report:
-  """Compiles the step with and without loops and collects the compiler's figures.
-
-  Args:
-    config: The experiment, as `configs/base.py` describes.
-    mesh: The mesh. Its devices may be descriptions of absent ones.
-    collective_seconds: Time of a transfer between devices beside that of its bytes, in seconds.
+  """Compiles the step with and without loops and collects the compiler's figures; `collective_seconds` is the time of a
+  transfer between devices beside that of its bytes.
   """
   compiled, seconds = compile_step(config, mesh)
   measured = measure(compiled, mesh, seconds, collective_seconds=collective_seconds)

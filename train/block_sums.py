@@ -21,16 +21,9 @@ BlockFn: TypeAlias = Callable[[Any, Any, Any, Any], tuple[jax.Array, Any]]
 def sum_over_blocks(
   fn: BlockFn, params: Any, inputs: Any, constants: Any, data: Any, *, size: int, unroll: bool = False
 ) -> tuple[Any, Any]:
-  """The sums of `fn` over blocks of tokens. The first one can be differentiated, by `params` and `inputs`.
-
-  Args:
-    fn: Sums over a block. It must add nothing for tokens whose inputs and data are 0.
-    params: Float arrays that every block uses.
-    inputs: Float arrays `[B, T, ...]`, of every token.
-    constants: Arrays that every block uses.
-    data: Arrays `[B, T, ...]`, of every token.
-    size: The most tokens of a row in a block.
-    unroll: Whether the loop over blocks is unrolled, for the compiler's count of operations.
+  """The sums of `fn` over blocks of at most `size` tokens of a row. The first one can be differentiated, by `params`
+  and `inputs`. Arrays of `inputs` and `data` are `[B, T, ...]`; for tokens where they are 0 `fn` must add nothing.
+  `unroll` writes the loop out, for the compiler's count of operations.
   """
   constants, data = jax.lax.stop_gradient((constants, data))
   length = jax.tree.leaves(inputs)[0].shape[1]
@@ -70,7 +63,6 @@ def _keep(tree, is_wanted):
 
 
 def _complete(kept, tree):
-  """The tree with the leaves that `_keep` kept."""
   return jax.tree.map(lambda leaf, other: other if leaf is None else leaf, kept, tree, is_leaf=lambda x: x is None)
 
 

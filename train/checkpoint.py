@@ -26,9 +26,9 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from etils import epath
 
-from spectr_jax.io import foreign
+from spectr_jax.io import untrusted
 from spectr_jax.io.checksums import file_hash, files_below
-from spectr_jax.io.foreign import is_remote
+from spectr_jax.io.untrusted import is_remote
 
 _CHECKSUMS = 'checksums.json'
 _MAX_STEP = 2**31 - 1
@@ -48,7 +48,7 @@ class _SealedPath(ocp.path.atomicity.AtomicRenameTemporaryPath):
   """A checkpoint that is being written. Once it is complete its checksums are added, and then it gets its name."""
 
   async def finalize(self) -> None:
-    """Gives the folder its name. Orbax calls this in a background thread of the first process."""
+    """Gives the folder its name; Orbax calls this in a background thread of the first process."""
     final = self._final_path
     if not re.fullmatch(r'\d+', final.name):  # a part of a checkpoint, which has folders of its own
       await super().finalize()
@@ -70,44 +70,38 @@ class _SealedPath(ocp.path.atomicity.AtomicRenameTemporaryPath):
 
 
 def check_files(checkpoint: epath.Path) -> bool:
-  """Compares the files of a checkpoint with its checksums. Nothing is checked of a remote one.
-
-  Returns:
-    Whether it has checksums; those of older versions of this program have none.
-
-  Raises:
-    ValueError: A file is missing, differs, has been added or cannot be read.
+  """True if a local checkpoint has checksums, which older versions did not write, and its files are those; else a
+  `ValueError` says which is missing, differs, was added or cannot be read.
   """
   if is_remote(checkpoint):  # such storage has checksums of its own
     return False
   names = files_below(checkpoint)
   for name in filter(_JSON.fullmatch, names):
-    foreign.parse_json(foreign.read_text(checkpoint / name, foreign.LARGE), name)
+    untrusted.parse_json(untrusted.read_text(checkpoint / name, untrusted.LARGE), name)
   if _CHECKSUMS not in names:
     return False
-  content = foreign.read_bytes(checkpoint / _CHECKSUMS, foreign.LARGE)
-  fields = {'sha256': foreign.map_of(foreign.TEXT)}
-  hashes = foreign.check_object(json.loads(content), fields, _CHECKSUMS).get('sha256') or {}
+  content = untrusted.read_bytes(checkpoint / _CHECKSUMS, untrusted.LARGE)
+  fields = {'sha256': untrusted.map_of(untrusted.TEXT)}
+  hashes = untrusted.check_object(json.loads(content), fields, _CHECKSUMS).get('sha256') or {}
   if content != _checksums(hashes) or _CHECKSUMS in hashes:
     raise ValueError(f'{_CHECKSUMS} is not as it was written')
   names.remove(_CHECKSUMS)
   for name in sorted(hashes.keys() | set(names)):
     if name not in names:
-      raise ValueError(f'{foreign.name_shown(name)} is missing')
+      raise ValueError(f'{untrusted.name_shown(name)} is missing')
     if name not in hashes:
       if not epath.Path(name).name.startswith('.'):  # which systems add
-        raise ValueError(f'{foreign.name_shown(name)} was not saved with it')
+        raise ValueError(f'{untrusted.name_shown(name)} was not saved with it')
     elif file_hash(checkpoint / name) != hashes[name]:
-      raise ValueError(f'{foreign.name_shown(name)} differs from its checksum')
+      raise ValueError(f'{untrusted.name_shown(name)} differs from its checksum')
   return True
 
 
 def steps_in(folder: epath.Path) -> list[int]:
   """The steps of the checkpoints in a folder, which need not exist, the newest first.
 
-  Raises:
-    ValueError: Something has the name of a checkpoint and is none. Orbax would delete it once there are newer ones, or
-      fail at its step. Or the folder is something else, or cannot be read.
+  Raises a `ValueError` if something has the name of a checkpoint and is none: Orbax would delete it once there are
+  newer ones, or fail at its step. The same if the folder is something else, or cannot be read.
   """
   if not is_remote(folder) and os.path.lexists(folder) and not os.path.isdir(folder):
     raise ValueError(f'{folder} is not a folder')
@@ -128,14 +122,14 @@ def steps_in(folder: epath.Path) -> list[int]:
 def _check_checkpoint(path: epath.Path) -> None:
   """Refuses what is no checkpoint, and what cannot be looked at without harm."""
   if str(int(path.name[:20])) != path.name or int(path.name) > _MAX_STEP:
-    raise ValueError(f'{path.parent} holds {foreign.shown(path.name)}, which is no step: move it to another place')
+    raise ValueError(f'{path.parent} holds {untrusted.shown(path.name)}, which is no step: move it to another place')
   if is_remote(path):
     return
   try:
     files = files_below(path) if os.path.isdir(path) else []
     for name in filter(_JSON.fullmatch, files):
-      if (size := os.path.getsize(path / name)) > foreign.LARGE:
-        raise ValueError(f'{name} has {size:,} bytes, where {foreign.LARGE:,} are the most')
+      if (size := os.path.getsize(path / name)) > untrusted.LARGE:
+        raise ValueError(f'{name} has {size:,} bytes, where {untrusted.LARGE:,} are the most')
   except ValueError as error:
     raise ValueError(f'checkpoint {path} is damaged ({error}): move it to another place') from error
   if not {'_CHECKPOINT_METADATA', _CHECKSUMS, 'default/_METADATA'} & set(files):
@@ -179,11 +173,8 @@ def reason_of(error: Exception) -> str:
 class Checkpoints:
   """Orbax checkpoints of a train state under `WORKDIR/checkpoints`, of which the newest `keep` are kept.
 
-  They are written in the background. A failed write is raised by the next call. Until `close` has succeeded, Python
-  prints no messages about unhandled errors of background threads: reads go on after one of them has failed.
-
-  Attributes:
-    unchecked: The checkpoint that was read although it has no checksums; None if there is no such one.
+  They are written in the background. A failed write is raised by the next call, as a `ValueError`. Until `close` has
+  succeeded, Python prints no messages about unhandled errors of background threads: reads go on after one has failed.
   """
 
   def __init__(self, workdir: epath.Path, keep: int):
@@ -217,28 +208,17 @@ class Checkpoints:
     return self._manager.latest_step()
 
   def save(self, state: dict[str, Any]) -> None:
-    """Starts to write `state` under its own step, unless that step is already saved.
-
-    Raises:
-      ValueError: This checkpoint or the previous one could not be written.
-    """
+    """Starts to write `state` under its own step, unless that step is already saved."""
     step = int(state['step'])
     if step != self._manager.latest_step():
       with self._writing():
         self._manager.save(step, args=ocp.args.StandardSave(state), force=True)
 
   def restore(self, like: dict[str, Any], *, allow_fallback: bool = False) -> dict[str, Any] | None:
-    """The newest state, or None if no state was saved.
+    """The state of the newest checkpoint, or None if there is none, with the shapes, types and shardings of `like`.
 
-    Args:
-      like: A state of the same structure, of arrays or `ShapeDtypeStruct`s, whose shardings the result has. They may
-        differ from those of the run that saved it.
-      allow_fallback: Whether to take an older checkpoint if the newest cannot be read, which is then moved to
-        `WORKDIR/damaged_checkpoints`.
-
-    Raises:
-      ValueError: The checkpoint is damaged or of another configuration; or a fallback is allowed with several
-        processes, of which others may have read what one cannot.
+    If that one is damaged or of another configuration this is a `ValueError`; with `allow_fallback` older ones are
+    tried, and those that were passed over are moved to `WORKDIR/damaged_checkpoints` once one can be read.
     """
     if allow_fallback and jax.process_count() > 1:
       raise ValueError(
@@ -310,11 +290,7 @@ class Checkpoints:
       ) from error
 
   def close(self) -> None:
-    """Waits until the last checkpoint is written.
-
-    Raises:
-      ValueError: It could not be written.
-    """
+    """Waits until the last checkpoint is written."""
     if '_manager' in self.__dict__:  # it was made
       with self._writing():
         self._manager.wait_until_finished()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import pathlib
 import re
@@ -15,28 +14,12 @@ from typing import Any
 import ml_collections
 
 from common import command_line
+from common.config_file import load
 from common.help_text import Entry, Section
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _BASE = _ROOT / 'configs' / 'base.py'
 _ASSIGNMENT = re.compile(r'\s*config\.(\w+) = ')
-
-
-def load(path: str) -> ml_collections.ConfigDict:
-  """The configuration that `get_config` of a file returns; a `ValueError` of one line if there is none."""
-  name, *argument = path.split(':', 1)
-  try:
-    spec = importlib.util.spec_from_file_location('checked_config', name)
-    if spec is None:
-      raise ValueError('not a Python file')
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    config = module.get_config(*argument)
-    if not isinstance(config, ml_collections.ConfigDict):
-      raise ValueError(f'get_config returns {type(config).__name__}, not a ConfigDict')
-  except Exception as error:  # the file's code may raise anything
-    raise ValueError(f'cannot load config {path}: {error}') from error
-  return config
 
 
 def _given(argv: Sequence[str]) -> tuple[str | None, list[str]]:
@@ -53,9 +36,8 @@ def _given(argv: Sequence[str]) -> tuple[str | None, list[str]]:
 
 
 def check(argv: Sequence[str]) -> None:
-  """Checks the configuration that arguments name, and the fields that they set; a `ValueError` says what is wrong.
-
-  absl checks them as well, but prints tracebacks, or does not say which fields exist.
+  """Checks the configuration that arguments name, and the fields that they set, with a `ValueError`: absl prints
+  tracebacks, or does not say which fields exist.
   """
   path, fields = _given(argv)
   if path is None:
@@ -72,10 +54,8 @@ def check(argv: Sequence[str]) -> None:
 
 
 def _comments(source: str) -> tuple[dict[str, str], dict[str, str]]:
-  """The texts of fields, and of groups by their first field.
-
-  A comment behind an assignment is about that field. One on lines of its own is about the fields up to the next such
-  comment or blank line.
+  """The texts of fields, from the comments behind their assignments, and of groups by their first field: a comment on
+  lines of its own is about the fields up to the next such comment or blank line.
   """
   tokens = tokenize.generate_tokens(io.StringIO(source).readline)
   comments = {token.start[0]: token.string.lstrip('# ') for token in tokens if token.type == tokenize.COMMENT}
@@ -100,12 +80,8 @@ def _entries(name: str, value: Any, text: str) -> list[Entry]:
 
 
 def sections_of(path: str) -> list[Section]:
-  """The fields of a configuration for `--help`, in the groups in which its file, or `configs/base.py`, has them.
-
+  """The fields of `FILE[:ARGUMENT]` for `--help`, in the groups in which that file, or `configs/base.py`, has them.
   Names and values are those of the configuration, texts are the comments of the file.
-
-  Args:
-    path: The file, also with an argument for it behind a colon.
   """
   config = dict(load(path).items())
   (texts, groups), own = (
@@ -126,15 +102,13 @@ def sections_of(path: str) -> list[Section]:
 
 
 def run(main, examples: Sequence[str] = (), *, example: str = 'configs/base.py') -> None:
-  """Runs a command by `command_line.run`, after `check` of its arguments.
-
-  Args:
-    main, examples: As for `command_line.run`.
-    example: The file of this project whose fields `--help` shows, unless `--config` is given.
+  """Runs a command by `command_line.run`, after `check` of its arguments; `--help` shows the fields of `example`, a
+  file of this project, unless `--config` is given.
   """
   argv = sys.argv[1:]
   try:
     check(argv)
   except ValueError as error:
-    sys.exit('error: ' + ' '.join(str(error).split()))
+    command_line.print_error(str(error))
+    sys.exit(1)
   command_line.run(main, examples, sections=lambda: sections_of(_given(argv)[0] or str(_ROOT / example)))

@@ -12,12 +12,12 @@ import numpy as np
 from etils import epath
 
 from spectr_jax.draft import Drafter, model_drafter
-from spectr_jax.io.foreign import whole
 from spectr_jax.io.hub.families import read_spec, spec_of_layers
 from spectr_jax.io.hub.hub_tokenizer import HubTokenizer
 from spectr_jax.io.hub.save import FILES, save_hub_model
 from spectr_jax.io.load import ModelFiles, open_model
 from spectr_jax.io.tokenizer import TokenizerBase, check_same_tokens
+from spectr_jax.io.untrusted import whole
 from spectr_jax.model import Model
 from spectr_jax.models.causal_lm import causal_lm, hidden_states
 from spectr_jax.models.causal_lm_config import CausalLMConfig
@@ -34,23 +34,16 @@ def _spread(num_layers: int, num_chosen: int) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class ModelKind(DraftKind):
-  """A small model, a `DraftKind`.
-
-  It is made of some of the target's layers, between the target's embedding and output head, which stay as they are; or
-  it is another model, all of which is trained.
-
-  Attributes:
-    config: The model.
-    spec: The content of its `config.json`.
-    layers: The target's layers that it begins with, or None for another model.
+  """A small model: some of the target's layers, between the target's embedding and output head, which stay as they are;
+  or another model, all of which is trained.
   """
 
   fields = {'num_layers': whole(1)}
   folder, files, num_depths = 'model', FILES, 1
 
   config: CausalLMConfig
-  spec: Mapping[str, Any]
-  layers: tuple[int, ...] | None
+  spec: Mapping[str, Any]  # the content of its `config.json`
+  layers: tuple[int, ...] | None  # the target's that it begins with; None for another model
 
   @classmethod
   def of(cls, config, target: CausalLMConfig, files: ModelFiles) -> ModelKind:
@@ -72,7 +65,6 @@ class ModelKind(DraftKind):
     return cls(model_config, spec, layers)
 
   def init_params(self, key: jax.Array, target: Model, unembedding: jax.Array) -> dict[str, Any]:
-    """Layers of the target."""
     del key, unembedding
     assert self.layers is not None  # another model has parameters
     own = {f'layer_{i}': target.params[f'layer_{layer}'] for i, layer in enumerate(self.layers)}

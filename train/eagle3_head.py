@@ -11,15 +11,14 @@ import jax.numpy as jnp
 
 from spectr_jax.draft import head_drafter
 from spectr_jax.draft.head_drafter import config_of
-from spectr_jax.io.foreign import whole
-from spectr_jax.io.heads.save import eagle3_spec
+from spectr_jax.io.heads.head_sizes import EAGLE3_FIELDS, head_config
 from spectr_jax.io.load import ModelFiles
 from spectr_jax.kernels.products import accumulation_dtype
 from spectr_jax.model import Model
 from spectr_jax.models import causal_lm, head
 from spectr_jax.models.causal_lm_config import CausalLMConfig
 from spectr_jax.models.head import HeadConfig
-from train.draft_kind import FeatureHead, as_float32, begin_features, block_config, feature_layers
+from train.draft_kind import FeatureHead, as_float32, begin_features
 from train.head_step import Guesses, HeadBatch, guesses_ahead
 
 
@@ -27,9 +26,8 @@ def _attend(query, keys: Sequence[jax.Array], values: Sequence[jax.Array], *, sc
   """Attention of the last of several steps over the pairs of a text.
 
   Step 0 has read the target's hidden states. A guess of step s at pair i has seen these up to pair i - s, and one pair
-  of each later step: those of the chain of guesses that it ends, pair i - s + j of step j.
-
-  Queries and result are `[B, T, H, head_dim]`; keys and values of each step are `[B, T, K, head_dim]`.
+  of each later step: those of the chain of guesses that it ends, pair i - s + j of step j. Queries and result are `[B,
+  T, H, head_dim]`; keys and values of each step are `[B, T, K, head_dim]`.
   """
   batch_size, num_pairs, num_heads, head_dim = query.shape
   num_kv_heads, step = keys[0].shape[2], len(keys) - 1
@@ -51,18 +49,10 @@ def _attend(query, keys: Sequence[jax.Array], values: Sequence[jax.Array], *, sc
 def unrolled_outputs(
   params: Any, config: HeadConfig, embedded: jax.Array, features: jax.Array, num_steps: int
 ) -> list[jax.Array]:
-  """Inputs of the output head for guesses that are 1, 2, ... tokens ahead of the target (EAGLE-3, training-time test).
-
-  Args:
-    params: The head's parameters.
-    config: The head.
-    embedded: `[B, T, embedding_dim]`, the embedded tokens 1 to T of each text.
-    features: `[B, T, F, target_dim]`, the target's hidden states of tokens 0 to T - 1.
-    num_steps: Steps.
-
-  Returns:
-    For each step s `[B, T, embed_dim]`. Entry i guesses token i + 2 from the tokens up to i + 1 and the target's hidden
-    states up to token i - s; the first s entries are not valid.
+  """Inputs `[B, T, embed_dim]` of the output head for guesses that are 1, 2, ... tokens ahead of the target (EAGLE-3,
+  training-time test), from the embedded tokens 1 to T, `[B, T, embedding_dim]`, and the target's hidden states of
+  tokens 0 to T - 1, `[B, T, F, target_dim]`. Entry i of step s guesses token i + 2 from the tokens up to i + 1 and the
+  hidden states up to token i - s; the first s entries are not valid.
   """
   positions = jnp.broadcast_to(jnp.arange(embedded.shape[1]), embedded.shape[:2])
   hidden = head.hidden_of_features(params, config, features)
@@ -81,33 +71,19 @@ def unrolled_outputs(
   return outputs
 
 
-def head_config(config, target: CausalLMConfig) -> HeadConfig:
-  """The sizes of an experiment's head; a `ValueError` if there is no such head for this target, or no format of it."""
-  width, read = target.embed_dim, feature_layers(target.num_layers)
-  block = block_config(config, target, num_layers=1)
-  own = HeadConfig(block, width, width, read, has_unembedding=config.has_unembedding)
-  eagle3_spec(own, target.vocab_size)  # refuses a head that could not be written
-  return own
-
-
 @dataclasses.dataclass(frozen=True)
 class Eagle3Kind(FeatureHead):
-  """A head of EAGLE-3's kind, a `DraftKind`.
+  """A head of EAGLE-3's kind."""
 
-  Attributes:
-    config: The head.
-    num_depths: Guesses ahead of the target that are trained.
-    from_target: Whether h begins as the last hidden state that is read, and the block as the target's last one, which
-      reads h; else they are random. The output norm begins as the target's in any case.
-  """
-
-  fields = dict.fromkeys(('num_unrolled', 'vocab_size'), whole(1)) | {'mlp_dim': whole()}
+  fields = EAGLE3_FIELDS
   config_of = staticmethod(config_of)
   param_shapes = staticmethod(head.param_shapes)
   make_drafter = staticmethod(head_drafter)
 
   config: HeadConfig
   num_depths: int
+  # Whether h begins as the last hidden state that is read, and the block as the target's last one, which reads h;
+  # else they are random. The output norm begins as the target's in any case.
   from_target: bool
 
   @property

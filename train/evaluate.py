@@ -24,32 +24,15 @@ _MEASURES = {'loss': _sum_of(summed_losses), 'overlap': _sum_of(summed_overlaps)
 
 
 def evaluate(
-  params,
-  text: PackedText,
-  learner: Learner,
-  *,
-  seq_len: int,
-  batch_size: int,
-  max_batches: int | None = None,
+  params, text: PackedText, learner: Learner, *, seq_len: int, batch_size: int, max_batches: int | None = None,
   teacher: Teacher | None = None,
-) -> dict[str, float]:
+) -> dict[str, float]:  # fmt: skip
   """The loss of a model on `text`, in rows of `seq_len` tokens, of which `batch_size` are evaluated at a time.
 
-  Args:
-    params: Parameters of the transformer, on the mesh if there is one.
-    text: The text.
-    learner: The transformer, with the mesh that batches are sharded over if there is one.
-    seq_len: Tokens in a row.
-    batch_size: Rows in a batch.
-    max_batches: The largest number of batches, of rows at equal distances; None for the whole text.
-    teacher: A model to compare with.
-
-  Returns:
-    `loss` in nats per token, `perplexity` per token, `bits_per_byte` of the UTF-8 text; with a teacher also `overlap`,
-    the mean of 1 - TV between the two models' distributions.
-
-  Raises:
-    ValueError: The text is shorter than one row.
+  Of the text at most `max_batches` batches are read, of rows at equal distances. Parameters and batches are on the mesh
+  of `learner` if there is one. Returns `loss` in nats per token, `perplexity` per token, `bits_per_byte` of the UTF-8
+  text, and with a teacher `overlap`, the mean of 1 - TV between both distributions; a `ValueError` if the text is
+  shorter than one row.
   """
   text.check(seq_len, 'held-out')
   num_rows = text.num_rows(seq_len)
@@ -76,28 +59,14 @@ def evaluate(
 
 
 def evaluate_files(
-  model_path: epath.PathLike,
-  patterns: tuple[str, ...],
-  *,
-  seq_len: int | None = None,
-  batch_size: int = 4,
+  model_path: epath.PathLike, patterns: tuple[str, ...], *, seq_len: int | None = None, batch_size: int = 4,
   dtype: str | None = None,
-) -> dict[str, float]:
+) -> dict[str, float]:  # fmt: skip
   """Evaluates a saved model on text prepared as in training: documents end at blank lines and are packed.
 
-  Args:
-    model_path: A directory that `spectr_jax.save_model` wrote.
-    patterns: Paths or globs of `.txt`, `.gz` or `.bz2` files.
-    seq_len: Tokens in a row; None for the length that the model was trained at. Tokens at the end that do not fill a
-      row do not count.
-    batch_size: Rows in a batch. It affects only speed.
-    dtype: Type to compute in; None for the model's own.
-
-  Returns:
-    What `evaluate` returns, and `tokens` and `bytes` of the text.
-
-  Raises:
-    ValueError: The model or a file cannot be read, or the text is shorter than one row.
+  By itself `seq_len` is the length that the model was trained at, and `dtype` the model's own. Tokens at the end that
+  do not fill a row do not count. Returns what `evaluate` returns, with `tokens` and `bytes` of the text; a `ValueError`
+  if the model or a file cannot be read, or the text is shorter than one row.
   """
   if not patterns:
     raise ValueError('no files to evaluate on')
@@ -131,8 +100,5 @@ if __name__ == '__main__':
   _DTYPE = flags.DEFINE_enum('dtype', None, ['float32', 'bfloat16'], "Type to compute in; default: the model's own.")
   command_line.run(
     main,
-    [
-      '--model=pretrained/draft --files=held_out.txt',
-      '--model=runs/target/model --files=A.txt,B.bz2 --batch_size=16',
-    ],
+    ['--model=pretrained/draft --files=held_out.txt', '--model=runs/target/model --files=A.txt,B.bz2 --batch_size=16'],
   )

@@ -25,9 +25,9 @@ import numpy as np
 from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.loop import decode_rounds
 from spectr_jax.engine.state import DecodeState, init_decode
-from spectr_jax.io.foreign import one_line, open_file
 from spectr_jax.io.new_files import NewFile
 from spectr_jax.io.tokenizer import TokenizerBase
+from spectr_jax.io.untrusted import one_line, open_file
 from spectr_jax.model import Model
 from spectr_jax.sampling import SamplingParams
 
@@ -42,19 +42,12 @@ _MAX_TOKENS = 2**26
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-  """Conversations with the target's hidden states.
+  """Conversations with the target's hidden states."""
 
-  Attributes:
-    tokens: int32 `[R, S]`, the rendered conversations, 0 behind their ends.
-    lengths: int32 `[R]`, their tokens.
-    starts: int32 `[R]`, the first token that the target wrote: what comes before is the template's.
-    features: bfloat16 `[R, S, F, D]`, hidden states of all tokens but the last of each row; the last layer is the input
-      of the output head.
-  """
-
-  tokens: np.ndarray
-  lengths: np.ndarray
-  starts: np.ndarray
+  tokens: np.ndarray  # int32 `[R, S]`, 0 behind their ends
+  lengths: np.ndarray  # int32 `[R]`
+  starts: np.ndarray  # int32 `[R]`, the first token that the target wrote: what comes before is the template's
+  # bfloat16 `[R, S, F, D]`, of all tokens but each row's last; the last layer is the input of the output head
   features: np.ndarray
 
   def save(self, path: pathlib.Path) -> None:
@@ -72,10 +65,7 @@ class Shard:
 
   @classmethod
   def load(cls, path: pathlib.Path) -> Shard:
-    """Opens a shard; a `ValueError` if it is none.
-
-    Hidden states stay on disk until rows of them are taken: a batch takes few of them.
-    """
+    """Opens a shard; a `ValueError` if it is none. Hidden states stay on disk until rows of them are taken."""
     arrays = _mapped(path)
     features = arrays.pop('features').view(ml_dtypes.bfloat16)
     return cls(**{name: np.array(array) for name, array in arrays.items()}, features=features)
@@ -83,10 +73,8 @@ class Shard:
 
 @contextlib.contextmanager
 def _open_archive(path: os.PathLike) -> Iterator[tuple[BinaryIO, zipfile.ZipFile, dict[str, zipfile.ZipInfo]]]:
-  """A shard's file, its archive, and the arrays in it by name: stored as they are, one behind the other.
-
-  Raises:
-    ValueError: It is no shard; or, within the context, what is read is damaged.
+  """A shard's file, its archive, and the arrays in it by name, stored as they are; a `ValueError` if it is no shard, or
+  if what is read within the context is damaged.
   """
   try:
     with open_file(path) as file, zipfile.ZipFile(file) as archive:
@@ -102,11 +90,7 @@ def _open_archive(path: os.PathLike) -> Iterator[tuple[BinaryIO, zipfile.ZipFile
 
 
 def _mapped(path: os.PathLike) -> dict[str, np.ndarray]:
-  """The arrays of a shard as they lie in the file, `features` as uint16.
-
-  Raises:
-    ValueError: It is no shard.
-  """
+  """The arrays of a shard as they lie in the file, `features` as uint16; a `ValueError` if it is no shard."""
   arrays = {}
   with _open_archive(path) as (file, _, members):
     size = os.fstat(file.fileno()).st_size
@@ -137,11 +121,8 @@ def _mapped(path: os.PathLike) -> dict[str, np.ndarray]:
 
 
 def check_shard(path: os.PathLike, vocab_size: int) -> tuple[int, ...]:
-  """The shape of a shard's features. The whole file is compared with its checksums, as `Shard.load` does not.
-
-  Raises:
-    ValueError: It is no shard, it has changed since it was written, or it has tokens that a target with `vocab_size`
-      tokens has not.
+  """The shape of a shard's features. A `ValueError` if it is no shard, has changed since it was written (`Shard.load`
+  does not compare checksums), or has tokens that a target with `vocab_size` tokens has not.
   """
   arrays = _mapped(path)
   if (largest := arrays['tokens'].max()) >= vocab_size:
@@ -183,7 +164,6 @@ def _decode(model: Model, prompts, lengths, key, eos_ids, max_new_tokens, layers
 
 
 def _written_messages(model: Model, frame, config, key: jax.Array) -> list[list[int]]:
-  """Messages of the user that the target writes."""
   before, after = frame
   opened = np.tile(np.array(before, np.int32), (config.rows_per_shard, 1))
   state = _decode(
@@ -202,22 +182,11 @@ def _given_messages(tokenizer: TokenizerBase, frame, config, texts: Sequence[str
 
 
 def generate_shard(
-  model: Model,
-  tokenizer: TokenizerBase,
-  config,
-  layers: Sequence[int],
-  key: jax.Array,
+  model: Model, tokenizer: TokenizerBase, config, layers: Sequence[int], key: jax.Array,
   texts: Sequence[str] | None = None,
-) -> Shard:
-  """Generates a shard of conversations.
-
-  Args:
-    model: The target.
-    tokenizer: The target's tokenizer, with a chat template.
-    config: The experiment, as `configs/head.py` describes.
-    layers: Layers whose hidden states are kept, numbered as in `Model.features_fn`.
-    key: A typed key.
-    texts: The messages of the user, one for each row; None for messages that the target writes.
+) -> Shard:  # fmt: skip
+  """Generates a shard of conversations by an experiment as of `configs/head.py`: `texts` are the messages of the user,
+  one for each row; None for messages that the target writes. `layers` are numbered as in `Model.features_fn`.
   """
   before, after = frame = chat_frame(tokenizer)
   num_rows = config.rows_per_shard

@@ -18,49 +18,31 @@ _MAX_LOGITS = 2**25  # numbers that an array of logits may have
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class HeadBatch:
-  """Conversations of a batch.
+  """Conversations of a batch."""
 
-  Attributes:
-    tokens: int32 `[B, S]`.
-    lengths: int32 `[B]`.
-    starts: int32 `[B]`, the first token of each row that counts in the loss.
-    features: `[B, S, F + 1, D]`, the target's hidden states: those that the head reads, then the input of the output
-      head. The last token of a row needs none.
-    offsets: int32 `[B]`, at least 0. A draft that guesses from some places of a text alone takes other ones for another
-      number.
-  """
-
-  tokens: jax.Array
-  lengths: jax.Array
-  starts: jax.Array
-  features: jax.Array
-  offsets: jax.Array
+  tokens: jax.Array  # int32 `[B, S]`
+  lengths: jax.Array  # int32 `[B]`
+  starts: jax.Array  # int32 `[B]`, the first token of each row that counts in the loss
+  features: jax.Array  # `[B, S, F + 1, D]`: hidden states that the head reads, then the input of the output head
+  offsets: jax.Array  # int32 `[B]`, at least 0; drafts that guess from some places of a text alone choose them by it
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Guesses:
-  """A draft's guesses of the tokens of a text, at most one of each. Entry i is that of token i + 2, after token i + 1.
+  """A draft's guesses of the tokens of a text, at most one of each; entry i is token i + 2, after token i + 1."""
 
-  Attributes:
-    products: Inputs `[B, S - 2, D]` and kernels `[D, Vd]` whose products add up to the logits.
-    depths: int32 `[S - 2]` or `[B, S - 2]`: how many guesses of the draft stand between what the target has read and
-      this one. -1 where there is no guess.
-    confidence: `[B, S - 2]`, logits of the estimated chance that the guess is accepted; None if there is no estimate.
-  """
-
+  # Inputs `[B, S - 2, D]` and kernels `[D, Vd]` whose products add up to the logits.
   products: tuple[tuple[jax.Array, jax.Array], ...]
+  # int32 `[S - 2]` or `[B, S - 2]`: how many guesses of the draft stand between what the target has read and this
+  # one; -1 for none.
   depths: jax.Array
-  confidence: jax.Array | None = None
+  confidence: jax.Array | None = None  # `[B, S - 2]`, logits of the estimated chance that the guess is accepted.
 
 
 def guesses_ahead(output: jax.Array, unembedding: jax.Array, step: int) -> Guesses:
-  """Guesses that all stand equally far behind what the target has read.
-
-  Args:
-    output: `[B, S - 2, D]`, inputs of the output head; the first `step` entries are not valid.
-    unembedding: `[D, Vd]`, the output head.
-    step: The guesses between what the target has read and each of these.
+  """Guesses that all stand `step` guesses behind what the target has read, from inputs of the output head `[B, S - 2,
+  D]`, whose first `step` are not valid, and the head `[D, Vd]`.
   """
   places = jnp.arange(output.shape[1])
   return Guesses(((output, unembedding),), jnp.where(places >= step, step, -1))
@@ -68,21 +50,14 @@ def guesses_ahead(output: jax.Array, unembedding: jax.Array, step: int) -> Guess
 
 @dataclasses.dataclass(frozen=True)
 class LossWeights:
-  """Weights of what a draft learns of the target's distribution q over its Vd tokens, with p its own.
+  """Weights of what a draft learns of the target's distribution q over its Vd tokens, with p its own."""
 
-  Attributes:
-    decay: Of a guess relative to one that is one token less ahead.
-    ce_weight: Of the cross entropy, -sum q log p.
-    tv_weight: Of the total variation, TV, which is 1 less the chance that the guess is accepted.
-    lk_weight: Of -log(1 - TV) (LK losses, arXiv:2602.23881).
-    confidence_weight: Of the cross entropy of the estimates, whose goal is 1 - TV (DSpark, arXiv:2607.05147). Tokens
-      that are not among the Vd are left out, so estimates are too high by what the target has there.
-  """
-
-  decay: float
-  ce_weight: float = 1.0
-  tv_weight: float = 1.0
-  lk_weight: float = 0.0
+  decay: float  # of a guess relative to one that is one token less ahead
+  ce_weight: float = 1.0  # of the cross entropy, -sum q log p
+  tv_weight: float = 1.0  # of the total variation, TV, which is 1 less the chance that the guess is accepted
+  lk_weight: float = 0.0  # of -log(1 - TV) (LK losses, arXiv:2602.23881)
+  # Of the cross entropy of the estimates, whose goal is 1 - TV (DSpark, arXiv:2607.05147). Tokens that are not among
+  # the Vd are left out, so estimates are too high by what the target has there.
   confidence_weight: float = 1.0
 
   @classmethod
@@ -95,20 +70,12 @@ class LossWeights:
 def head_loss(
   guesses: Sequence[Guesses], unembedding: jax.Array, batch: HeadBatch, *, num_depths: int, weights: LossWeights
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-  """The loss of a batch of conversations, from a draft's guesses whose depths are below `num_depths`.
+  """The loss of a batch, from guesses whose depths are below `num_depths` and the target's output head `[D, Vd]`: the
+  mean over depths of the mean over tokens, depths weighted by `weights.decay`.
 
-  Args:
-    guesses: The guesses.
-    unembedding: `[D, Vd]`, the target's output head.
-    batch: The conversations.
-    num_depths: The number of depths.
-    weights: The weights.
-
-  Returns:
-    The mean over depths of the mean over tokens, depths weighted by `weights.decay`; and means by depth
-    `[num_depths]`: `cross_entropy`, `acceptance`, 1 minus the total variation, `greedy`, the share of equal likeliest
-    tokens, `confidence_error`, the mean distance of estimate and acceptance if there are estimates, and the number of
-    tokens `count`.
+  Also means by depth `[num_depths]`: `cross_entropy`, `acceptance`, 1 minus the total variation, `greedy`, the share of
+  equal likeliest tokens, `confidence_error`, the mean distance of estimate and acceptance if there are estimates, and
+  the number of tokens `count`.
   """
   dtype = guesses[0].products[0][0].dtype
   wide = accumulation_dtype(dtype)

@@ -19,10 +19,10 @@ from orbax.checkpoint import multihost
 
 from spectr_jax.draft import Drafter
 from spectr_jax.io.checksums import content_hash
-from spectr_jax.io.foreign import Kind, real, whole
 from spectr_jax.io.heads.load import output_head_rows
 from spectr_jax.io.load import ModelFiles, open_model
 from spectr_jax.io.tokenizer import TokenizerBase
+from spectr_jax.io.untrusted import Kind, real, whole
 from spectr_jax.model import Model
 from spectr_jax.models import causal_lm
 from spectr_jax.sharding import DATA, is_primary, put, replicated
@@ -63,10 +63,8 @@ _FIELDS = {
 
 
 def check_config(config) -> type[DraftKind]:
-  """The kind of the draft. All fields are checked as far as possible without the target.
-
-  Raises:
-    ValueError: A field is missing or has an invalid value.
+  """The kind of the draft; a `ValueError` names a field that is missing or invalid, as far as that is known without the
+  target.
   """
   check_fields(config, _FIELDS)
   kind = _KINDS[config.kind]
@@ -112,11 +110,7 @@ class _Data:
     return content_hash([np.array(shard_checksums(self.path(n)), np.uint32) for n in range(self.config.num_shards)])
 
   def generate(self, target: Model, tokenizer: TokenizerBase) -> None:
-    """Writes the shards that are missing; several processes share them.
-
-    Raises:
-      ValueError: One that is there was written for another experiment.
-    """
+    """Writes the missing shards, shared among processes; a `ValueError` if one is there of another experiment."""
     config = self.config
     for path in map(self.path, range(config.num_shards)):
       if path.exists():
@@ -205,11 +199,7 @@ class _Data:
 
 
 class HeadTraining(Run):
-  """A run that trains a draft for a target, by an experiment as `configs/head.py` describes.
-
-  Raises:
-    ValueError: The configuration, the target, the data or a checkpoint is unusable.
-  """
+  """A run that trains a draft for a target, by an experiment as `configs/head.py` describes."""
 
   def __init__(self, config, target_path: epath.PathLike, workdir: epath.Path, *, allow_fallback: bool):
     kind = check_config(config)
@@ -320,9 +310,6 @@ class HeadTraining(Run):
   def advance(self) -> jax.Array:
     self.state, loss = self._update(self.state, self._place(self.data.batch_at(self.step)), self.frozen)
     return loss
-
-  def rates(self, seconds_per_step: float) -> dict[str, float]:
-    return {'seconds_per_step': seconds_per_step}
 
   def finish(self, held_out: dict[str, float] | None) -> dict[str, float]:
     final = self.evaluate() if held_out is None else held_out

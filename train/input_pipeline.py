@@ -17,9 +17,9 @@ import numpy as np
 from etils import epath
 from jax.sharding import NamedSharding
 
-from spectr_jax.io.foreign import is_remote, object_of, one_of, open_file, read_object, whole
 from spectr_jax.io.new_files import new_folder
 from spectr_jax.io.tokenizer import Tokenizer
+from spectr_jax.io.untrusted import is_remote, object_of, one_of, open_file, read_object, whole
 from train.text_sources import TextSource
 
 _DOCUMENTS_PER_CHUNK = 512
@@ -35,15 +35,10 @@ _INDEX = dict.fromkeys(_PARTS, object_of(_PART))
 
 @dataclasses.dataclass(frozen=True)
 class PackedText:
-  """Encoded documents end to end, each as bos, text, eos.
+  """Encoded documents end to end, each as bos, text, eos."""
 
-  Attributes:
-    tokens: uint16 or uint32 `[T]`.
-    num_bytes: UTF-8 bytes of the text, for bits per byte.
-  """
-
-  tokens: np.ndarray
-  num_bytes: int
+  tokens: np.ndarray  # uint16 or uint32 `[T]`
+  num_bytes: int  # UTF-8 bytes of the text
 
   def num_rows(self, seq_len: int) -> int:
     """The number of whole rows of `seq_len` inputs. A row's last target is the next row's first input."""
@@ -112,16 +107,8 @@ def _read(directory: epath.Path, part: str, written: dict, vocab_size: int) -> P
 def load_packed(
   source: TextSource, tokenizer: Tokenizer, cache_dir: epath.Path, origin: dict[str, str]
 ) -> tuple[PackedText, PackedText]:
-  """Training and held-out text of a source, encoded once and kept under `cache_dir`, never whole in memory.
-
-  Args:
-    source: The source.
-    tokenizer: The tokenizer.
-    cache_dir: Directory for the encoded text.
-    origin: The source's description. Encoded text is found by it and by the tokenizer.
-
-  Raises:
-    ValueError: The encoded text in `cache_dir` is damaged, or none can be written there.
+  """Training and held-out text of a source, encoded once and kept under `cache_dir`, never whole in memory. It is found
+  by `origin`, the source's description, and the tokenizer. A `ValueError` if it is damaged, or cannot be written.
   """
   identity = json.dumps([origin, tokenizer.fingerprint])
   path = cache_dir / f'packed_{hashlib.sha256(identity.encode()).hexdigest()[:16]}'
@@ -163,25 +150,11 @@ def batch_rows(num_rows: int, step: int, *, batch_size: int, seed: int) -> np.nd
 
 
 def batch_at(
-  text: PackedText,
-  step: int,
-  *,
-  batch_size: int,
-  seq_len: int,
-  seed: int,
-  num_microbatches: int,
+  text: PackedText, step: int, *, batch_size: int, seq_len: int, seed: int, num_microbatches: int,
   sharding: NamedSharding,
-) -> jax.Array:
-  """The batch of a step, int32 `[A, batch_size / A, seq_len + 1]`. Every process reads its own rows only.
-
-  Args:
-    text: Packed text with at least one row.
-    step: The step, from 0.
-    batch_size: Rows in a batch.
-    seq_len: Tokens in a row.
-    seed: Seed of the order.
-    num_microbatches: A, number of parts over which gradients are accumulated. It divides `batch_size`.
-    sharding: Sharding of the result.
+) -> jax.Array:  # fmt: skip
+  """The batch of a step, int32 `[A, batch_size / A, seq_len + 1]`, from text of at least one row. Every process reads
+  its own rows only. Gradients are accumulated over A = `num_microbatches` parts.
   """
   rows = batch_rows(text.num_rows(seq_len), step, batch_size=batch_size, seed=seed).reshape(num_microbatches, -1)
   return jax.make_array_from_callback(

@@ -31,7 +31,7 @@ _READ_AT_ONCE = 4096
 
 
 def _tfds():
-  """The module TensorFlow Datasets, after a check that what it requires is installed."""
+  """TensorFlow Datasets; a `ValueError` names what it lacks."""
   import importlib.util
 
   missing = [name for name in ('tensorflow_datasets', 'importlib_resources', 'array_record')
@@ -51,13 +51,10 @@ def _lines(stream) -> Iterator[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Lm1b:
-  """The benchmark in a directory; a `train.text_sources.TextSource`.
+  """The benchmark in a directory; a `train.text_sources.TextSource`."""
 
-  Attributes:
-    data_dir: Directory of `lm1b/1.1.0`, prepared as array_record by `python -m train.prepare_data` or by TensorFlow
-      Datasets; or directory of the extracted archive. Empty for `~/tensorflow_datasets`.
-  """
-
+  # Directory of `lm1b/1.1.0`, prepared as array_record by `python -m train.prepare_data` or by TensorFlow Datasets,
+  # or of the extracted archive; empty for `~/tensorflow_datasets`.
   data_dir: str = ''
   name: str = 'lm1b'
 
@@ -127,9 +124,8 @@ class Lm1b:
 
 
 def check_archive(path: epath.Path, sha256: str, notify: Callable[[int, int], None]) -> None:
-  """Compares an archive with its SHA-256; a `ValueError` if there is no such file, or the checksum differs.
-
-  `notify` is called with the bytes read so far and the bytes in total.
+  """Compares an archive with its SHA-256; a `ValueError` if it is not there or differs. `notify` is called with the
+  bytes read so far and in total.
   """
   if not path.is_file():
     raise ValueError(f'no archive at {path}: download {ARCHIVE} from {HOMEPAGE}')
@@ -155,12 +151,8 @@ def _sentences(archive: epath.Path, part: str) -> Iterator[tuple[str, dict[str, 
 
 
 def prepare(manual_dir: epath.PathLike, data_dir: epath.PathLike) -> epath.Path:
-  """Prepares `data_dir/lm1b/1.1.0` from the archive in `manual_dir`, which takes minutes, and returns its directory.
-
-  An interrupted run leaves nothing that looks like a complete data set.
-
-  Raises:
-    ValueError: The data set already exists, or the archive cannot be read.
+  """Prepares `data_dir/lm1b/1.1.0` from the archive in `manual_dir`, and returns its directory; an interrupted run
+  leaves nothing that looks complete. A `ValueError` if it is there already, or the archive cannot be read.
   """
   tfds = _tfds()
   archive = epath.Path(manual_dir).expanduser() / ARCHIVE

@@ -12,8 +12,8 @@ import numpy as np
 
 from spectr_jax.draft import Drafter, medusa_drafter
 from spectr_jax.draft.medusa_drafter import MedusaConfig, config_of, head_output, output_kernel, param_shapes
-from spectr_jax.io.foreign import whole
 from spectr_jax.io.load import ModelFiles
+from spectr_jax.io.untrusted import whole
 from spectr_jax.model import Model
 from spectr_jax.models.causal_lm_config import CausalLMConfig
 from train.draft_kind import Head, cast
@@ -22,7 +22,7 @@ from train.head_step import Guesses, HeadBatch, guesses_ahead
 
 @dataclasses.dataclass(frozen=True)
 class MedusaKind(Head):
-  """Medusa heads, a `DraftKind`. They guess all tokens, since their format has no reduced vocabulary."""
+  """Medusa heads; they guess all tokens, since their format has no reduced vocabulary."""
 
   fields = {'num_unrolled': whole(1)}
   config_of = staticmethod(config_of)

@@ -15,22 +15,20 @@ from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.summary import scalar
 
-from spectr_jax.io import foreign
+from spectr_jax.io import untrusted
 from spectr_jax.io.new_files import NewFile
 
 _BEGINNING = b'{"step": '
 _MAX_LINE = 2**20  # bytes
-_STEP = foreign.whole(0, 2**63)
+_STEP = untrusted.whole(0, 2**63)
 _FLUSH_SECONDS = 60
 
 
 def _lines(path: epath.Path) -> Iterator[tuple[bytes, int, bool]]:
-  """The lines of a log, the step of each, and whether it is a final one; an incomplete last line is left out.
-
-  Raises:
-    ValueError: A line is not of a log.
+  """The lines of a log, the step of each, and whether it is a final one, without an incomplete last line; a
+  `ValueError` if a line is not of a log.
   """
-  with foreign.open_file(path) as file:
+  with untrusted.open_file(path) as file:
     for number in range(1, 2**62):
       try:
         line = file.readline(_MAX_LINE)
@@ -45,7 +43,7 @@ def _lines(path: epath.Path) -> Iterator[tuple[bytes, int, bool]]:
           if len(line) < _MAX_LINE:
             return  # a process was killed while it wrote this line
           raise ValueError('too long')
-        values = foreign.check_object(foreign.parse_json(line.decode(), 'it'), {'step': _STEP}, 'it')
+        values = untrusted.check_object(untrusted.parse_json(line.decode(), 'it'), {'step': _STEP}, 'it')
         yield line, values['step'], any(name.startswith('final_') for name in values)
       except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f'line {number} of {path} is not of a training log: move the file to another place') from error
@@ -55,10 +53,8 @@ class MetricWriter:
   """Appends metrics of a step to `WORKDIR/metrics.jsonl` and to event files beside it.
 
   It first removes the lines that an interrupted run may have left: those of steps beyond `first_step`, from which the
-  run continues, an incomplete last line, and final metrics, which are written again.
-
-  Raises:
-    ValueError: A file cannot be written, or the log is none.
+  run continues, an incomplete last line, and final metrics, which are written again. A `ValueError` if a file cannot be
+  written, or the log is none.
   """
 
   def __init__(self, workdir: epath.Path, first_step: int):
@@ -77,15 +73,14 @@ class MetricWriter:
       # Written by this thread: errors of TensorBoardX's own would be lost. No other file has this name.
       self._events = EventsWriter(os.path.join(str(workdir), 'events'), f'.{secrets.token_hex(4)}')
       # Events of steps from this one on, of a run that was interrupted, are not shown.
-      self._events.write_event(Event(step=first_step + 1, file_version='brain.Event:2'))
-      start = SessionLog(status=SessionLog.START)
-      self._events.write_event(Event(step=first_step + 1, session_log=start))
+      for begin in ({'file_version': 'brain.Event:2'}, {'session_log': SessionLog(status=SessionLog.START)}):
+        self._events.write_event(Event(step=first_step + 1, **begin))
 
   @staticmethod
   def check(workdir: epath.Path, *, is_ours: bool) -> None:
     """Refuses a log that is none of training, or that no run has written (`is_ours`), with a `ValueError`."""
     path = workdir / 'metrics.jsonl'
-    if not path.exists() and (foreign.is_remote(path) or not os.path.lexists(path)):
+    if not path.exists() and (untrusted.is_remote(path) or not os.path.lexists(path)):
       return
     if not is_ours:
       raise ValueError(f'{path} is there before the first training in {workdir}: move it to another place')
@@ -101,7 +96,6 @@ class MetricWriter:
       raise ValueError(f'cannot write {path}: {error.strerror or error}; checkpoints and the model are kept') from error
 
   def write(self, step: int, values: dict[str, Any]) -> None:
-    """Appends the metrics of a step, by name; a `ValueError` if a file cannot be written."""
     with self._writing():
       with self._path.open('a') as stream:
         stream.write(json.dumps({'step': step, **values}) + '\n')
@@ -112,6 +106,5 @@ class MetricWriter:
         self._flushed = time.monotonic()
 
   def close(self) -> None:
-    """Closes the event file; a `ValueError` if it cannot be written."""
     with self._writing():
       self._events.close()

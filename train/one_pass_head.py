@@ -16,34 +16,28 @@ import jax.numpy as jnp
 
 from spectr_jax.draft import one_pass_drafter
 from spectr_jax.draft.one_pass_drafter import config_of
-from spectr_jax.io.foreign import Kind, real, whole
-from spectr_jax.io.heads.save import one_pass_spec
+from spectr_jax.io.heads.head_sizes import ONE_PASS_FIELDS, one_pass_config
 from spectr_jax.io.load import ModelFiles
 from spectr_jax.model import Model
 from spectr_jax.models import causal_lm, one_pass
 from spectr_jax.models.causal_lm_config import CausalLMConfig
-from spectr_jax.models.one_pass_config import MARKOV_KINDS, Markov, OnePassConfig
-from train.draft_kind import FeatureHead, as_float32, begin_features, block_config, feature_layers
+from spectr_jax.models.one_pass_config import OnePassConfig
+from train.draft_kind import FeatureHead, as_float32, begin_features
 from train.head_step import Guesses, HeadBatch
 
 
 def run_blocks(
   params: Mapping[str, Any], config: OnePassConfig, embedded: jax.Array, features: jax.Array, anchors: jax.Array
 ) -> jax.Array:
-  """The outputs of all slots of several blocks of each text, `[B, A, W, embed_dim]`.
-
-  Args:
-    params: The parameters.
-    config: The network, whose layers have no windows.
-    embedded: `[B, A, W, embed_dim]`, the embedded tokens of the slots.
-    features: `[B, S, F, target_dim]`, the target's hidden states of the texts.
-    anchors: int32 `[B, A]`, the place of each block's first slot. It reads the hidden states before it.
+  """The outputs `[B, A, W, embed_dim]` of all slots of blocks of each text, from the slots' embedded tokens, of the
+  same shape. A block, whose first slot is at its place of `anchors` `[B, A]`, reads the `features` `[B, S, F,
+  target_dim]` before it. The layers of `config` have no windows.
   """
   (batch_size, size), (num_blocks, num_slots) = features.shape[:2], embedded.shape[1:3]
   num_all = num_blocks * num_slots
   positions = jnp.broadcast_to(jnp.arange(size), (batch_size, size))
   # The context stands before the slots among what is pending, since attention to a cache has no gradient.
-  cache = one_pass.init_cache(config, batch_size, 0).with_pending_slots(size + num_all)
+  cache = config.backbone.empty_cache(batch_size, 0).with_pending_slots(size + num_all)
   cache = one_pass.read_context(params, config, features, positions, cache)
   block = jnp.arange(num_all) // num_slots
   own = jnp.broadcast_to(block == block[:, None], (batch_size, num_all, num_all))
@@ -53,38 +47,6 @@ def run_blocks(
   flat = embedded.reshape(batch_size, -1, embedded.shape[-1])
   outputs = one_pass.run_slots(params, config, flat, places, lambda window: (seen, None), cache)
   return outputs.reshape(*embedded.shape[:3], -1)
-
-
-def one_pass_config(config, target: CausalLMConfig, mask_id: int) -> OnePassConfig:
-  """The sizes of an experiment's network, whose slots behind the last token are filled with `mask_id`.
-
-  Raises:
-    ValueError: There is no such network for this target, or it could not be written.
-  """
-  if mask_id >= target.vocab_size:
-    raise ValueError(f'config.mask_id must be below {target.vocab_size}, got {mask_id}')
-  if config.num_layers > target.num_layers:
-    raise ValueError(f'config.num_layers must be at most {target.num_layers}, got {config.num_layers}')
-  is_sequential = config.kind == 'dspark'
-  markov = Markov(config.markov_rank, target.vocab_size, config.markov_kind) if config.markov_rank else None
-  if markov is not None and markov.rank > target.embed_dim:
-    raise ValueError(f'config.markov_rank must be at most {target.embed_dim}, got {markov.rank}')
-  block = block_config(config, target, num_layers=config.num_layers)
-  own = OnePassConfig(
-    dataclasses.replace(block, has_qk_norm=True),
-    target.embed_dim,
-    feature_layers(target.num_layers),
-    num_slots=config.block_size if is_sequential else config.block_size + 1,
-    mask_id=mask_id,
-    guesses_at_root=is_sequential,
-    sees_from_root=True,
-    markov=markov,
-    confidence=('hidden' if markov is None else 'markov') if config.confidence_weight else None,
-    has_unembedding=config.has_unembedding,
-    is_reduced=True,
-  )
-  one_pass_spec(own, target.vocab_size)  # refuses one that could not be written
-  return own
 
 
 def _principal(embedding: jax.Array, rank: int) -> jax.Array:
@@ -99,26 +61,16 @@ def _principal(embedding: jax.Array, rank: int) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class OnePassKind(FeatureHead):
-  """A network that guesses a block in one pass, a `DraftKind`.
+  """A network that guesses a block in one pass."""
 
-  Attributes:
-    config: The network. It reads the target's embedding.
-    from_target: Whether layers and context begin as the target's last layers and what these read; else they are random.
-      The final norm begins as the target's in any case.
-  """
-
-  fields = {
-    **dict.fromkeys(('num_layers', 'block_size', 'vocab_size'), whole(1)),
-    **dict.fromkeys(('mlp_dim', 'markov_rank'), whole()),
-    **dict.fromkeys(('ce_weight', 'lk_weight', 'confidence_weight'), real(0)),
-    'markov_kind': Kind(f'one of {", ".join(MARKOV_KINDS)}', lambda x: x in MARKOV_KINDS),
-    'mask_id': whole(-1),
-  }
+  fields = ONE_PASS_FIELDS
   config_of = staticmethod(config_of)
   param_shapes = staticmethod(one_pass.param_shapes)
   make_drafter = staticmethod(one_pass_drafter)
 
   config: OnePassConfig
+  # Whether layers and context begin as the target's last layers and what these read; else they are random. The final
+  # norm begins as the target's in any case.
   from_target: bool
 
   @property

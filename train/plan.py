@@ -16,21 +16,13 @@ from train.step import init_state, make_optimizer
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-  """An array of the train state.
+  """An array of the train state."""
 
-  Attributes:
-    path: The array's path in the state, with slashes.
-    shape: Its shape.
-    axes: The mesh axis that each dimension is sharded over, or None.
-    bytes: Size of the whole array, in bytes.
-    device_bytes: Size of one device's shard, in bytes.
-  """
-
-  path: str
+  path: str  # in the state, with slashes
   shape: tuple[int, ...]
-  axes: tuple[str | None, ...]
-  bytes: int
-  device_bytes: int
+  axes: tuple[str | None, ...]  # the mesh axis of each dimension
+  bytes: int  # of the whole array
+  device_bytes: int  # of one device's shard
 
 
 def state_entries(config, model_config: TransformerConfig, mesh: Mesh) -> list[Entry]:
@@ -61,10 +53,8 @@ def forward_flops(config: TransformerConfig, num_rows: int, seq_len: int) -> flo
 
 
 def train_flops(config: TransformerConfig, num_rows: int, seq_len: int, *, remat: bool = False) -> float:
-  """Floating-point operations of the matrix products of a training step.
-
-  The backward pass has twice the operations of the forward pass. With `remat` the forward pass of the blocks runs once
-  more.
+  """Floating-point operations of the products of a training step: the backward pass has twice those of the forward
+  pass, and with `remat` the forward pass of the blocks runs once more.
   """
   forward = forward_flops(config, num_rows, seq_len)
   head = 2 * num_rows * seq_len * config.vocab_size * config.embed_dim

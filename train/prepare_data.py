@@ -26,10 +26,4 @@ def main(argv):
 
 
 if __name__ == '__main__':
-  command_line.run(
-    main,
-    [
-      '--manual_dir=DOWNLOADS',
-      '--manual_dir=DOWNLOADS --data_dir=DATA',
-    ],
-  )
+  command_line.run(main, ['--manual_dir=DOWNLOADS', '--manual_dir=DOWNLOADS --data_dir=DATA'])

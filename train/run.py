@@ -31,24 +31,16 @@ Show: TypeAlias = Callable[[dict[str, float], dict[str, float] | None], None]
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-  """The end of a run.
+  """The end of a run; outcomes are equal wherever their folders are."""
 
-  Attributes:
-    step: Number of steps done. With `config.patience`, the steps of the best model.
-    held_out: The final held-out metrics, or None if the run was stopped before its end.
-    folder: Where what was trained is; outcomes are equal wherever they are.
-  """
-
-  step: int
-  held_out: dict[str, float] | None
+  step: int  # steps done; with `config.patience`, those of the best model
+  held_out: dict[str, float] | None  # final metrics; None if the run was stopped before its end
   folder: epath.Path = dataclasses.field(compare=False)
 
 
 def make_config_mesh(config, devices=None) -> Mesh:
-  """The mesh that `config.mesh` describes, of some devices or all of `jax.devices()`.
-
-  Raises:
-    ValueError: There is no such mesh, or the batches of the experiment, or its microbatches, cannot be sharded over it.
+  """The mesh that `config.mesh` describes, of some devices or all; a `ValueError` if there is none, or if batches or
+  microbatches cannot be sharded over it.
   """
   mesh, rows = make_mesh(parse_sizes(config.mesh), devices), config.batch_size // config.get('num_microbatches', 1)
   if rows % mesh.shape[DATA]:
@@ -59,9 +51,8 @@ def make_config_mesh(config, devices=None) -> Mesh:
 
 @contextlib.contextmanager
 def _termination(every: int) -> Iterator[Callable[[int], bool]]:
-  """Yields a function of the step that returns whether to stop after it, because SIGTERM or Ctrl-C has arrived.
-
-  A second Ctrl-C ends the program at once. Several processes must agree on it. They do so every `every` steps.
+  """Yields a function that says whether to stop after a step, because SIGTERM or Ctrl-C has arrived; a second Ctrl-C
+  ends the program at once. Several processes agree on it every `every` steps.
   """
   has_come = []
 
@@ -99,16 +90,7 @@ def _note(line: str) -> None:
 
 
 class Run(abc.ABC):
-  """A training run: its state, its checkpoints and its log. What is trained is a subclass's.
-
-  Attributes:
-    config: The experiment, with `num_steps` and with `log_every`, `eval_every` and `checkpoint_every` in steps.
-    workdir: The run's directory.
-    state: Arrays by name, all that a checkpoint has; `step` is one of them.
-    step: Number of steps done, known without waiting for the devices.
-    record: The settings of the run.
-    has_data: Whether WORKDIR has data that a run has written with its own settings.
-  """
+  """A training run: its state, its checkpoints and its log. What is trained is a subclass's."""
 
   has_data = False
 
@@ -118,15 +100,9 @@ class Run(abc.ABC):
 
   @contextlib.contextmanager
   def opened(self, trains: str, content: Mapping[str, Any]) -> Iterator[None]:
-    """Takes the WORKDIR for this run, until `run` has ended or what follows here fails.
-
-    Args:
-      trains: The command that trains.
-      content: As for `RunRecord`.
-
-    Raises:
-      ValueError: Another run writes to the WORKDIR, it was begun with other settings, or something stands in it that
-        the run would have to replace and must not.
+    """Takes the WORKDIR for the run of the command `trains`, until `run` has ended or what follows here fails;
+    `content` is that of `RunRecord`. Raises a `ValueError` if another run writes there, it was begun with other
+    settings, or something stands there that the run would have to replace and must not.
     """
     try:
       self.workdir.mkdir(parents=True, exist_ok=True)
@@ -155,22 +131,15 @@ class Run(abc.ABC):
   @property
   @abc.abstractmethod
   def result(self) -> epath.Path:
-    """The folder that what is trained is written to."""
+    """The folder of what is trained."""
 
   @abc.abstractmethod
   def check_result(self) -> bool:
     """True if WORKDIR has the result of a run already; a `ValueError` if what is trained could not be written."""
 
   def begin(self, make_state: Callable[[], Any], sharding: Any, init: Callable[[], Any] | None = None) -> None:
-    """Takes the state of the newest checkpoint, or makes one with shardings, a tree of the same structure.
-
-    Args:
-      make_state: Makes the state of a new run.
-      sharding: The shardings.
-      init: Makes the state with them; None to compile `make_state`.
-
-    Raises:
-      ValueError: The newest checkpoint is damaged or of another configuration, or a file cannot be written.
+    """Takes the state of the newest checkpoint, or makes one: `init` makes it with `sharding`, a tree of shardings, by
+    itself the compiled `make_state`. A `ValueError` says why the checkpoint is unusable, or a file cannot be written.
     """
     self.checkpoints = Checkpoints(self.workdir, self.config.keep_checkpoints)
     try:
@@ -199,9 +168,9 @@ class Run(abc.ABC):
   def advance(self) -> jax.Array:
     """Starts the next step, of index `step`, and returns its loss without waiting for it."""
 
-  @abc.abstractmethod
   def rates(self, seconds_per_step: float) -> dict[str, float]:
     """Metrics of speed."""
+    return {'seconds_per_step': seconds_per_step}
 
   @abc.abstractmethod
   def evaluate(self) -> dict[str, float]:
@@ -237,10 +206,8 @@ class Run(abc.ABC):
       self._writer.write(self.step, metrics)
 
   def run(self) -> Outcome:
-    """Trains to the end and writes what was trained; SIGTERM or Ctrl-C saves a checkpoint and ends the run.
-
-    Raises:
-      ValueError: The loss or the parameters are not finite, or a file could not be written.
+    """Trains to the end and writes what was trained; SIGTERM or Ctrl-C saves a checkpoint and ends the run. A
+    `ValueError` says that the loss or the parameters are not finite, or a file could not be written.
     """
     with self._lock:
       final = self._train()
@@ -251,14 +218,11 @@ class Run(abc.ABC):
     return Outcome(self.step, final, self.result)
 
   def _train(self) -> dict[str, float] | None:
-    """Trains, and returns the final held-out metrics, or None if the run was stopped before its end."""
+    """The final held-out metrics, or None if the run was stopped before its end."""
     config = self.config
     losses, since, stop_now, held_out = [], time.perf_counter(), False, None
-    with (
-      _termination(config.log_every) as is_told_to_stop,
-      self.showing() as show,
-      contextlib.closing(self.checkpoints),
-    ):
+    interrupts = _termination(config.log_every)
+    with interrupts as is_told_to_stop, self.showing() as show, contextlib.closing(self.checkpoints):
       while not self.is_over and not stop_now:
         losses.append(self.advance())
         self.step += 1

@@ -12,16 +12,16 @@ from typing import Any
 
 from etils import epath
 
-from spectr_jax.io import foreign
-from spectr_jax.io.foreign import Kind, real, whole
+from spectr_jax.io import untrusted
+from spectr_jax.io.heads import head_sizes
 from spectr_jax.io.new_files import write_file
+from spectr_jax.io.untrusted import Kind, real, whole
 from spectr_jax.sharding import is_primary
 
 # Of the optimizer, the logs and the checkpoints, which all experiments have.
+_COUNTS = 'batch_size', 'num_steps', 'log_every', 'eval_every', 'checkpoint_every', 'keep_checkpoints'
 _KINDS_OF_RUNS = {
-  **dict.fromkeys(
-    ('batch_size', 'num_steps', 'log_every', 'eval_every', 'checkpoint_every', 'keep_checkpoints'), whole(1)
-  ),
+  **dict.fromkeys(_COUNTS, whole(1)),
   **dict.fromkeys(('seed', 'warmup_steps'), whole(0, 2**63 - 1)),
   **dict.fromkeys(('learning_rate', 'max_grad_norm'), real(above=0)),
   'weight_decay': real(0),
@@ -35,23 +35,19 @@ _FREE = {
 }  # fmt: skip
 _FORMAT = 'spectr_jax training run'
 _LIMIT = 2**20  # bytes
-_NUMBER = foreign.either(whole(-(2**63), 2**64), real())
-_VALUE = foreign.either(foreign.NOTHING, foreign.FLAG, foreign.TEXT, _NUMBER)
+_NUMBER = untrusted.either(whole(-(2**63), 2**64), real())
+_VALUE = untrusted.either(untrusted.NOTHING, untrusted.FLAG, untrusted.TEXT, _NUMBER)
 _RECORD = {
-  'format': foreign.one_of(_FORMAT),
-  'trains': foreign.TEXT,
-  'settings': foreign.map_of(foreign.either(_VALUE, foreign.list_of(_VALUE))),
-  'num_steps': foreign.list_of(foreign.list_of(whole(), 2)),
+  'format': untrusted.one_of(_FORMAT),
+  'trains': untrusted.TEXT,
+  'settings': untrusted.map_of(untrusted.either(_VALUE, untrusted.list_of(_VALUE))),
+  'num_steps': untrusted.list_of(untrusted.list_of(whole(), 2)),
 }
 
 
 def check_fields(config, kinds: Mapping[str, Kind]) -> None:
   """Checks the fields that all experiments have, and those of `kinds`; a `ValueError` names the first wrong one."""
-  for name, kind in (_KINDS_OF_RUNS | dict(kinds)).items():
-    if name not in config:
-      raise ValueError(f'config.{name} is missing')
-    if not kind.is_valid(config[name]):
-      raise ValueError(f'config.{name} must be {kind.words}, got {config[name]}')
+  head_sizes.check_fields(config, _KINDS_OF_RUNS | dict(kinds))
   if config.warmup_steps >= config.num_steps:
     raise ValueError(
       f'config.warmup_steps must be below config.num_steps, got {config.warmup_steps} and {config.num_steps}'
@@ -78,17 +74,9 @@ def determining_fields(config) -> dict[str, Any]:
 
 
 class RunRecord:
-  """The settings of a run, and those that its WORKDIR was begun with.
-
-  Args:
-    workdir: The run's directory.
-    config: The experiment.
-    trains: The command that trains.
-    content: Hashes of what the files hold that determine the result, by words that name them; None for what is not
-      known yet.
-
-  Raises:
-    ValueError: There is a `run.json` that is no record.
+  """The settings of a run of the command `trains`, and those that its WORKDIR was begun with. `content` has hashes of
+  the files that determine the result, by words that name them, None where not known yet. A `ValueError` if there is a
+  `run.json` that is no record.
   """
 
   def __init__(self, workdir: epath.Path, config, trains: str, content: Mapping[str, Any]):
@@ -99,14 +87,13 @@ class RunRecord:
 
   @property
   def is_there(self) -> bool:
-    """True if the WORKDIR has a record."""
     return self._before is not None
 
   def _read(self) -> dict[str, Any] | None:
-    if not (self._path.exists() or (not foreign.is_remote(self._path) and os.path.lexists(self._path))):
+    if not (self._path.exists() or (not untrusted.is_remote(self._path) and os.path.lexists(self._path))):
       return None
     try:
-      record = foreign.read_object(self._path, _RECORD, _LIMIT)
+      record = untrusted.read_object(self._path, _RECORD, _LIMIT)
       if any(record.get(name) is None for name in _RECORD):
         raise ValueError(f'{self._path} is not the record of a training run')
     except ValueError as error:
@@ -114,21 +101,20 @@ class RunRecord:
     return record
 
   def check(self) -> None:
-    """Compares the settings with those that the WORKDIR was begun with, as far as both are known.
-
-    Raises:
-      ValueError: Some differ; the message names them with both values.
+    """Compares the settings with those that the WORKDIR was begun with, as far as both are known; a `ValueError` names
+    those that differ.
     """
     if self._before is None:
       return
     folder, was, now = self._path.parent, self._before['settings'], self._fields | self._content
     if self._before['trains'] != self._trains:
       raise ValueError(
-        f'{folder} was begun by {foreign.shown(self._before["trains"])}, not by {self._trains}: take another one'
+        f'{folder} was begun by {untrusted.shown(self._before["trains"])}, not by {self._trains}: take another one'
       )
     unknown = {name for name in self._content if name in was and None in (was[name], now[name])}
     wrong = [
-      f'{name if name in now else foreign.shown(name)} is {foreign.shown(now.get(name))} and was {foreign.shown(value)}'
+      f'{name if name in now else untrusted.shown(name)} is {untrusted.shown(now.get(name))}'
+      f' and was {untrusted.shown(value)}'
       for name, value in was.items()
       if now.get(name) != value and name not in unknown
     ]
@@ -148,13 +134,8 @@ class RunRecord:
     self._before = None
 
   def write(self, step: int = 0) -> str:
-    """Writes the record of a run that continues from a step.
-
-    Returns:
-      What users should know of the difference to the old one, in one line; empty if there is none.
-
-    Raises:
-      ValueError: It cannot be written, or the run is beyond its number of steps.
+    """Writes the record of a run that continues from a step, and returns in one line what users should know of the
+    difference to the old one. A `ValueError` if it cannot be written, or the run is beyond its number of steps.
     """
     if step > self._num_steps:
       raise ValueError(f'{self._path.parent} is at step {step}, beyond config.num_steps {self._num_steps}')
@@ -172,7 +153,7 @@ class RunRecord:
       if added := sorted(settings.keys() - self._before['settings'].keys()):
         notes.append(f'{self._path} does not say what {", ".join(added)} was')
     record = {'format': _FORMAT, 'trains': self._trains, 'settings': settings, 'num_steps': history}
-    foreign.check_object(record, _RECORD, str(self._path))
+    untrusted.check_object(record, _RECORD, str(self._path))
     if record != self._before and is_primary():
       write_file(self._path, (json.dumps(record, indent=2) + '\n').encode())
     self._before = record

@@ -55,37 +55,23 @@ def make_optimizer(config) -> optax.GradientTransformation:
 
 @dataclasses.dataclass(frozen=True)
 class Learner:
-  """A transformer as it is trained: on packed documents, within which attention stays.
-
-  Attributes:
-    config: Its sizes.
-    bos_id: The token that begins a document; it is never a target.
-    mesh: The mesh that rows are sharded over; None for one device.
-    remat: Whether each block is recomputed for its gradient, so that its activations are not stored.
-    dropout: Probability to drop an entry of a block's output. It has no effect without a key.
-  """
+  """A transformer as it is trained: on packed documents, within which attention stays."""
 
   config: TransformerConfig
-  bos_id: int
-  mesh: Mesh | None = None
-  remat: bool = False
-  dropout: float = 0.0
+  bos_id: int  # begins a document and is never a target
+  mesh: Mesh | None = None  # rows are sharded over it; None for one device
+  remat: bool = False  # whether gradients recompute blocks, whose activations are then not stored
+  dropout: float = 0.0  # probability to drop an entry of a block's output, where there is a key
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Teacher:
-  """A model whose distributions another model learns.
-
-  Attributes:
-    params: The teacher's parameters.
-    config: The teacher's sizes. Its vocabulary is the learner's.
-    weight: Weight of the divergence from the teacher's distributions in the loss. The loss of the text's own tokens has
-      the rest.
-  """
+  """A model of the learner's vocabulary, whose distributions the learner is taught."""
 
   params: Any
   config: TransformerConfig = dataclasses.field(metadata={'static': True})
+  # Weight of the divergence from the teacher in the loss; the loss of the text's own tokens has the rest.
   weight: float = dataclasses.field(default=1.0, metadata={'static': True})
 
 
@@ -112,7 +98,6 @@ def packed_logits(params, inputs, learner: Learner, dropout_key: jax.Array | Non
 
 
 def _taught_by(learner: Learner, teacher: Teacher) -> Learner:
-  """The teacher on the same rows."""
   return Learner(teacher.config, learner.bos_id, learner.mesh)
 
 
@@ -120,29 +105,22 @@ def _taught_by(learner: Learner, teacher: Teacher) -> Learner:
 def head_losses(embedding, features, targets, teacher_logits, teacher_weight: float = 0.0) -> jax.Array:
   """The loss `[B, T]` of each token, in nats, with gradients in few passes over logits.
 
-  It is the negative log-likelihood of the target token. With a teacher it is a weighted mean of that and of the
-  divergence KL(teacher's distribution || own distribution): a draft should match the target's distributions, and the
-  text holds only one sample of each.
+  It is the negative log-likelihood of the target token. With a teacher it is a weighted mean of that and of
+  KL(teacher's distribution || own distribution), since the text holds only one sample of each distribution.
 
   The gradient by the logits is p - q, with p the model's distribution and q what it learns. A token's gradient scales
-  the features and their gradient, which are D wide, in place of p - q, which is V wide. So XLA computes p - q inside
-  of a product on TPUs.
+  the features and their gradient, which are D wide, in place of p - q, which is V wide. So XLA computes p - q inside of
+  a product on TPUs.
 
-  Args:
-    embedding: `[V, D]`.
-    features: `[B, T, D]`, the inputs of the output head.
-    targets: int32 `[B, T]`.
-    teacher_logits: `[B, T, V]`, without a gradient, or None.
-    teacher_weight: Weight of the divergence, 0 without a teacher.
+  Shapes are `[V, D]` of `embedding`, `[B, T, D]` of `features`, the inputs of the output head, int32 `[B, T]` of
+  `targets`, and `[B, T, V]` of `teacher_logits`, which have no gradient; they are None where `teacher_weight` is 0.
   """
   return _head_forward(embedding, features, targets, teacher_logits, teacher_weight)[0]
 
 
 def log_total(logits: jax.Array) -> jax.Array:
-  """`jax.nn.logsumexp` of `[..., V]`, without a pass over logits of its own if all are small.
-
-  Exponentials of small logits are added up as they are. On TPUs that is part of the product that computes the logits,
-  where those of differences to the largest logit are another pass.
+  """`jax.nn.logsumexp` of `[..., V]`. On TPUs sums of exponentials of small logits are part of the product that
+  computes these, where those of differences to the largest one take another pass.
   """
   if shards_in_program(logits.shape[-1]) > 1:  # devices would have to agree on whether all are small
     return jax.nn.logsumexp(logits, axis=-1)
@@ -183,25 +161,11 @@ head_losses.defvjp(_head_forward, _head_backward)
 
 
 def summed_losses(
-  params,
-  rows,
-  learner: Learner,
-  teacher: Teacher | None = None,
-  *,
-  dropout_key: jax.Array | None = None,
+  params, rows, learner: Learner, teacher: Teacher | None = None, *, dropout_key: jax.Array | None = None,
   unroll: bool = False,
-) -> tuple[jax.Array, jax.Array]:
-  """The sum of the losses of all tokens that have a target, see `head_losses`, and the number of these tokens.
-
-  The logits of some tokens exist at a time.
-
-  Args:
-    params: Parameters of the transformer.
-    rows: int32 `[B, T + 1]`, packed documents.
-    learner: The transformer.
-    teacher: The teacher, or None.
-    dropout_key: One typed key, or None for no dropout.
-    unroll: Whether the loop over blocks is unrolled, for the compiler's count of operations.
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+  """The summed `head_losses` of packed documents, int32 `[B, T + 1]`, and the number of tokens that have a target. The
+  logits of some tokens exist at a time. `unroll` writes the loop out, for the compiler's count of operations.
   """
   inputs, targets = rows[:, :-1], rows[:, 1:]
   weights = (targets != learner.bos_id).astype(jnp.float32)
@@ -232,10 +196,8 @@ def summed_losses(
 
 
 def summed_overlaps(params, rows, learner: Learner, teacher: Teacher) -> tuple[jax.Array, jax.Array]:
-  """The sum of the overlaps 1 - TV of the model's and the teacher's distributions, and the number of tokens.
-
-  The overlap is the probability that a single draft token is accepted at temperature 1. Arguments are those of
-  `summed_losses`.
+  """The sum of the overlaps 1 - TV of the model's and the teacher's distributions, the probabilities that a draft token
+  is accepted at temperature 1, and the number of tokens; arguments as for `summed_losses`.
   """
   inputs, targets = rows[:, :-1], rows[:, 1:]
   own = jax.nn.softmax(packed_logits(params, inputs, learner))
@@ -245,17 +207,13 @@ def summed_overlaps(params, rows, learner: Learner, teacher: Teacher) -> tuple[j
 
 
 def new_state(params: Any, optimizer: optax.GradientTransformation) -> dict[str, Any]:
-  """The state of a run before its first step: parameters, those of the optimizer, and the step."""
+  """The state before the first step."""
   return {'params': params, 'opt_state': optimizer.init(params), 'step': jnp.zeros((), jnp.int32)}
 
 
 def make_update(optimizer: optax.GradientTransformation, differentiate: Callable, **options) -> Callable:
-  """The jitted update `(state, batch, constants) -> (state, loss)` of whatever is trained. It donates the state.
-
-  Args:
-    optimizer: The optimizer.
-    differentiate: From state, batch and constants to the loss and its gradients by `state['params']`.
-    **options: Options of `jax.jit`.
+  """The jitted update `(state, batch, constants) -> (state, loss)` of whatever is trained; it donates the state.
+  `differentiate` gives the loss and its gradients by `state['params']`, `options` are those of `jax.jit`.
   """
 
   @functools.partial(jax.jit, donate_argnums=0, **options)
@@ -286,17 +244,9 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 def make_train_step(
   optimizer: optax.GradientTransformation, learner: Learner, *, seed: int = 0, unroll: bool = False
 ) -> Callable:
-  """The update of a model, as of `make_update`: its batches are rows `[A, B, T + 1]`, its constants a teacher or None.
-
-  The gradients of A microbatches are added up, weighted by their numbers of targets. So, up to rounding, the update is
-  that of one batch of A x B rows.
-
-  Args:
-    optimizer: The optimizer.
-    learner: The transformer, with the mesh that state and rows are sharded over.
-    seed: Seed of the dropout. The dropped entries depend on it, the step and the microbatch.
-    unroll: Whether the loops over microbatches and blocks of tokens are unrolled, for the compiler's count of
-      operations.
+  """The `make_update` of a model: batches are rows `[A, B, T + 1]`, constants a teacher or None. Gradients of A
+  microbatches are added up, weighted by their numbers of targets, as if they were one batch of A x B rows. What dropout
+  drops depends on seed, step and microbatch; `unroll` is that of `summed_losses`.
   """
   mesh = learner.mesh
   assert mesh is not None  # a single device has one too

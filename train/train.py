@@ -16,10 +16,10 @@ from rich import console
 
 from common.progress_bar import ProgressBar
 from spectr_jax.io.checksums import content_hash
-from spectr_jax.io.foreign import Kind, whole
 from spectr_jax.io.model_files import files_of_model, load_transformer, save_model
 from spectr_jax.io.new_files import check_new_folder
 from spectr_jax.io.tokenizer import Tokenizer
+from spectr_jax.io.untrusted import Kind, whole
 from spectr_jax.model import Model
 from spectr_jax.models.transformer import TransformerConfig, config_of, transformer_model
 from spectr_jax.sharding import is_primary, put, shardings
@@ -43,11 +43,7 @@ _FIELDS = {
 
 
 def check_config(config) -> TransformerConfig:
-  """The network's sizes. All fields are checked as far as possible without reading a file.
-
-  Raises:
-    ValueError: A field has an invalid value.
-  """
+  """The network's sizes; a `ValueError` names an invalid field, as far as that is known without reading a file."""
   check_fields(config, _FIELDS)
   if config.batch_size % config.num_microbatches:
     raise ValueError(
@@ -72,10 +68,8 @@ def check_teacher(config, teacher_config: TransformerConfig) -> None:
 
 
 def read_teacher(config, tokenizer: Tokenizer) -> Model | None:
-  """The teacher that `config.distill_from` names; None if the field is empty.
-
-  Raises:
-    ValueError: There is no such model, or it has another tokenizer than the learner or a shorter context.
+  """The teacher that `config.distill_from` names, None for an empty field; a `ValueError` if there is no such model, or
+  it has another tokenizer than the learner or a shorter context.
   """
   if not config.distill_from:
     return None
@@ -87,13 +81,10 @@ def read_teacher(config, tokenizer: Tokenizer) -> Model | None:
 
 
 def make_teacher(config, model: Model, mesh: Mesh) -> Teacher:
-  """The teacher of an experiment, sharded over the mesh."""
   return Teacher(put(model.params, shardings(mesh, model.params)), config_of(model), config.distill_weight)
 
 
 class _Training(Run):
-  """A run that trains a transformer on text."""
-
   def __init__(self, config, workdir: epath.Path, *, allow_fallback: bool):
     super().__init__(config, workdir, allow_fallback=allow_fallback)
     self.model_config = check_config(config)
@@ -229,18 +220,15 @@ class _Training(Run):
 def train(config, workdir: epath.PathLike, *, allow_fallback: bool = False) -> Outcome:
   """Trains to `config.num_steps`, continuing from the newest checkpoint under `workdir` if there is one.
 
-  On the same mesh, an interrupted and continued run ends with the same parameters as an uninterrupted one. A run can
-  also continue on another mesh, where sums have another order. SIGTERM or Ctrl-C saves a checkpoint and ends the run.
-  The trained model is written to `WORKDIR/model`. With `config.patience` it is the best of the evaluated models and
-  exists from the first evaluation on. With several processes (`jax.distributed`) each calls this function.
+  On the same mesh, an interrupted and continued run ends with the same parameters as an uninterrupted one. On another
+  mesh sums have another order. SIGTERM or Ctrl-C saves a checkpoint and ends the run. The trained model is written to
+  `WORKDIR/model`; with `config.patience` it is the best of the evaluated models and exists from the first evaluation
+  on. With several processes (`jax.distributed`) each calls this function.
 
   Args:
     config: The experiment, as `configs/base.py` describes.
     workdir: Directory for checkpoints, metrics, encoded text and the model.
     allow_fallback: Whether to continue from an older checkpoint if the newest is damaged.
-
-  Returns:
-    The step at the end, the final held-out metrics and the folder of the model.
 
   Raises:
     ValueError: The configuration, its files or a checkpoint is unusable, or the loss is not finite.

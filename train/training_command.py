@@ -32,14 +32,9 @@ def run(
   next_flags: Callable[[epath.Path], list[str]],
   example: str = 'configs/base.py',
 ) -> None:
-  """Runs a command that trains. Errors of users, the devices' lack of memory among them, are one line and exit code 1.
-
-  Args:
-    train: Trains as the flags say; None if there was nothing to train.
-    *required: Required flags beside `config` and `workdir`.
-    examples: Arguments that `--help` shows, a line each.
-    next_flags: From the folder of what was trained, the flags with which `decode.main` takes it.
-    example: As for `config_flag.run`.
+  """Runs a command that trains; errors of users, the devices' lack of memory among them, are one line and exit code 1.
+  `train` returns None if there was nothing to train, `required` flags are needed beside `config` and `workdir`, and
+  `next_flags` are those with which `decode.main` takes the folder of what was trained.
   """
 
   def main(argv):

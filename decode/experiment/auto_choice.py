@@ -19,7 +19,7 @@ from spectr_jax.auto.measurement import KeysFn, predict_settings
 from spectr_jax.auto.prediction import Prediction
 from spectr_jax.auto.setting import GREEDY_WIDTHS, worth_comparing
 from spectr_jax.auto.trial import Notify
-from spectr_jax.io.foreign import FLAG, check_object, list_of, map_of, object_of, real, whole
+from spectr_jax.io.untrusted import FLAG, check_object, list_of, map_of, object_of, real, whole
 from spectr_jax.sharding import is_primary
 
 # Trees that are added at temperature 0: 8, 16, 16 and 32 of the draft's likeliest guesses.
@@ -43,14 +43,7 @@ def grid(options: DecodeOptions, max_depth: int | None = None) -> list[Setting]:
 
   At temperature 0 all samples of a draft are equal, so that several keep no more than one: there are trees of likeliest
   guesses, and single drafts only. Trees that the user names stay as they are, and so do the guesses of lookup, which
-  differ. Settings that are equal to others are left out, see `worth_comparing`.
-
-  Args:
-    options: The options.
-    max_depth: The deepest tree that the draft guesses for; None for no limit. Deeper ones are left out.
-
-  Raises:
-    ValueError: All trees are too deep.
+  differ. Settings that are equal to others are left out, and trees deeper than `max_depth`; see `worth_comparing`.
   """
   is_greedy = not options.temperature
   if is_greedy and not options.has_lookup and options.tree == ('chains',):
@@ -68,11 +61,6 @@ def grid(options: DecodeOptions, max_depth: int | None = None) -> list[Setting]:
 
 
 def read_calibration(path: epath.PathLike) -> Calibration:
-  """Reads a file that `--calibration` wrote.
-
-  Raises:
-    ValueError: The file cannot be read or is not a calibration.
-  """
   content = read_json(path, 'calibration', '--calibration writes one')
   try:
     content = check_object(content, _FIELDS, 'it')
@@ -91,7 +79,6 @@ def read_calibration(path: epath.PathLike) -> Calibration:
 
 
 def _conditions_of(workload: Workload) -> dict[str, Any]:
-  """The conditions that a calibration depends on, as JSON values."""
   options, info = workload.options, workload.info
   names = 'mesh', 'draft_mesh', 'temperature', 'top_k', 'top_p', 'min_p', 'max_new_tokens'
   return {
@@ -114,10 +101,8 @@ def trial_of(workload: Workload) -> tuple[Workload, KeysFn]:
 def predict_all(workload: Workload, notify: Notify) -> list[Prediction]:
   """Predictions for the options' grid, the fastest first, from new measurements or the file of an earlier run.
 
-  The file is written after each program, and goes on where a run was interrupted.
-
-  Raises:
-    ValueError: The file is unusable, or was measured under other conditions.
+  The file is written after each program, and goes on where a run was interrupted. A file that is unusable, or was
+  measured under other conditions, is a `ValueError`.
   """
   options, path = workload.options, workload.options.calibration
   known = read_calibration(path) if path and epath.Path(path).exists() else None

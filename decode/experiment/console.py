@@ -56,14 +56,12 @@ class _Spent:
     self._seconds, self._kind, self._since = collections.Counter(), 'loading', time.monotonic()
 
   def begin(self, activity: str) -> None:
-    """The end of what was done before, at the beginning of an activity."""
     now = time.monotonic()
     self._seconds[self._kind] += now - self._since
     self._kind, self._since = next((kind for kind in _KINDS if kind in activity), 'other'), now
 
   @property
   def has_models(self) -> bool:
-    """True if models were compiled."""
     return 'compiling' in self._seconds
 
   def __str__(self) -> str:
@@ -73,9 +71,7 @@ class _Spent:
 
 @contextlib.contextmanager
 def show_progress() -> Iterator[Notify]:
-  """Yields a progress callback on stderr: a bar in a terminal, else lines.
-
-  If models were compiled, a line at the end says what took how long.
+  """Yields a progress callback on stderr: a bar in a terminal, else lines, and at the end what took how long.
 
   The callback takes the current activity, what is done, and the total. What stands behind a semicolon in the activity,
   such as a speed, is a detail that changes while it lasts.

@@ -17,16 +17,7 @@ from spectr_jax.sharding import fetch
 
 @jax.jit(static_argnames='num_new')
 def distributions_after(model: Model, prompts, lengths, tokens, sampling: SamplingParams, *, num_new: int) -> jax.Array:
-  """The distributions `[B, num_new, V]` of a model's tokens after each prompt, given the previous tokens.
-
-  Args:
-    model: The model.
-    prompts: int32 `[B, P]`, right-padded.
-    lengths: int32 `[B]`, tokens of each prompt.
-    tokens: int32 `[B, num_new]`, the tokens after each prompt.
-    sampling: The rows' sampling parameters.
-    num_new: Number of tokens after the prompt.
-  """
+  """The distributions `[B, num_new, V]` of the `tokens` `[B, num_new]` after prompts `[B, P]` of `lengths`."""
   batch_size, longest = prompts.shape
   cache = model.init_cache_fn(batch_size, longest)
   # The call starts with the prompt's last token, which gives the first distribution.
@@ -57,12 +48,9 @@ def _along(function, workload: Workload, model: Model, rows: np.ndarray, tokens:
 def written_distributions(
   workload: Workload, models: tuple[Model, ...], tokens: np.ndarray
 ) -> Iterator[tuple[np.ndarray, tuple[jax.Array, ...]]]:
-  """The distributions of each model along continuations of all prompts, batch by batch.
+  """Indices of each batch's prompts, without copies, and distributions `[B, num_new, V]` of each model.
 
-  `tokens` is int32 `[prompts, num_new]`, negative after the end of a row.
-
-  Yields:
-    Indices of a batch's prompts, without padding copies, and distributions `[B, num_new, V]` of each model.
+  They are along continuations of all prompts: `tokens` int32 `[prompts, num_new]`, negative after the end of a row.
   """
   size = workload.batch_size
   for rows in workload.batches:
@@ -74,13 +62,9 @@ def written_distributions(
 def written_log_probs(workload: Workload, models: tuple[Model, ...], tokens: np.ndarray) -> tuple[np.ndarray, ...]:
   """The log probability of each token of continuations of all prompts, under each model.
 
-  `tokens` is int32 `[prompts, num_new]`, negative after the end of a row.
-
-  Returns:
-    float64 `[prompts, num_new]` for each model: -inf for a token that it never draws, NaN after the end of a row.
-
-  Raises:
-    ValueError: A model gives logits that are not finite.
+  `tokens` is int32 `[prompts, num_new]`, negative after the end of a row. Returns float64 `[prompts, num_new]` for each
+  model: -inf for a token that it never draws, NaN after the end of a row. A `ValueError` says which prompt has logits
+  that are not finite.
   """
   is_there = tokens >= 0
   every = tuple(np.full(tokens.shape, np.nan) for _ in models)
@@ -96,11 +80,7 @@ def written_log_probs(workload: Workload, models: tuple[Model, ...], tokens: np.
 
 
 def target_texts(workload: Workload, seed: int) -> np.ndarray:
-  """The target's own continuations of all prompts, sampled autoregressively.
-
-  Returns:
-    int32 `[prompts, max_new_tokens]`, -1 after the end of a row.
-  """
+  """The target's own continuations of all prompts, int32 `[prompts, max_new_tokens]`, -1 after a row's end."""
   keys, setting = workload.keys(seed), Setting(get_method('autoregressive'))
   tokens = [fetch(workload.generate(setting, keys, rows).tokens) for rows in workload.batches]
   return np.concatenate(tokens)[: len(workload.prompts)]

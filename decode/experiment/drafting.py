@@ -35,11 +35,7 @@ ELSEWHERE = Drafting('race_traversal', 2, 8)
 
 
 def kind_of(target: str, draft: str) -> str:
-  """The kind of a draft, one of `ON_CPU`.
-
-  Raises:
-    ValueError: A file of a head is damaged.
-  """
+  """The kind of a draft, one of `ON_CPU`."""
   has_lookup, path = split_draft(draft)
   if has_lookup:
     return 'lookup+DRAFT' if path else 'lookup'
@@ -47,15 +43,7 @@ def kind_of(target: str, draft: str) -> str:
 
 
 def default_drafting(target: str, draft: str, platform: str | None = None) -> Drafting:
-  """The default use of a draft.
-
-  Args:
-    target, draft: As in `DecodeOptions`.
-    platform: Where the models run, as JAX names it; None for JAX's default.
-
-  Raises:
-    ValueError: A file of a head is damaged.
-  """
+  """The default use of a draft on a platform, as JAX names it; None for JAX's default."""
   on_cpu = (platform or jax.default_backend()) == 'cpu'
   return ON_CPU[kind_of(target, draft)] if on_cpu else ELSEWHERE
 
@@ -63,14 +51,8 @@ def default_drafting(target: str, draft: str, platform: str | None = None) -> Dr
 def with_default_drafting(values: Mapping[str, Any], platform: str | None = None) -> dict[str, Any]:
   """Fields of `DecodeOptions` with the defaults of those of `Drafting` that are missing.
 
-  A method that takes several drafts stands in for the table's where K or the tree is given.
-
-  Args:
-    values: The fields by name, `target`, `draft` and `tree` among them.
-    platform: As for `default_drafting`.
-
-  Raises:
-    ValueError: A file of a head is damaged.
+  A method that takes several drafts stands in for the table's where K or the tree is given. `values` has `target`,
+  `draft` and `tree`.
   """
   default = default_drafting(values['target'], values['draft'], platform)
   if 'num_drafts' in values or values['tree'] != ('chains',):
@@ -89,12 +71,7 @@ def _in_words(name: str) -> str:
 
 
 def describe_in_help(*, without_draft: str = '', takes_auto: bool = False) -> None:
-  """Lets the flags of `Drafting` have no default of their own, and `--help` say which they get.
-
-  Args:
-    without_draft: The method where no draft is given; empty if there always is one.
-    takes_auto: Whether the command takes `auto` for a method.
-  """
+  """Lets the flags of `Drafting` have no default of their own, and `--help` say which they get."""
   first = f'{without_draft} without --draft, else ' if without_draft else ''
   auto = ', or auto, the one predicted to be the fastest' if takes_auto else ''
   texts = {

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from decode.experiment.records import Part, options_of
-from spectr_jax.io.foreign import (
+from spectr_jax.io.new_files import lock, only_writer, resolved, write_file
+from spectr_jax.io.untrusted import (
   ANYTHING,
   NOTHING,
   TEXT,
@@ -27,7 +28,6 @@ from spectr_jax.io.foreign import (
   shown,
   whole,
 )
-from spectr_jax.io.new_files import lock, only_writer, resolved, write_file
 
 _LONGEST = 2**24  # bytes of a line; JSON takes up to 25 times its size in memory
 _TOKENS = Kind('a list of ids', lambda x: type(x) is list and {*map(type, x)} <= {int} and min(x, default=0) >= 0)
@@ -52,11 +52,7 @@ def index_path(path: str | os.PathLike) -> pathlib.Path:
 
 
 def check_parts(path: str | os.PathLike, count: int) -> None:
-  """Refuses continuations of another number of processes, which would be decoded again.
-
-  Raises:
-    ValueError: There are such, or something else stands at the path of the index.
-  """
+  """Refuses continuations of another number of processes, which would be decoded again."""
   path, index = pathlib.Path(path), index_path(path)
   try:
     names = read_object(index, {'parts': list_of(TEXT)}).get('parts') if index.exists() else _part_names(path, count)
@@ -71,11 +67,7 @@ def check_parts(path: str | os.PathLike, count: int) -> None:
 
 
 def write_index(path: str | os.PathLike, count: int) -> None:
-  """Writes the index that names the parts of `path`, if there are several.
-
-  Raises:
-    ValueError: As for `check_parts`; or the index cannot be written.
-  """
+  """Writes the index that names the parts of `path`, if there are several; see `check_parts`."""
   check_parts(path, count)
   index = index_path(path)
   if count > 1 and not index.exists():
@@ -111,20 +103,11 @@ class GenerationFile:
   Every line begins with the settings of its run. A file is ours if all of its lines do; nothing is cut of any other.
   The last line may be incomplete, since a run may end at any moment, and is then cut.
 
-  A context manager: entering it refuses at once what cannot be appended to, and `begin` reads what is there.
-
-  Attributes:
-    path: The file.
-    done: Seed, prompt index and sample of every continuation in the file.
+  A context manager: entering it refuses at once what cannot be appended to, and `begin` reads what is there. `done` has
+  seed, prompt index and sample of every continuation in the file.
   """
 
   def __init__(self, path: str | os.PathLike, *, resume: bool):
-    """Stores the arguments.
-
-    Args:
-      path: A local file.
-      resume: Whether the file may already have continuations.
-    """
     self.path = pathlib.Path(path)
     self.done: set[tuple[int, int, int]] = set()
     self._is_local = '://' not in str(path)
@@ -132,11 +115,7 @@ class GenerationFile:
     self._closed = contextlib.ExitStack()
 
   def __enter__(self) -> GenerationFile:
-    """Locks the file, and opens it if it is there.
-
-    Raises:
-      ValueError: The file has content without `resume`, another process has it, or it cannot be appended to.
-    """
+    """Locks the file, and opens it if it is there; refuses content without `resume`."""
     if not self._is_local:
       raise ValueError(f'generations: {self.path} must be a local file, to be appended to')
     with self._closed as undone:
@@ -174,15 +153,9 @@ class GenerationFile:
     process: int = 0,
     num_processes: int = 1,
   ) -> None:
-    """Reads the continuations that are there, and cuts an incomplete one.
+    """Reads the continuations that are there, and cuts an incomplete one; nothing of what is not this run's.
 
-    Args:
-      settings: Values that every line has, so that no file mixes runs; `run` holds those that are for this alone.
-      prompts: What the continuations of this run say of their prompts, by index.
-      process, num_processes: Which part of how many this file is.
-
-    Raises:
-      ValueError: The file holds something else, and nothing is cut; or it cannot be written.
+    Every line has the `settings`, so that no file mixes runs, and says of its prompt what `prompts` have by index.
     """
     if self._file is None:
       self._open(self._closed, os.O_CREAT | os.O_EXCL)
@@ -233,11 +206,7 @@ class GenerationFile:
     return entry['seed'], entry['index'], entry['sample']
 
   def append(self, entry: Mapping[str, Any]) -> None:
-    """Writes what a continuation has beside the settings.
-
-    Raises:
-      ValueError: The continuation cannot be written. Earlier ones are complete.
-    """
+    """Writes what a continuation has beside the settings; where that fails, earlier ones are complete."""
     line = json.dumps(self._settings | dict(entry), ensure_ascii=False).encode() + b'\n'
     num_written = 0
     try:

@@ -18,17 +18,7 @@ from spectr_jax.proposal import Proposal
 
 
 def profile(decoder: Decoder, state: DecodeState, directory: epath.PathLike, num_rounds: int = 8) -> None:
-  """Records rounds with JAX's profiler, for TensorBoard or Perfetto. It donates the state.
-
-  Args:
-    decoder: The decoder.
-    state: A state between two rounds, of a program that has run before.
-    directory: Directory to write to. It is created if it does not exist.
-    num_rounds: The largest number of rounds.
-
-  Raises:
-    ValueError: The directory cannot be written.
-  """
+  """Records rounds with JAX's profiler, for TensorBoard or Perfetto. It donates the state of a program that has run."""
   try:
     epath.Path(directory).mkdir(parents=True, exist_ok=True)
     NewFile(epath.Path(directory) / 'profile').discard()
@@ -56,12 +46,7 @@ def time_parts(decoder: Decoder, state: DecodeState, num_runs: int = 15) -> dict
   """Median seconds of the parts of a round: `draft`, `target` and `verification`.
 
   Verification includes the computation of the target's distributions from its logits. Each part is timed as a separate
-  program, so their sum is not exactly their time within the loop.
-
-  Args:
-    decoder: The decoder.
-    state: The state before a round. It is not donated.
-    num_runs: Number of timed runs of each part.
+  program, so their sum is not exactly their time within the loop. The state before the round is not donated.
   """
   proposal = draft(decoder, state)
   logits = _score(decoder, state, proposal)

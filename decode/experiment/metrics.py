@@ -12,10 +12,7 @@ MIN_UNITS = 3
 
 
 def ratio(numerators: np.ndarray, denominators: np.ndarray) -> float:
-  """The ratio over all prompts: `sum(numerators) / sum(denominators)`, `[P]` each, one value per prompt.
-
-  For tokens and target calls this is block efficiency. For accepted tokens and optima it is the share of the optimum.
-  """
+  """The ratio over all prompts: `sum(numerators) / sum(denominators)`, `[P]` each, such as tokens and target calls."""
   return float(np.sum(numerators) / np.sum(denominators))
 
 
@@ -27,14 +24,10 @@ def _student_quantile(num_degrees: int) -> float:
 
 
 def ratio_interval(numerators: np.ndarray, denominators: np.ndarray) -> tuple[float, float] | None:
-  """The 95% confidence interval of `ratio` over prompts, of arrays `[P]`.
+  """The 95% confidence interval of `ratio` over prompts, of arrays `[P]`; None for fewer than `MIN_UNITS`.
 
-  The prompts are the sample, and the estimate is a ratio of two sums. So its variance is that of the residuals
-  `numerator - ratio * denominator` (delta method), with Student's t for few prompts. Several continuations of one
-  prompt are one unit of the sample: add them up first.
-
-  Returns:
-    The low and high end, or None for fewer than `MIN_UNITS` prompts.
+  The estimate is a ratio of two sums, so its variance is that of the residuals `numerator - ratio * denominator` (delta
+  method), with Student's t for few prompts. Several continuations of one prompt are one unit: add them up first.
   """
   num_prompts = len(numerators)
   if num_prompts < MIN_UNITS:
@@ -59,18 +52,11 @@ def half_width(value: float, interval: tuple[float, float] | None) -> float | No
 
 
 def compare(first: tuple[np.ndarray, np.ndarray], second: tuple[np.ndarray, np.ndarray]) -> tuple[float, float, float]:
-  """The factor between two ratios on the same prompts, and its 95% interval.
+  """The factor first / second between two ratios on the same prompts, and the ends of its 95% interval.
 
-  The comparison is paired. The common variation of prompts cancels, so the interval is narrower than those of the two
-  ratios suggest. It is computed for the logarithm of the factor. To first order, the logarithm's error is a sum over
-  prompts of each prompt's shares of the four sums.
-
-  Args:
-    first: Numerators and denominators, `[P]` each, of at least two prompts.
-    second: Numerators and denominators, `[P]` each, of the ratio to compare with.
-
-  Returns:
-    The factor first / second, and the low and high end of its interval.
+  Each is numerators and denominators, `[P]`, of at least two prompts. The comparison is paired: the common variation of
+  prompts cancels, so the interval is narrower than those of the two ratios suggest. It is computed for the logarithm of
+  the factor, whose error is to first order a sum over prompts of each prompt's shares of the four sums.
   """
   shares = [numbers / np.sum(numbers) for numbers in (*first, *second)]
   influence = shares[0] - shares[1] - shares[2] + shares[3]

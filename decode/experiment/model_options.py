@@ -46,7 +46,7 @@ def split_draft(draft: str) -> tuple[bool, str]:
 
 
 def has_epsilon(name: str) -> bool:
-  """Returns whether the method over-accepts by an amount that can be chosen."""
+  """Tells whether the method over-accepts by an amount that can be chosen."""
   method = get_method(name)
   return with_epsilon(method, 0.5) != with_epsilon(method, 0.25)
 
@@ -116,7 +116,6 @@ class ModelOptions(Record):
 
   @property
   def has_lookup(self) -> bool:
-    """True if guesses come from the text."""
     return split_draft(self.draft)[0]
 
   @property
@@ -125,25 +124,19 @@ class ModelOptions(Record):
     return split_draft(self.draft)[1]
 
   def takes_guesses(self, method: Method) -> bool:
-    """Returns whether a method takes guesses of this draft, which lookup gives and models draw, or drafts nothing."""
+    """Tells whether a method takes guesses of this draft, or drafts nothing."""
     if not self.has_lookup or method.max_drafts == 0:
       return True
     return method.takes_mixed if self.draft_model else method.takes_given
 
   def takes_tree(self, tree: str) -> bool:
-    """Returns whether the draft can guess on a tree, as `--tree` names it."""
+    """Tells whether the draft can guess on a tree, as `--tree` names it."""
     return tree == 'chains' or not self.has_lookup
 
   def make_sharding(self, batch_size: int, *, is_local: bool = False) -> DecodeSharding | None:
-    """The sharding of decoding over the available devices; None for one device.
+    """The sharding of batches of so many rows over the devices; None for one device.
 
-    Args:
-      batch_size: Rows of a batch.
-      is_local: Whether each process decodes by itself, on its own devices.
-
-    Raises:
-      ValueError: There is no such mesh here, rows cannot be sharded over it, or several processes work together without
-        a mesh.
+    With `is_local` each process decodes by itself, on its own devices. Several that work together need a mesh.
     """
     if not self.mesh:
       if jax.process_count() > 1 and not is_local:
@@ -277,7 +270,6 @@ class MethodOptions(Record):
 
   @property
   def is_auto(self) -> bool:
-    """True if `auto` chooses the method."""
     return AUTO in self.method
 
   @property
@@ -306,5 +298,4 @@ class MethodOptions(Record):
 
   @property
   def needs_draft(self) -> bool:
-    """True if any method drafts."""
     return self.is_auto or any(method.max_drafts != 0 for method in self.methods)

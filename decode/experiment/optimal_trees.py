@@ -21,7 +21,7 @@ from decode.experiment.workload import Workload
 from spectr_jax import METHODS, Method, Statistics, TokenTree, optimal_factors
 from spectr_jax.auto.trial import Notify
 from spectr_jax.engine.program_memory import make_room
-from spectr_jax.io.foreign import NOTHING, check_object, either, list_of, map_of, real
+from spectr_jax.io.untrusted import NOTHING, check_object, either, list_of, map_of, real
 from spectr_jax.sharding import fetch
 from spectr_jax.theory import stateless_kept_bound
 
@@ -39,15 +39,12 @@ Acceptance = list[list[float | None]]
 
 
 def has_independent_children(method: Method) -> bool:
-  """Returns whether a method's best tree is a prefix tree. Otherwise siblings differ, and each has its own rate."""
+  """Tells whether a method's best tree is a prefix tree; else siblings differ, each with a rate."""
   return method.proposal_rule.are_exchangeable
 
 
 def is_chosen_by_bound(method: Method) -> bool:
-  """Returns whether `bound_kept` chooses a method's tree.
-
-  Methods that try every branch come close to that bound, which is one for independent children.
-  """
+  """Tells whether `bound_kept` chooses a method's tree: those that try every branch come close to it."""
   return method.tries_every_branch and has_independent_children(method)
 
 
@@ -58,7 +55,7 @@ def rates_name(method: Method) -> str:
 
 
 def calibration_trees(method: Method, budget: int) -> dict[int, TokenTree]:
-  """The trees to measure on, by the number of children of a node, which is the same for all nodes except leaves.
+  """The trees to measure on, by the number of children of a node, which is the same for all nodes but leaves.
 
   For i.i.d. children there is one tree per number of children, as deep as `budget` nodes allow. Otherwise there is one
   tree with two levels of eight children per node.
@@ -81,17 +78,11 @@ def _rates(counts: np.ndarray, visits: np.ndarray) -> list[float | None]:
 
 
 def measure_acceptance(method: Method, budget: int, measure: Callable[[TokenTree], Statistics]) -> Acceptance:
-  """Acceptance by depth, from runs on `calibration_trees`.
+  """Acceptance by depth, from what `measure` counts on `calibration_trees`.
 
-  Args:
-    method: The method.
-    budget: The largest number of nodes of a tree.
-    measure: Function that decodes on a tree and returns the counts.
-
-  Returns:
-    For i.i.d. children, at `[d][k - 1]`, the share of positions at depth d + 1 that are accepted if nodes have k
-    children. Otherwise, at `[d][i]`, the share of positions at depth d + 1 whose accepted node is child i. None for
-    rates that were not measured often enough.
+  For i.i.d. children, at `[d][k - 1]`, the share of positions at depth d + 1 that are accepted if nodes have k
+  children. Otherwise, at `[d][i]`, the share of positions at depth d + 1 whose accepted node is child i. None for
+  rates that were not measured often enough.
   """
   by_width = {width: measure(tree) for width, tree in calibration_trees(method, budget).items()}
   depth = max(statistics.visits.shape[1] for statistics in by_width.values())
@@ -113,16 +104,11 @@ def measure_acceptance(method: Method, budget: int, measure: Callable[[TokenTree
 
 
 def kept_bounds(tree: TokenTree, draft_log_probs: np.ndarray, target_log_probs: np.ndarray) -> np.ndarray:
-  """`stateless_kept_bound` of a tree at every position of texts sampled from the target.
+  """`stateless_kept_bound` of a tree of depth L at every position of texts sampled from the target.
 
-  Args:
-    tree: The tree, of depth L.
-    draft_log_probs: `[P, T]`, log p of each token of the texts given the ones before, NaN after the end of a text.
-    target_log_probs: `[P, T]`, log q of the same tokens.
-
-  Returns:
-    float64 `[P, T, L]`: at `[i, t, d]` the largest probability that a call before token t keeps it and the next d
-    tokens. NaN if the text ends before.
+  `draft_log_probs` and `target_log_probs` are `[P, T]`, of each token given the ones before, NaN after the end of a
+  text. Returns float64 `[P, T, L]`: at `[i, t, d]` the largest probability that a call before token t keeps it and the
+  next d tokens. NaN if the text ends before.
   """
   length = tree.max_depth
   windows = [
@@ -140,16 +126,10 @@ def kept_bounds(tree: TokenTree, draft_log_probs: np.ndarray, target_log_probs: 
 def bound_kept(draft_log_probs: np.ndarray, target_log_probs: np.ndarray) -> Acceptance:
   """Bounds on the tokens of chains that any stateless lossless rule keeps, from texts sampled from the target.
 
-  No rule decodes for this. The mean is over all positions of the texts. Tokens after the end of a text count as not
-  kept, since a run with this limit loses them, and longer drafts lose more.
-
-  Args:
-    draft_log_probs: `[P, T]`, log p of each token of the texts given the ones before, NaN after the end of a text.
-    target_log_probs: `[P, T]`, log q of the same tokens.
-
-  Returns:
-    At `[d][k - 1]`, the largest probability that a call keeps at least d + 1 tokens of k chains. None for values of k
-    that are not computed, and if there are too few positions.
+  No rule decodes for this. The mean is over all positions of the texts, `[P, T]` as for `kept_bounds`. Tokens after the
+  end of a text count as not kept, since a run with this limit loses them, and longer drafts lose more. Returns at
+  `[d][k - 1]` the largest probability that a call keeps at least d + 1 tokens of k chains; None for values of k that
+  are not computed, and if there are too few positions.
   """
   depth = min(LONGEST_CHAIN, draft_log_probs.shape[1])
   num_places = np.full(depth, np.isfinite(target_log_probs).sum())
@@ -162,16 +142,11 @@ def bound_kept(draft_log_probs: np.ndarray, target_log_probs: np.ndarray) -> Acc
 
 
 def _prefix_shape(factors: Sequence[int]) -> str:
-  """The shape as `--tree` takes it."""
   return f'prefix:{",".join(map(str, factors))}'
 
 
 def choose_tree(setting: Setting, acceptance: Acceptance) -> Setting:
-  """The setting with the best tree of its budget, by rates from `measure_acceptance` or `bound_kept`.
-
-  Raises:
-    ValueError: The rates do not determine a tree.
-  """
+  """The setting with the best tree of its budget, by rates from `measure_acceptance` or `bound_kept`."""
   try:
     tree, shape = _best_tree(setting.method, setting.budget, acceptance)
   except ValueError as error:
@@ -204,11 +179,7 @@ _TABLE = list_of(list_of(either(NOTHING, real(0, 1)), 2**10), 2**10)
 
 
 def read_acceptance(path: epath.PathLike) -> dict[str, Acceptance]:
-  """Acceptance rates by method, read from a file that `decode.main --output` wrote after measuring them.
-
-  Raises:
-    ValueError: The file cannot be read or holds no rates.
-  """
+  """Acceptance rates by method, read from a file that `decode.main --output` wrote after measuring them."""
   wanted = 'expected JSON with rates under "acceptance", by method, as --output writes after measuring them'
   content = read_json(path, 'acceptance', wanted)
   rates = check_object(content, {'acceptance': map_of(_TABLE)}, str(path)).get('acceptance')
@@ -222,16 +193,8 @@ def choose_trees(
 ) -> tuple[list[Setting], dict[str, Acceptance]]:
   """The settings with `optimal` trees chosen, and the rates by method that they were chosen from.
 
-  Rates that no file gives are measured, or bounded, on the prompts, with a seed that the options do not use.
-
-  Args:
-    workload: Models and prompts.
-    settings: The settings.
-    given: The rates by method, from `read_acceptance`; None to measure them.
-    notify: Called with the current activity, and with the number of settings as the steps in total.
-
-  Raises:
-    ValueError: The given rates lack a method, or the rates do not determine a tree.
+  Rates that are not `given`, see `read_acceptance`, are measured, or bounded, on the prompts, with a seed that the
+  options do not use. A `ValueError` says that given rates lack a method, or determine no tree.
   """
   options = workload.options
   budgets: dict[Method, int] = {}

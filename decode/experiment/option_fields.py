@@ -19,14 +19,10 @@ def one_of(words: str, *values: str) -> Rule:
 
 
 def option(group: str, text: str, default: Any, *, is_repeated: bool = False, rule: Rule | None = None) -> Any:
-  """A field that the command line has as a flag.
+  """A field that the command line has as a flag of a group of `--help`.
 
-  Args:
-    group: The group of the flag in `--help`.
-    text: Help of the flag.
-    default: Default of the field and the flag.
-    is_repeated: Whether several values are given by repeating the flag; else they are separated by commas.
-    rule: The values that the field may have besides None; None for any.
+  Values of a tuple are separated by commas, or given by repeating the flag if `is_repeated`. `rule` says which values
+  the field may have besides None.
   """
   metadata = {'group': group, 'help': text, 'is_repeated': is_repeated, 'rule': rule}
   return dataclasses.field(default=default, metadata=metadata)

@@ -22,7 +22,7 @@ _DEFINE = {
 
 
 def _type_of(field: dataclasses.Field) -> str:
-  """The type of a field as it is annotated; for `T | None` it is T."""
+  """The annotated type of a field; for `T | None` it is T."""
   return field.type.removesuffix(' | None')
 
 
@@ -53,9 +53,5 @@ def read_values() -> dict[str, Any]:
 
 
 def read_options(**fixed) -> DecodeOptions:
-  """The options that the flags give. Keyword arguments override flags.
-
-  Raises:
-    ValueError: A value is out of range.
-  """
+  """The options that the flags give. Keyword arguments override flags."""
   return DecodeOptions(**read_values() | fixed)

@@ -52,22 +52,14 @@ class DecodeOptions(PromptOptions, SamplingOptions, MethodOptions, ModelOptions)
         raise ValueError(f'lookup guesses chains, and the tree is {tree}')
 
   def check_unused(self, names: Sequence[str], where: str) -> None:
-    """Refuses options that a command has no use for, where they are not their defaults.
-
-    Raises:
-      ValueError: The message names the first one.
-    """
+    """Refuses options that a command has no use for, where they are not their defaults."""
     defaults = {field.name: field.default for field in dataclasses.fields(self)}
     for name in names:
       if getattr(self, name) != defaults[name]:
         raise ValueError(f'{name} is not for {where}')
 
   def inputs(self) -> dict[str, list[epath.Path]]:
-    """Files and folders that a run reads, by option; they need not exist. Models on the hub are not looked for.
-
-    Raises:
-      ValueError: No file matches a pattern, or the index of a model's files is damaged.
-    """
+    """Files and folders that a run reads, by option, whether or not they exist; none of models on the hub."""
     inputs = {'target': files_of(self.target)}
     if self.draft_model:
       inputs['draft'] = files_of(self.draft_model)
@@ -82,11 +74,7 @@ class DecodeOptions(PromptOptions, SamplingOptions, MethodOptions, ModelOptions)
 
 
 def fitting(draft: str, methods: Sequence[str], trees: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-  """The methods and the trees that take a draft's guesses, each as in `DecodeOptions`.
-
-  Raises:
-    ValueError: None of the trees does, or no method that drafts.
-  """
+  """The methods and the trees that take a draft's guesses, each as in `DecodeOptions`; a `ValueError` if none does."""
   own = ModelOptions(draft=draft)
   taken = tuple(each for each in methods if each == AUTO or own.takes_guesses(get_method(each)))
   kept = tuple(tree for tree in trees if own.takes_tree(tree))

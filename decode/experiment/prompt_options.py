@@ -45,7 +45,6 @@ class SamplingOptions(Record):
 
   @property
   def sampling(self) -> SamplingParams:
-    """The sampling parameters, the same for all rows."""
     return SamplingParams(**{name: getattr(self, name) for name in SAMPLING_NAMES})
 
 
@@ -107,15 +106,10 @@ class PromptOptions(Record):
       raise ValueError('system is for --chat, which renders conversations')
 
   def make_stop(self, tokenizer: TokenizerBase) -> StopStrings | None:
-    """The stop texts as the library takes them, or None if there are none."""
     return StopStrings(tokenizer, self.stop) if self.stop else None
 
   def read_prompts(self) -> list[Prompt]:
-    """All prompts of the file, or the one text; conversations with `chat`.
-
-    Raises:
-      ValueError: The file is unusable, or has conversations without `chat`.
-    """
+    """All prompts of the file, or the one text; conversations with `chat`, refused without it."""
     path = SHIPPED_PROMPTS if self.prompts is None else self.prompts
     prompts = read_prompts(path) if self.prompt is None else [Prompt(self.prompt)]
     if self.chat:

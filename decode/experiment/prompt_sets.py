@@ -10,7 +10,7 @@ from typing import Any
 
 from etils import epath
 
-from spectr_jax.io.foreign import as_path
+from spectr_jax.io.untrusted import as_path
 
 # Spec-Bench's tasks by category. The categories of MT-Bench are one task.
 _MT_BENCH = ('writing', 'roleplay', 'reasoning', 'math', 'coding', 'extraction', 'stem', 'humanities')
@@ -27,13 +27,7 @@ _NUMBER = re.compile(r'-?\d[\d,]*(\.\d+)?', re.ASCII)
 
 @dataclasses.dataclass(frozen=True)
 class PublishedPrompt:
-  """The prompt of an entry of a published set.
-
-  Attributes:
-    turns: The user's texts, at least one.
-    task: The entry's category; '' if the set has none.
-    id: The entry's own identifier, or None if it has none.
-  """
+  """The prompt of an entry of a published set: the user's texts, at least one."""
 
   turns: tuple[str, ...]
   task: str = ''
@@ -42,20 +36,10 @@ class PublishedPrompt:
 
 @dataclasses.dataclass(frozen=True)
 class PromptSet:
-  """A published set of prompts.
-
-  Attributes:
-    title: The set's name in papers.
-    ending: The ending of its file's name, which stands for the format: `.jsonl`, `.json` or `.tsv`.
-    form: An entry in words, for messages.
-    parse: The prompt of an entry, which is a JSON value or the columns of a line. It raises `ValueError` if the entry
-      is not of this set.
-  """
-
-  title: str
-  ending: str
-  form: str
-  parse: Callable[[Any], PublishedPrompt]
+  title: str  # in papers
+  ending: str  # of its file's name: `.jsonl`, `.json` or `.tsv`
+  form: str  # an entry in words, for messages
+  parse: Callable[[Any], PublishedPrompt]  # of a JSON value, or the columns of a line
 
 
 def excerpt(value: Any) -> str:
@@ -69,11 +53,6 @@ def excerpt(value: Any) -> str:
 
 
 def _field(entry: Any, name: str, kind: type = str) -> Any:
-  """A field of a JSON object, which must have a type.
-
-  Raises:
-    ValueError: The entry is no object, or has no such field, or one of another type.
-  """
   if not isinstance(entry, dict):
     raise ValueError(f'{excerpt(entry)} is not an object')
   if name not in entry:
@@ -129,10 +108,7 @@ PROMPT_SETS = {
 def split_set(text: epath.PathLike) -> tuple[PromptSet | None, epath.Path]:
   """The set and the file that `SET:FILE` names; None and the file for a path alone.
 
-  `scheme://` begins a path, and so does the name of a file that exists.
-
-  Raises:
-    ValueError: There is no such set, or the path is on an unknown file system.
+  `scheme://` begins a path, and so does the name of a file that exists. An unknown set raises `ValueError`.
   """
   match = _SET_AND_FILE.fullmatch(str(text))
   if match is None:

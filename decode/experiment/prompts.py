@@ -13,8 +13,8 @@ import numpy as np
 from etils import epath
 
 from decode.experiment.prompt_sets import PromptSet, excerpt, split_set
-from spectr_jax.io.foreign import open_unpacked
 from spectr_jax.io.tokenizer import TokenizerBase
+from spectr_jax.io.untrusted import open_unpacked
 from spectr_jax.unicode import check_unicode
 
 # Field names in common prompt sets. The first field that a JSON object has is the prompt.
@@ -29,26 +29,15 @@ _MESSAGE = 'a message is a JSON object of texts, among them "role" and "content"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prompt:
-  """A text to continue.
-
-  Attributes:
-    text: The text.
-    index: Its index in the file, from 0. A row's random key derives from it.
-    id: The file's own `id`, or the index if it has none.
-    origin: The prompt's file and line, for messages.
-    task: Its category in a published set, '' if there is none.
-    turns: The user's texts of a published set, of which `text` is the first; empty for other files.
-    messages: A conversation in which the model answers, each message with `role` and `content`; empty for a text that
-      is continued as it is.
-  """
+  """A text to continue."""
 
   text: str
-  index: int = 0
-  id: int | str = 0
-  origin: str = '--prompt'
-  task: str = ''
-  turns: tuple[str, ...] = ()
-  messages: tuple[Mapping[str, str], ...] = ()
+  index: int = 0  # in the file; a row's random key derives from it
+  id: int | str = 0  # the file's own, or the index
+  origin: str = '--prompt'  # file and line, for messages
+  task: str = ''  # category in a published set
+  turns: tuple[str, ...] = ()  # the user's texts of a published set, of which `text` is the first
+  messages: tuple[Mapping[str, str], ...] = ()  # a conversation, each with `role` and `content`; else empty
 
   def __post_init__(self):
     if not self.text.strip():
@@ -144,10 +133,7 @@ def read_prompts(path: epath.PathLike) -> list[Prompt]:
   `.jsonl` holds a JSON object per line, `.json` the same or one array of objects. The text is in the field `prompt`,
   else `question`, `instruction` (followed by `input` on a line of its own) or `turns` (the first). An object with
   `messages` is a conversation; its text is what the messages say. `.tsv` has the text in the first column. Any other
-  file has one prompt per line.
-
-  `SET:FILE` reads a published set of `prompt_sets.PROMPT_SETS` instead, whatever the ending. Its prompts also have
-  `task`, `turns` and the set's own identifiers.
+  file has one prompt per line. `SET:FILE` reads a published set of `prompt_sets.PROMPT_SETS`, whatever the ending.
 
   Raises:
     ValueError: The file cannot be read, has more than 64 MiB of text or 2**19 prompts, is not UTF-8, or a line is not a
@@ -182,7 +168,6 @@ def read_prompts(path: epath.PathLike) -> list[Prompt]:
 
 
 def take_first(prompts: Sequence[Prompt], num_prompts: int) -> list[Prompt]:
-  """The first prompts, at most so many."""
   return list(prompts[:num_prompts])
 
 
@@ -228,15 +213,7 @@ def _encode(prompts: Sequence[Prompt], tokenizer: TokenizerBase) -> list[list[in
 
 
 def longest_prompt(max_new_tokens: int, max_length: int | None) -> float:
-  """The largest number of tokens of a prompt, special ones included.
-
-  Args:
-    max_new_tokens: Number of new tokens to leave room for.
-    max_length: The models' limit for prompt plus continuation, in tokens, or None for no limit.
-
-  Raises:
-    ValueError: There is no room for a prompt.
-  """
+  """The largest number of tokens of a prompt beside new ones, within the models' limit; inf for no limit."""
   if max_length is None:
     return math.inf
   if max_length - max_new_tokens < 2:
@@ -250,11 +227,7 @@ def longest_prompt(max_new_tokens: int, max_length: int | None) -> float:
 def without_long(
   prompts: Sequence[Prompt], tokenizer: TokenizerBase, *, max_new_tokens: int, max_length: int | None
 ) -> list[Prompt]:
-  """The prompts that leave room for `max_new_tokens`, see `longest_prompt`.
-
-  Raises:
-    ValueError: No prompt leaves enough room.
-  """
+  """The prompts that leave room for `max_new_tokens`, see `longest_prompt`; a `ValueError` if none does."""
   limit = longest_prompt(max_new_tokens, max_length)
   kept = [prompt for prompt, row in zip(prompts, _encode(prompts, tokenizer)) if len(row) <= limit]
   if not kept:
@@ -266,11 +239,7 @@ def without_long(
 
 
 def check_known(ids: Sequence[int], tokenizer: TokenizerBase, vocab_size: int | None, where: str) -> None:
-  """Checks that a target of `vocab_size` ids, None for any, has the tokens of a prompt; `where` is for messages.
-
-  Raises:
-    ValueError: There is no token, or the target does not have one.
-  """
+  """Refuses a prompt without tokens, or with one that a target of `vocab_size` ids does not have."""
   if not ids:
     raise ValueError(f'{where} has no tokens')
   if vocab_size is not None and (largest := max(ids)) >= vocab_size:
@@ -289,22 +258,7 @@ def encode_prompts(
   vocab_size: int | None = None,
   multiple: int = 16,
 ) -> tuple[np.ndarray, np.ndarray]:
-  """The prompts' token ids, right-padded to one size. They begin with bos if the tokenizer wants it.
-
-  Args:
-    prompts: The prompts.
-    tokenizer: The models' tokenizer.
-    max_new_tokens: Number of new tokens to leave room for.
-    max_length: The models' limit for prompt plus continuation, in tokens, or None for no limit.
-    vocab_size: The number of the target's ids, or None for all that the tokenizer has.
-    multiple: The size is a multiple of this, so that other prompts rarely need another compilation.
-
-  Returns:
-    int32 ids `[B, P]` and lengths `[B]`.
-
-  Raises:
-    ValueError: A prompt is too long, has no token, or has one that the target does not have; the message names it.
-  """
+  """The prompts' int32 ids `[B, P]`, right-padded to a `multiple`, and lengths `[B]`; `ValueError`s name bad ones."""
   limit = longest_prompt(max_new_tokens, max_length)
   rows = _encode(prompts, tokenizer)
   for prompt, row in zip(prompts, rows):

@@ -62,11 +62,9 @@ def _prediction(prediction: Prediction) -> dict:
 def to_json(run: DecodeRun) -> str:
   """The run as JSON, with one result per setting and seed.
 
-  These values can be null: `block_efficiency_ci95` for fewer than three prompts, `speedup` if autoregressive decoding
-  was not run, its interval (over batches) for fewer than three batches, `seconds_per_round` and `share_of_optimum`
-  unless requested, and `epsilon` if methods use their own. `acceptance_by_position[d]` is the share of rounds that kept
-  at least d + 1 drafted tokens. `acceptance` holds, by method, the rates that `optimal` trees were chosen from.
-  `predictions` holds the settings that `auto` chose from, the fastest first.
+  Null are intervals of fewer than three prompts or batches, `speedup` without autoregressive decoding, what was not
+  requested, and `epsilon` if methods use their own. `acceptance_by_position[d]` is the share of rounds that kept at
+  least d + 1 drafted tokens; `acceptance` holds, by method, the rates that `optimal` trees were chosen from.
   """
   results = [_result(run, measurement) for measurement in run.measurements]
   content = {'run': run.info, 'acceptance': run.acceptance, 'results': results}
@@ -100,7 +98,6 @@ def to_csv(run: DecodeRun) -> str:
 
 
 def describe_setting(options: DecodeOptions, setting: Setting) -> dict[str, Any]:
-  """The values that a setting's continuations share, as JSON values."""
   return {
     'method': setting.method.name,
     'is_lossless': setting.method.is_lossless,
@@ -146,7 +143,6 @@ def _numbers(values: np.ndarray) -> list[float | None]:
 def continuation_of(
   measurement: Measurement, row: int, tokenizer: TokenizerBase, stop: StopStrings | None
 ) -> Continuation:
-  """One row of a measurement, without padding."""
   length = measurement.lengths[row]
   return Continuation(
     row,
@@ -175,8 +171,6 @@ def to_jsonl(run: DecodeRun) -> str:
 
 
 class Part(enum.Enum):
-  """The part that an option takes in a continuation."""
-
   RUN = 'of the field `run` of a line'
   SETTING = 'of the setting, which a line describes'
   FIELD = 'a field of a line'
@@ -202,16 +196,11 @@ OPTIONS = {
 
 
 def options_of(part: Part) -> list[str]:
-  """The options that take part in one way."""
   return [name for name, its_part in OPTIONS.items() if its_part is part]
 
 
 def describe_run(work: Workload, setting: Setting) -> dict[str, Any]:
-  """The values that all lines of a run share, as JSON values: those of the files that are read by their content.
-
-  Raises:
-    ValueError: A file cannot be read.
-  """
+  """The values that all lines of a run share, as JSON values: those of the files that are read by their content."""
   options, models = work.options, work.info['models']
   has_lookup = options.has_lookup and options.needs_draft
   run = {
@@ -240,14 +229,3 @@ def describe_prompt(prompt: Prompt) -> dict[str, Any]:
 def _hash(content: Any) -> str:
   """The first 16 hexadecimal digits of a SHA-256 of a JSON value."""
   return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def check_measures_nothing(options: DecodeOptions) -> None:
-  """Refuses options that are for a comparison.
-
-  Raises:
-    ValueError: There is one.
-  """
-  for name in options_of(Part.REFUSED):
-    if getattr(options, name):
-      raise ValueError(f'{name} is for decode.main, which compares settings; decode.bulk measures nothing')

@@ -53,10 +53,7 @@ def _shares(shares: list[float], num_shown: int) -> str:
 
 
 def fitting_table(run: DecodeRun, console: Console) -> Table:
-  """The table of results that fits the console: acceptance by position gives way first, then what lines below say too.
-
-  Whatever gives way, a setting's tree alone may take several lines.
-  """
+  """The table of results that fits the console: acceptance by position gives way first, then what lines say too."""
   forms = [{'num_positions': number} for number in range(_NUM_POSITIONS, -1, -1)]
   for name in ('has_lossless', 'has_ranges', 'has_nodes'):
     forms.append({**forms[-1], name: False})
@@ -125,12 +122,7 @@ _NUM_PREDICTIONS = 12
 
 
 def make_prediction_table(predictions: list[Prediction], *, has_parts: bool = True) -> Table:
-  """A table of the fastest settings by prediction, and of autoregressive decoding.
-
-  Args:
-    predictions: The predictions, the fastest first.
-    has_parts: Whether columns have the times of a round's parts.
-  """
+  """A table of the fastest settings by prediction, and of autoregressive decoding."""
   shown = predictions[:_NUM_PREDICTIONS]
   shown += [each for each in predictions[_NUM_PREDICTIONS:] if not each.setting.tree.num_nodes]
   alone = next(each for each in predictions if not each.setting.tree.num_nodes)
@@ -151,7 +143,6 @@ def make_prediction_table(predictions: list[Prediction], *, has_parts: bool = Tr
 
 
 def explain_choice(predictions: list[Prediction]) -> str:
-  """A sentence that says which setting `auto` chose, and from how many."""
   best, num_seen = predictions[0], sum(each.is_observed for each in predictions)
   return (
     f'auto takes {best.setting}, the fastest of {len(predictions)} lossless settings by prediction; {num_seen} were'
@@ -209,7 +200,6 @@ def explain_hidden_ranges(run: DecodeRun) -> Iterator[str]:
 
 
 def explain_parts(run: DecodeRun) -> Iterator[str]:
-  """One line for each setting whose parts were timed."""
   for setting, summary in run.summaries.items():
     if parts := summary.seconds_per_round:
       each = ', '.join(f'{part} {1e3 * seconds:.2f}' for part, seconds in parts.items() if part != 'round')
@@ -300,13 +290,7 @@ def explain_gain(run: DecodeRun) -> Iterator[str]:
 
 
 def print_report(run: DecodeRun, console: Console | None = None, *, more: str = '') -> None:
-  """Prints what is gained, the table, explanations for slow settings, and a sample.
-
-  Args:
-    run: The run.
-    console: The console to print to; None for stdout.
-    more: The last line, or nothing.
-  """
+  """Prints what is gained, the table, explanations for slow settings, a sample, and the line `more`."""
   console = console or make_console()
   print_options = {'soft_wrap': not console.is_terminal}  # lines of files are whole, those of windows end between words
   for line in explain_gain(run):

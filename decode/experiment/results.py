@@ -24,20 +24,13 @@ class Measurement(Generation):
   """The texts of one setting for all P prompts with one seed, in R = P * num_samples rows, and their times.
 
   The arrays are NumPy arrays. The samples of a prompt are one after another.
-
-  Attributes:
-    setting, seed: The setting and seed.
-    batch_seconds: `[number of batches]`, wall time of each batch, with prefill and without compilation.
-    baseline_seconds: `[number of batches]`, wall time of autoregressive decoding (`baseline_of` the settings), in turns
-      with this setting; None if that was not run.
-    rounds: Rounds that the device ran, without those after stop texts. A batch runs until its last row is done.
   """
 
   setting: Setting
   seed: int
-  batch_seconds: np.ndarray
-  baseline_seconds: np.ndarray | None
-  rounds: int
+  batch_seconds: np.ndarray  # `[batches]`, with prefill, without compilation
+  baseline_seconds: np.ndarray | None  # of autoregressive decoding in turns with it
+  rounds: int  # that the device ran, each batch until its last row is done
 
   @property
   def seconds(self) -> float:
@@ -52,89 +45,48 @@ class Measurement(Generation):
 
 @dataclasses.dataclass(frozen=True)
 class Summary:
-  """A setting's results over one seed or several.
-
-  Attributes:
-    setting: The setting.
-    num_tokens, num_calls: Numbers of emitted tokens and target calls.
-    block_efficiency: `num_tokens / num_calls`.
-    interval: The 95% interval of `block_efficiency` over prompts, within what is possible; None for fewer than
-      `metrics.MIN_UNITS` prompts.
-    acceptance_by_position: `[L]`, the share of rounds that kept at least d + 1 drafted tokens.
-    seconds: Time of all batches, without compilation.
-    num_rounds: Rounds that the device ran, each for a whole batch.
-    tokens_per_second: New tokens per second. Settings that were not timed together compare less reliably.
-    speedup: Tokens per second relative to autoregressive decoding in turns with the setting, None if that was not run.
-    speedup_interval: The 95% interval of `speedup` over batches, positive; None for fewer than `metrics.MIN_UNITS`
-      batches, and for autoregressive decoding itself.
-    round_cost: Time of a round relative to an autoregressive step, None if that was not run.
-    tokens_per_round: Tokens per round and row, where rows that wait for the rest of their batch count.
-    share_of_optimum: Accepted tokens relative to the most that token-level verification could accept on average at the
-      positions visited; None if not requested, or for methods without several i.i.d. candidates.
-    share_interval: The 95% interval of `share_of_optimum` over prompts.
-    seconds_per_round: Seconds of the whole `round`, with its share of the prefill, of its parts `draft`, `target` and
-      `verification`, and of the `rest`; empty if not requested. The rest may be negative, since parts are timed alone.
-  """
+  """A setting's results over one seed or several. Intervals are of 95%, None below `metrics.MIN_UNITS` units."""
 
   setting: Setting
   num_tokens: int
-  num_calls: int
-  block_efficiency: float
-  interval: tuple[float, float] | None
-  acceptance_by_position: list[float]
-  seconds: float
-  num_rounds: int
+  num_calls: int  # of the target
+  block_efficiency: float  # `num_tokens / num_calls`
+  interval: tuple[float, float] | None  # of `block_efficiency` over prompts, within what is possible
+  acceptance_by_position: list[float]  # `[L]`, the share of rounds that kept at least d + 1 drafted tokens
+  seconds: float  # of all batches, without compilation
+  num_rounds: int  # that the device ran, each for a whole batch
   tokens_per_second: float
-  speedup: float | None
-  speedup_interval: tuple[float, float] | None
-  round_cost: float | None
-  tokens_per_round: float
-  share_of_optimum: float | None = None
-  share_interval: tuple[float, float] | None = None
+  speedup: float | None  # over autoregressive decoding in turns with it
+  speedup_interval: tuple[float, float] | None  # over batches
+  round_cost: float | None  # time of a round, in autoregressive steps
+  tokens_per_round: float  # per row, where rows that wait for the rest of their batch count
+  share_of_optimum: float | None = None  # of the most that token-level verification could accept where it was
+  share_interval: tuple[float, float] | None = None  # over prompts
+  # by part; `rest` may be negative, since parts are timed alone
   seconds_per_round: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
 class DecodeRun:
-  """All results of a run.
-
-  Attributes:
-    options: The options.
-    info: Flags, versions, device, models, number of prompts that were too long, and groups of settings that took turns
-      (`timed_together`), as JSON values.
-    prompts: The prompts.
-    tokenizer: The models' tokenizer.
-    settings: The settings that were run: the grid with all trees chosen.
-    measurements: One per setting and seed.
-    acceptance: The rates by method that `optimal` trees were chosen from; see `decode.experiment.optimal_trees`.
-    node_costs: Time of a target call by its number of tokens, relative to a call on one token; only for settings slower
-      than autoregressive decoding.
-    part_seconds: Seconds of a round's parts by setting, see `decode.experiment.latency.time_parts`; empty if not
-      requested.
-    predictions: The predictions that `auto` chose from, the fastest first; empty without `auto`.
-  """
-
   options: DecodeOptions
-  info: dict[str, Any]
+  info: dict[str, Any]  # flags, versions, device, models, groups of settings that took turns, as JSON values
   prompts: list[Prompt]
   tokenizer: TokenizerBase
-  settings: list[Setting]
-  measurements: list[Measurement]
+  settings: list[Setting]  # the grid, with all trees chosen
+  measurements: list[Measurement]  # one per setting and seed
+  # rates by method that `optimal` trees were chosen from
   acceptance: dict[str, Acceptance] = dataclasses.field(default_factory=dict)
+  # time of a target call by its tokens, over one token's, if slow
   node_costs: dict[int, float] = dataclasses.field(default_factory=dict)
-  part_seconds: dict[Setting, dict[str, float]] = dataclasses.field(default_factory=dict)
-  predictions: list[Prediction] = dataclasses.field(default_factory=list)
+  part_seconds: dict[Setting, dict[str, float]] = dataclasses.field(default_factory=dict)  # see `latency.time_parts`
+  predictions: list[Prediction] = dataclasses.field(default_factory=list)  # that `auto` chose from, the fastest first
 
   def _of(self, setting: Setting | None, seeds) -> list[Measurement]:
     seeds = self.options.seeds if seeds is None else seeds
     return [each for each in self.measurements if each.seed in seeds and each.setting == setting]
 
   def take(self, rows: np.ndarray) -> DecodeRun:
-    """The same run on some of its prompts by index, int `[N]`.
-
-    Raises:
-      ValueError: Prompts or samples were decoded together, so that none has a time of its own.
-    """
+    """The same run on some of its prompts by index, int `[N]`, each of which needs a time of its own."""
     if self.options.num_samples > 1:
       raise ValueError(f'samples are timed together: num_samples must be 1, got {self.options.num_samples}')
     if min(self.options.batch_size, len(self.prompts)) > 1:
@@ -144,7 +96,6 @@ class DecodeRun:
 
   @property
   def num_batches(self) -> int:
-    """Batches of prompts, the units of intervals of times."""
     return -(-len(self.prompts) // self.options.batch_size)
 
   def _per_prompt(self, values: np.ndarray) -> np.ndarray:
@@ -152,11 +103,7 @@ class DecodeRun:
     return values.reshape(len(self.prompts), self.options.num_samples).sum(axis=1)
 
   def batch_speeds(self, setting: Setting, seeds=None) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
-    """Tokens and seconds of each batch, over some or all seeds, and those of autoregressive decoding if it was run.
-
-    Returns:
-      One pair of arrays `[number of batches]` for the setting, and one for autoregressive decoding if that was run.
-    """
+    """Tokens and seconds `[batches]` of a setting, and of autoregressive decoding if that was run."""
     starts = range(0, len(self.prompts), self.options.batch_size)
     own, baseline = self._of(setting, seeds), self._of(baseline_of(self.settings), seeds)
 
@@ -168,11 +115,9 @@ class DecodeRun:
 
   @property
   def summaries(self) -> dict[Setting, Summary]:
-    """The results of every setting, over all seeds."""
     return {setting: self.summarize(setting) for setting in self.settings}
 
   def summarize(self, setting: Setting, seeds=None) -> Summary:
-    """The results of one setting over some seeds, or all."""
     own, baseline = self._of(setting, seeds), self._of(baseline_of(self.settings), seeds)
     num_rounds, seconds = sum(each.rounds for each in own), sum(each.seconds for each in own)
     speedup, speedup_interval, round_cost = None, None, None

@@ -30,12 +30,12 @@ from spectr_jax.engine.program_memory import in_groups
 from spectr_jax.sharding import fetch
 
 
-def _measure_node_costs(workload: Workload, trees: list[TokenTree], num_runs: int = 15) -> dict[int, float]:
+def _measure_node_costs(workload: Workload, trees: list[TokenTree]) -> dict[int, float]:
   """Median time of a target call on each tree with its root, relative to a call on a single token."""
   num_rows = workload.batch_size * workload.options.num_samples
   shapes = {tree.num_nodes + 1: (tree, num_rows) for tree in (TokenTree(), *trees)}
   calls = timing.forward_calls(workload.target, shapes, cache_size=workload.cache_size, sharding=workload.sharding)
-  times = timing.time_in_turns(calls, num_runs)
+  times = timing.time_in_turns(calls, 15)
   medians = {size: float(np.median(seconds)) for size, seconds in times.items()}
   return {size: median / medians[1] for size, median in medians.items()}
 
@@ -43,11 +43,8 @@ def _measure_node_costs(workload: Workload, trees: list[TokenTree], num_runs: in
 def measure(workload: Workload, settings: list[Setting], notify: Notify) -> DecodeRun:
   """Decodes every prompt with every setting and every seed of the workload's options. Settings take turns.
 
-  If the programs do not fit in one process, settings are split into groups that run one after another. The settings of
-  a group take turns. Every group includes autoregressive decoding if that is one of the settings.
-
-  Raises:
-    ValueError: A model gives logits that are not finite.
+  If the programs do not fit in one process, settings are split into groups that run one after another, each with
+  autoregressive decoding if that is one of the settings.
   """
   options = workload.options
   batches, prompts = workload.batches, workload.prompts
@@ -125,9 +122,6 @@ def run_decode(options: DecodeOptions, notify: Notify | None = None, pick: Pick 
     options: The options.
     notify: Called with the current activity, batches done and batches in total.
     pick: Takes `options.num_prompts` of the prompts that fit.
-
-  Returns:
-    The continuations and their measurements.
 
   Raises:
     ValueError: Prompts or models are unusable; the message says why.

@@ -28,10 +28,6 @@ class TreeSpec:
   `likeliest:4,4,3,2` grows a tree of its own for every row, with the draft's likeliest paths in 4, 4, 3 and 2 nodes of
   the first depths; `confident:4,4,3,2` draws so many samples, where the draft is confident, and `estimated:4,4,3,2`
   where a confidence head says so.
-
-  Attributes:
-    name: `chains`, `prefix`, `specinfer`, `optimal`, `likeliest`, `confident` or `estimated`.
-    numbers: The factors of `prefix`, the budget of `optimal`, or the widths of trees that grow.
   """
 
   name: str
@@ -39,11 +35,7 @@ class TreeSpec:
 
   @classmethod
   def parse(cls, text: str) -> TreeSpec:
-    """Reads a specification.
-
-    Raises:
-      ValueError: The text is not a specification; the message says what is allowed.
-    """
+    """Reads a specification; a `ValueError` says what is allowed."""
     try:
       spec = cls(*parse_name_and_ints(text))
     except ValueError:
@@ -62,15 +54,10 @@ class TreeSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Setting(auto.Setting):
-  """A method with its tree, as the command line names it: one row of the table.
+  """A method with its tree, as the command line names it: one row of the table."""
 
-  Attributes:
-    spec: The tree as specified; None for a method that drafts nothing.
-    shape: The shape that `optimal` chose, as text; else ''.
-  """
-
-  spec: TreeSpec | None = None
-  shape: str = ''
+  spec: TreeSpec | None = None  # None for a method that drafts nothing
+  shape: str = ''  # what `optimal` chose, as text
 
   @property
   def budget(self) -> int | None:
@@ -123,11 +110,7 @@ def _check_size(num_nodes: int, what: str) -> None:
 
 
 def settings_of(method: Method, options: MethodOptions, *, skip_unfit: bool = False) -> list[Setting]:
-  """The settings of a method: one for every tree of the options, or for those that it can use.
-
-  Raises:
-    ValueError: A tree is too large, or the method's theory does not cover it.
-  """
+  """The settings of a method: one for every tree of the options, or with `skip_unfit` those that it can use."""
   if method.max_drafts == 0:
     return [Setting(method)]
   settings = []
@@ -155,19 +138,12 @@ def expand(options: MethodOptions) -> list[Setting]:
   """The grid in the order given, without duplicates, which arise if a method ignores K or L.
 
   The trees of `optimal` are still empty, since they depend on measurements.
-
-  Raises:
-    ValueError: A tree is too large, or a method's theory does not cover it.
   """
   return list(dict.fromkeys(setting for method in options.methods for setting in settings_of(method, options)))
 
 
 def only_setting(options: MethodOptions) -> Setting:
-  """The only setting of the options, for commands that run no grid.
-
-  Raises:
-    ValueError: There are several settings, or the setting depends on measurements.
-  """
+  """The only setting of the options, for commands that run no grid and measure nothing first."""
   if options.is_auto:
     raise ValueError('auto is not for this command; name a method')
   settings = expand(options)

@@ -20,7 +20,7 @@ from common.text_files import Files
 from decode.experiment.options import ROOT, DecodeOptions
 from decode.experiment.prompts import Prompt, encode_prompts, take_first, without_long
 from decode.experiment.settings import Setting
-from spectr_jax import Drafter, Generation, Model, SamplingParams, StopStrings, lookup_corpus
+from spectr_jax import Drafter, Generation, Model, StopStrings, lookup_corpus
 from spectr_jax.auto.trial import Batches, take_keys
 from spectr_jax.draft import as_drafter, lookup_beside, lookup_drafter
 from spectr_jax.engine.result import NotFiniteError
@@ -43,14 +43,7 @@ def portable(path: str) -> str:
 
 
 def read_corpus(files: Files) -> list[str]:
-  """The documents of prompt lookup's corpus.
-
-  Args:
-    files: Plain-text files, each document ended by a blank line.
-
-  Raises:
-    ValueError: A file is missing or cannot be read, there is no text in any, or there is more than a corpus holds.
-  """
+  """The documents of prompt lookup's corpus; a `ValueError` where there is none, or more than a corpus holds."""
   documents, size = [], 0
   try:
     for document in files.documents():
@@ -108,19 +101,12 @@ def _load_head(options: DecodeOptions, head: HeadFiles, target: Model) -> tuple[
 
 @dataclasses.dataclass(frozen=True)
 class Models:
-  """A target with its draft.
-
-  Attributes:
-    target: The target.
-    draft: The draft, a model, or a `Drafter` if guesses come from the text or from a head; None if no method drafts.
-    tokenizer: The target's tokenizer.
-    info: The description of both models, and of the corpus of guesses from the text, as JSON values.
-  """
+  """A target with its draft: a model, a `Drafter` if guesses come from the text or a head, None if no method drafts."""
 
   target: Model
   draft: Model | Drafter | None
   tokenizer: TokenizerBase
-  info: dict[str, Any]
+  info: dict[str, Any]  # of both models, and of the corpus of guesses from the text, as JSON values
 
   @property
   def context_length(self) -> int | None:
@@ -139,16 +125,10 @@ def _advice(options: DecodeOptions) -> str:
 
 
 def load_models(options: DecodeOptions, sharding: DecodeSharding | None = None) -> Models:
-  """The models of a run.
+  """The models of a run; a `ValueError` where one cannot be read, or their tokenizers differ.
 
-  Vocabularies may be padded to different sizes: the draft's is brought to the target's, whose distribution stays.
-
-  Args:
-    options: The options.
-    sharding: The sharding of decoding; a model that it shards is read shard by shard.
-
-  Raises:
-    ValueError: A model or the corpus cannot be read, or the models' tokenizers give an id different meanings.
+  Vocabularies may be padded to different sizes: the draft's is brought to the target's, whose distribution stays. A
+  model that `sharding` shards is read shard by shard.
   """
   files = Files(options.lookup_corpus)
   documents = read_corpus(files) if files.patterns else []
@@ -187,9 +167,6 @@ def find_head(target: str, draft: str) -> HeadFiles | None:
   """The head that a draft is, or None if it is a model, or there is none.
 
   A head among the tensors of a model counts only where that model is the target: any other is a draft as a whole.
-
-  Raises:
-    ValueError: A file of the head is damaged.
   """
   head = open_head(draft) if draft else None
   return None if head is not None and head.is_part and draft != target else head
@@ -246,40 +223,23 @@ def _fold_in_indices(seed: jax.Array, indices: jax.Array) -> jax.Array:
   return jax.vmap(lambda index: jax.random.fold_in(key, index))(indices)
 
 
-@dataclasses.dataclass(frozen=True)
-class Workload(Batches):
-  """Models and P prompts, with the models already sharded over the devices.
+def _rows_of(options: DecodeOptions, num_prompts: int, sharding: DecodeSharding | None) -> int:
+  size = min(options.batch_size, num_prompts)
+  return size if sharding is None else sharding.round_up(size)
 
-  Attributes:
-    options: The options.
-    draft: None if no method drafts, and a `Drafter` if guesses come from the text or from a head.
-    tokenizer: The models' tokenizer.
-    info: The description of the run, see `describe`.
-    prompts: The prompts.
-  """
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Workload(Batches):
+  """Models and P prompts, with the models already sharded over the devices."""
 
   options: DecodeOptions
-  target: Model
-  draft: Model | Drafter | None
   tokenizer: TokenizerBase
-  info: dict[str, Any]
+  info: dict[str, Any]  # see `describe`
   prompts: list[Prompt]
-  tokens: np.ndarray
-  lengths: np.ndarray
-  sharding: DecodeSharding | None
 
   @classmethod
   def load(cls, options: DecodeOptions, *, is_local: bool = False, pick: Pick = take_first) -> Workload:
-    """Reads prompts and models.
-
-    Args:
-      options: The options.
-      is_local: Whether each of several processes decodes by itself, on its own devices.
-      pick: Takes `options.num_prompts` of the prompts that fit.
-
-    Raises:
-      ValueError: Prompts or models are unusable; the message says why.
-    """
+    """Reads models, and the prompts that `pick` takes; with `is_local` for each of several processes alone."""
     every = options.read_prompts()
     sharding = options.make_sharding(options.batch_size, is_local=is_local)
     models = load_models(options, sharding)
@@ -293,33 +253,16 @@ class Workload(Batches):
       target, drafter = sharding.put_models(target, as_drafter(draft))
       draft = drafter.model if drafter is not None and is_model else drafter
     info = describe(options, models.info) | {'num_long_prompts': len(every) - len(fitting)}
-    return cls(options, target, draft, tokenizer, info, prompts, tokens, lengths, sharding)
-
-  @property
-  def batch_size(self) -> int:
-    size = min(self.options.batch_size, len(self.prompts))
-    return size if self.sharding is None else self.sharding.round_up(size)
-
-  @property
-  def max_new_tokens(self) -> int:
-    return self.options.max_new_tokens
-
-  @property
-  def sampling(self) -> SamplingParams:
-    return self.options.sampling
-
-  @property
-  def eos_ids(self) -> tuple[int, ...]:
-    return self.tokenizer.eos_ids
-
-  @property
-  def logprobs(self) -> bool:
-    return self.options.logprobs
+    return cls(
+      target, draft, tokens, lengths, _rows_of(options, len(prompts), sharding), options.max_new_tokens,
+      options.sampling, tokenizer.eos_ids, options.logprobs, sharding,
+      options=options, tokenizer=tokenizer, info=info, prompts=prompts,
+    )  # fmt: skip
 
   def take(self, num_prompts: int) -> Workload:
-    """The same workload with the first `num_prompts` prompts only."""
     firsts = {name: getattr(self, name)[:num_prompts] for name in ('prompts', 'tokens', 'lengths')}
-    return dataclasses.replace(self, **firsts)
+    batch_size = _rows_of(self.options, len(firsts['prompts']), self.sharding)
+    return dataclasses.replace(self, **firsts, batch_size=batch_size)
 
   def keys(self, seed: int) -> jax.Array:
     """One key per prompt."""
@@ -327,24 +270,12 @@ class Workload(Batches):
 
   @property
   def stop(self) -> StopStrings | None:
-    """The texts that end a continuation, or None."""
     return self.options.make_stop(self.tokenizer)
 
   def generate(
     self, setting: Setting, keys: jax.Array, rows: np.ndarray, *, statistics: bool = False, num_samples: int = 1
   ) -> Generation:
-    """Decodes a batch. Stop texts end rows unless there are statistics, which are of whole rounds.
-
-    Args:
-      setting: The setting.
-      keys: `[P]`, one key per prompt.
-      rows: int `[B]`, indices of the batch's prompts.
-      statistics: Whether to collect statistics of the positions visited.
-      num_samples: Samples of each prompt, in rows one after another.
-
-    Raises:
-      ValueError: A model gives logits that are not finite; the message names setting and prompt.
-    """
+    """Decodes prompts `rows` int `[B]` with `keys` `[P]`; stop texts end no row whose statistics are wanted."""
     try:
       return spectr_jax.generate(
         take_keys(keys, rows),

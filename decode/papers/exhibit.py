@@ -21,13 +21,7 @@ from spectr_jax.io.tokenizer import check_same_tokens
 
 @dataclasses.dataclass(frozen=True)
 class Value:
-  """A measured or published number with what is known of its error.
-
-  Attributes:
-    number: The number.
-    spread: Half width behind its ±, or None.
-    interval: Low and high end where they are not equally far away; in place of a spread.
-  """
+  """A measured or published number, with the half width behind its ±, or an interval whose ends are not equally far."""
 
   number: float
   spread: float | None = None
@@ -62,7 +56,6 @@ class Sizes:
 
   @property
   def used(self) -> dict[str, Any]:
-    """The sizes that are neither 0 nor empty, by name."""
     return {name: value for name, value in dataclasses.asdict(self).items() if value}
 
 
@@ -72,24 +65,15 @@ _DECODE_SIZES = 'num_prompts', 'num_seeds', 'max_new_tokens', 'batch_size', 'num
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-  """Models, prompts and sizes that an exhibit is measured on.
-
-  Attributes:
-    target: Directory of the target.
-    drafts: Drafts by name, each as `DecodeOptions.draft`.
-    prompts: Files of prompts by name; None for the shipped ones. Empty for exhibits that decode none.
-    sizes: Amounts to measure.
-    dtype: As in `DecodeOptions`.
-    seed: The first seed.
-    options: Further options of decoding by name, those of `Exhibit.options`.
-  """
+  """Models, prompts and sizes that an exhibit is measured on."""
 
   target: str
-  drafts: Mapping[str, str]
-  prompts: Mapping[str, str | None]
+  drafts: Mapping[str, str]  # by name, each as `DecodeOptions.draft`
+  prompts: Mapping[str, str | None]  # files by name; None for the shipped ones
   sizes: Sizes
   dtype: str = ''
-  seed: int = 0
+  seed: int = 0  # the first
+  # further ones of decoding, those of `Exhibit.options`
   options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
   @property
@@ -113,60 +97,38 @@ class Request:
 
 @dataclasses.dataclass
 class Results:
-  """The outcome of measuring an exhibit.
+  """The outcome of measuring an exhibit."""
 
-  Attributes:
-    rows: Rows that all have the same columns.
-    runs: Description of each run: flags, versions, device, models. Tables keep it.
-  """
-
-  rows: list[Row] = dataclasses.field(default_factory=list)
-  runs: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+  rows: list[Row] = dataclasses.field(default_factory=list)  # of the same columns
+  runs: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # flags, versions, device and models of each run
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Exhibit(abc.ABC):
-  """A table or figure of a paper. Its rows are all that is kept: pictures can be drawn again from the file of data.
+  """A table or figure of a paper. Its rows are all that is kept: pictures can be drawn again from the file of data."""
 
-  Attributes:
-    kind: Its name in messages.
-    data_format: Extension of the file of data.
-    title: Its subject, and the paper and number.
-    measure: Measures or computes the rows; call `run`, which checks the request first.
-    sizes: Amounts to measure by default, which take minutes with the pretrained pair on two cores.
-    has_models: Whether it is about a pair of models.
-    compares_drafts: Whether it takes several drafts.
-    is_simulated: Whether it simulates texts, which a seed decides.
-    options: Options of decoding that a request may change, with their defaults.
-  """
+  kind: ClassVar[str]  # in messages
+  data_format: ClassVar[str]  # extension of the file of data
 
-  kind: ClassVar[str]
-  data_format: ClassVar[str]
-
-  title: str
-  measure: Callable[[Request, Notify], Results]
-  sizes: Sizes = Sizes()
-  has_models: bool = True
+  title: str  # its subject, and the paper and number
+  measure: Callable[[Request, Notify], Results]  # call `run`, which checks the request first
+  sizes: Sizes = Sizes()  # by default; they take minutes with the pretrained pair on two cores
+  has_models: bool = True  # is about a pair of models
   compares_drafts: bool = False
-  is_simulated: bool = False
+  is_simulated: bool = False  # simulates texts, which a seed decides
+  # of decoding that a request may change, with their defaults
   options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
   @property
   def has_prompts(self) -> bool:
-    """Whether it decodes prompts."""
     return bool(self.sizes.num_prompts)
 
   @property
   def is_random(self) -> bool:
-    """Whether a seed matters."""
     return self.has_prompts or self.is_simulated
 
   def choose_sizes(self, given: Mapping[str, Any]) -> Sizes:
-    """The default sizes with the given ones in their place; None keeps the default.
-
-    Raises:
-      ValueError: A size is given that this exhibit does not use.
-    """
+    """The default sizes with the given ones in their place; None keeps the default."""
     given = {name: value for name, value in given.items() if value is not None}
     used = self.sizes.used
     for name in given:
@@ -176,22 +138,14 @@ class Exhibit(abc.ABC):
     return dataclasses.replace(self.sizes, **given)
 
   def choose_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The default options with the given ones in their place.
-
-    Raises:
-      ValueError: An option is given that this exhibit does not have.
-    """
+    """The default options with the given ones in their place."""
     for name in given:
       if name not in self.options:
         raise ValueError(f'{name} is not for this {self.kind}, which has its own')
     return {**self.options, **given}
 
   def run(self, request: Request, notify: Notify) -> Results:
-    """Measures the rows, after every check that needs no measuring, and calls `notify` with progress.
-
-    Raises:
-      ValueError: A model or a file of prompts is unusable, or there are several drafts where one is taken.
-    """
+    """Measures the rows, after every check that needs no measuring."""
     if self.has_models:
       if len(request.drafts) > 1 and not self.compares_drafts:
         raise ValueError(f'this {self.kind} has one draft, got {", ".join(request.drafts)}')
@@ -234,11 +188,7 @@ class Exhibit(abc.ABC):
 
 
 def _check_inputs(request: Request) -> None:
-  """Reads what is quickly read of all models and prompts, so that nothing is measured in vain.
-
-  Raises:
-    ValueError: Something is missing, does not belong together, or holds no prompt that fits.
-  """
+  """Reads what is quickly read of all models and prompts, so that nothing is measured in vain."""
   limits, tokenizers = [], []
   drafts = (split_draft(draft)[1] for draft in request.drafts.values())
   # A head has the limit and the tokenizer of its target, and so has a draft without a model.

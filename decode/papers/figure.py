@@ -19,18 +19,13 @@ from decode.papers.exhibit import Exhibit, Request, Results, Row, describe_sizes
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Figure(Exhibit):
-  """A figure of a paper.
-
-  Attributes:
-    draw: Draws the rows, as a figure of matplotlib.
-    tell: A paragraph on what they show.
-  """
+  """A figure of a paper."""
 
   kind = 'figure'
   data_format = 'csv'
 
-  draw: Callable[[Sequence[Row]], Any]
-  tell: Callable[[Sequence[Row]], str]
+  draw: Callable[[Sequence[Row]], Any]  # the rows, as a figure of matplotlib
+  tell: Callable[[Sequence[Row]], str]  # a paragraph on what they show
 
   def describe(self, request: Request, results: Results) -> list[str]:
     """Models, prompts and sizes of the rows; no line for what a figure has none of."""
@@ -45,17 +40,14 @@ class Figure(Exhibit):
     return [*lines, *([', '.join(sizes)] if sizes else [])]
 
   def show(self, console: Console, rows: Sequence[Row], about: Sequence[str]) -> None:
-    """Prints the paragraph and the lines of `describe`."""
     for line in (self.title, '', self.tell(rows), '', *about):
       console.print(line, soft_wrap=True)
 
   def to_data(self, name: str, request: Request, results: Results) -> str:
-    """CSV, see `to_csv`."""
     del name, request
     return to_csv(results.rows)
 
   def read_rows(self, data: str) -> list[Row]:
-    """The rows that `to_data` wrote."""
     return from_csv(data)
 
   def to_markdown(self, name: str, rows: Sequence[Row], about: Sequence[str]) -> str:
@@ -64,7 +56,6 @@ class Figure(Exhibit):
     return '\n'.join([f'# {self.title}', '', f'![{name}]({name}.svg)', '', self.tell(rows), '', *lines]) + '\n'
 
   def to_image(self, rows: Sequence[Row], about: Sequence[str] = (), *, kind: str = 'png') -> bytes:
-    """The picture, under its title."""
     del about
     return plots.to_image(self.draw(rows), title=self.title, kind=kind)
 

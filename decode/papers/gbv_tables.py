@@ -54,7 +54,7 @@ def _measured(summary: Summary) -> dict[str, Value]:
 
 
 def _is_printed(setting: Setting) -> bool:
-  """Whether the paper's tables can have the setting: they have three drafts, or methods that take one or none."""
+  """Tells whether the paper's tables can have a setting: three drafts, or a method that takes one or none."""
   return setting.num_drafts == published.NUM_DRAFTS or setting.method.max_drafts is not None
 
 
@@ -76,11 +76,7 @@ def _published_set(sets: Mapping[str, Any], prompts: str, default: str) -> str:
 
 
 def compare_sets(prompts: str, length: int) -> tuple[str | None, _Printed, _Printed]:
-  """The entries of Table 1 to compare a set of prompts with.
-
-  Returns:
-    Name of the paper's row, its block efficiencies and its speed-ups by method; None and empty for another L.
-  """
+  """Name, block efficiencies and speed-ups by method of the row of Table 1 to compare with; none for another L."""
   for (target, printed_length), sets in published.COMPARISON.items():
     if printed_length == length:
       name = _published_set(sets, prompts, 'Average')
@@ -96,10 +92,7 @@ def _compare_lengths(target: str, prompts: str, length: int) -> tuple[str | None
 
 
 def _measure_comparison(find: Callable, request: Request, notify: Notify) -> Results:
-  """Block efficiency and speed-up by prompt set, L, K and method; of several sets also the average.
-
-  `find` is `compare_sets`, or a function like it.
-  """
+  """Block efficiency and speed-up by prompt set, L, K and method; of several sets also the average."""
   results, measured = Results(), {}
   for prompts, run in decode_sets(request, notify, results, method=METHODS, temperature=_TEMPERATURE):
     for length in request.sizes.draft_length:
@@ -130,7 +123,7 @@ def _averages(measured: Mapping[tuple[str, int, Setting], Mapping[str, Value]]) 
 
 
 def _measure_sensitivity(request: Request, notify: Notify) -> Results:
-  """Acceptance over K, and block efficiency and speed-up over temperature at K = 3, which is always measured.
+  """Acceptance over K, and block efficiency and speed-up over temperature at K = 3, always measured.
 
   The paper draws both and prints neither. Where its Table 2 has the same point, that stands beside it.
   """

@@ -146,10 +146,7 @@ def bound_trees(num_nodes: int) -> list[TokenTree]:
 def _bounds(workload: Workload, texts: Sequence[np.ndarray], trees: Sequence[TokenTree]) -> dict[TokenTree, tuple]:
   """The most tokens per call of any stateless rule on such texts, with the interval over prompts, by tree.
 
-  Args:
-    workload: Models and prompts.
-    texts: int32 `[prompts, max_new_tokens]` of each run, -1 after the end of a row; drawn from the target.
-    trees: The trees.
+  Texts are int32 `[prompts, max_new_tokens]` of each run, -1 after the end of a row; drawn from the target.
   """
   tokens = sum((each >= 0).sum(axis=1) for each in texts)
   calls = {tree: np.zeros(len(workload.prompts)) for tree in trees}

@@ -78,14 +78,7 @@ def bare_panels(
 def panels(
   number: int, *, rows: int = 1, width: float = 3.4, height: float = 3.1, sharey: bool = False
 ) -> tuple[Any, list[Any]]:
-  """A figure and its panels row by row, with a grid; `legend` makes room for itself.
-
-  Args:
-    number: Panels in each row.
-    rows: Rows of panels.
-    width, height: Of a panel, in inches.
-    sharey: Whether all panels have the same vertical axis.
-  """
+  """A figure and its panels row by row, with a grid, each of a size in inches; `legend` makes room for itself."""
   figsize = width * number, height * rows
   figure, axes = bare_panels(number, figsize=figsize, dpi=110, rows=rows, sharey=sharey)
   for each in axes:
@@ -102,11 +95,11 @@ def name_axes(axes, *, x: str, y: str = '', title: str = '', **more) -> None:
   axes.set(**more)
 
 
-def number_ticks(axes, values: Iterable[float], *, base: int = 2) -> None:
-  """Makes the horizontal axis logarithmic, with plain numbers as ticks: of more than six only powers of `base`."""
+def number_ticks(axes, values: Iterable[float]) -> None:
+  """Makes the horizontal axis logarithmic, with plain numbers as ticks: of more than six only powers of 2."""
   values = sorted(set(values))
-  axes.set_xscale('log', base=base)
-  shown = [value for value in values if math.log(value, base).is_integer()] if len(values) > 6 else values
+  axes.set_xscale('log', base=2)
+  shown = [value for value in values if math.log2(value).is_integer()] if len(values) > 6 else values
   axes.set_xticks(shown, [f'{value:g}' for value in shown])
   axes.minorticks_off()
 
@@ -124,7 +117,8 @@ def draw_line(axes, rows: Sequence[Mapping[str, Any]], *, x: str, y: str, label:
   bars = {'fmt': 'none', 'ecolor': style.get('color'), 'elinewidth': 1, 'capsize': 2}
   for row in rows:
     if row.get('left') is not None:
-      axes.errorbar([row[x]], [row[y]], xerr=_sides(row[x], row['left'], row['right']), **bars)
+      sides = [[max(row[x] - row['left'], 0)], [max(row['right'] - row[x], 0)]]
+      axes.errorbar([row[x]], [row[y]], xerr=sides, **bars)
   known = [row for row in rows if row.get('low') is not None]
   if not known:
     return
@@ -136,18 +130,10 @@ def draw_line(axes, rows: Sequence[Mapping[str, Any]], *, x: str, y: str, label:
   axes.errorbar(xs, ys, errors, **bars)
 
 
-def _sides(value: float, low: float, high: float) -> list[list[float]]:
-  """The lengths of one bar's sides, as `Axes.errorbar` takes them."""
-  return [[max(value - low, 0)], [max(high - value, 0)]]
-
-
 def draw_lines(
   axes, rows: Sequence[Mapping[str, Any]], *, x: str, y: str, by: str, style: Callable[[Any], Style] = style_of, **more
 ) -> None:
-  """Draws a line for each value of the column `by`, in the order of the rows; see `draw_line`.
-
-  A line's look is `style` of its value, and all have the further style.
-  """
+  """Draws a line for each value of the column `by`, in the order of the rows, in its `style`; see `draw_line`."""
   for value in dict.fromkeys(row[by] for row in rows):
     own = [row for row in rows if row[by] == value]
     draw_line(axes, own, x=x, y=y, label=str(value), **(dict(style(value)) | more))

@@ -32,22 +32,14 @@ def _task_of(prompt: Prompt) -> str:
 
 
 def _check_prompts(request: Request) -> None:
-  """Refuses prompts that have no tasks of Spec-Bench.
-
-  Raises:
-    ValueError: There are several files of prompts, or one that was not read as Spec-Bench.
-  """
+  """Refuses prompts that have no tasks of Spec-Bench, or are of several files."""
   prompts = [prompt for path in request.prompts.values() for prompt in DecodeOptions(prompts=path).read_prompts()]
   if len(request.prompts) != 1 or any(prompt.task not in SPEC_BENCH_TASKS for prompt in prompts):
     raise ValueError('this table is about the tasks of Spec-Bench: give one file, as --prompts=spec_bench:FILE')
 
 
 def _methods(names: Sequence[str]) -> tuple[str, ...]:
-  """The methods, led by autoregressive decoding if none of them decodes without drafts.
-
-  Raises:
-    ValueError: There is no method, or none of such a name.
-  """
+  """The methods, led by autoregressive decoding if none of them decodes without drafts."""
   if not names:
     raise ValueError('no method given; autoregressive decoding alone is --method=autoregressive')
   has_baseline = any(name != AUTO and get_method(name).max_drafts == 0 for name in names)
@@ -58,13 +50,6 @@ def _fitting(drafts: Mapping[str, str], options: Mapping[str, Any]) -> tuple[dic
   """The methods and trees to run with each draft, and a line for each draft that does not take all of them.
 
   A draft alone has all of them, so that the run refuses what does not fit.
-
-  Args:
-    drafts: The drafts by name.
-    options: The options of the request.
-
-  Raises:
-    ValueError: There is nothing that a draft takes.
   """
   every, trees = _methods(options['method']), options['tree']
   if len(drafts) == 1:
@@ -85,10 +70,7 @@ def _rows_by_task(prompts: Sequence[Prompt]) -> dict[str, np.ndarray]:
 
 
 def _speed_columns(run: DecodeRun, setting: Setting) -> Row:
-  """Speed and speed-up by Spec-Bench's definition: means over prompts of each prompt's tokens per second.
-
-  The run's batches are one prompt each.
-  """
+  """Speed and speed-up by Spec-Bench's definition: means of each prompt's tokens per second, in batches of one."""
   speeds, others = ((tokens / seconds, np.ones(len(tokens))) for tokens, seconds in run.batch_speeds(setting))
   interval = (
     metrics.compare(speeds, others)[1:] if len(run.prompts) >= metrics.MIN_UNITS and setting.tree.num_nodes else None
@@ -100,7 +82,6 @@ def _speed_columns(run: DecodeRun, setting: Setting) -> Row:
 
 
 def _measured_row(run: DecodeRun, setting: Setting, task: str, draft: str) -> Row:
-  """A row of measurements of a setting, from the run on the prompts of a task."""
   summary = run.summarize(setting)
   row: Row = {'task': task, 'of': HERE, 'prompts': len(run.prompts)} | setting_columns(setting, draft=draft)
   row |= {
@@ -189,5 +170,5 @@ TABLES = {
       'At temperature 0 candidates drawn alike are equal, so that more of them keep no more.',
       CUT_ROUNDS,
     ),
-  ),
+  )
 }

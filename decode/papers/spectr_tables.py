@@ -46,15 +46,11 @@ def _call_shapes(sizes: Sizes) -> dict[tuple[int, int, str], tuple[TokenTree, in
 
 
 def _median(values: np.ndarray) -> Value:
-  """The median with the standard deviation over runs."""
   return Value(float(np.median(values)), float(np.std(values, ddof=1)) if len(values) > 1 else None)
 
 
 def _measure_latency(role: str, printed: Mapping, request: Request, notify: Notify) -> Results:
-  """Time of a call on K drafts of L tokens, over the target's on one draft of four.
-
-  The model that is timed is the target or the draft, and printed latencies are by draft length and batch size.
-  """
+  """Time of a call of the target or the draft on K drafts of L tokens, over the target's on one of four."""
   options = request.decode_options()
   models = load_models(options)
   if not isinstance(models.draft, Model):
@@ -110,11 +106,7 @@ def _latency_table(number: int, role: str, printed: Mapping) -> Table:
 
 
 def _measure_efficiency(columns: Mapping[str, str], request: Request, notify: Notify) -> Results:
-  """Block efficiency by draft, method, K and L.
-
-  Published drafts are by the name of their column. A draft that has the name of a published one is also put beside that
-  one, in the column `paper`.
-  """
+  """Block efficiency by draft, method, K and L, beside `columns` and the published draft of the same name."""
   results = Results()
   by_name = {name.lower(): printed for name, printed in published.BLOCK_EFFICIENCY.items()}
   for draft, path in request.drafts.items():

@@ -32,25 +32,17 @@ CUT_ROUNDS = 'A round that the limit of new tokens cuts off counts as whole, whi
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Table(Exhibit):
-  """A table of a paper, or a figure that is published as numbers.
-
-  Attributes:
-    setup: Models, texts and settings of the paper.
-    spreads: Meaning of ±, here and in the paper.
-    full: The paper's sizes, as far as it gives them or its tables imply them.
-    panels: The panels of its picture.
-    notes: Further lines for the reader.
-    difference: Differences from the paper's setup that no size shows.
-  """
+  """A table of a paper, or a figure that is published as numbers."""
 
   kind = 'table'
   data_format = 'json'
 
-  setup: str
-  spreads: str
-  full: Mapping[str, int]
+  setup: str  # models, texts and settings of the paper
+  spreads: str  # meaning of ±, here and in the paper
+  full: Mapping[str, int]  # the paper's sizes, as far as it gives them or its tables imply them
   panels: tuple[Panel, ...]
   notes: tuple[str, ...] = ()
+  # from the paper's setup, that no size shows
   difference: str = 'other models and texts, so what compares is the pattern'
 
   def describe(self, request: Request, results: Results) -> list[str]:
@@ -74,7 +66,6 @@ class Table(Exhibit):
     ]
 
   def _describe_reduction(self, sizes: Sizes, results: Results) -> str:
-    """The sizes that are smaller than the paper's."""
     less = []
     for name, full in self.full.items():
       used = sizes.used[name]
@@ -117,8 +108,6 @@ class Table(Exhibit):
     return json.dumps(content, indent=2, allow_nan=False) + '\n'
 
   def read_rows(self, data: str) -> list[Row]:
-    """The rows that `to_data` wrote."""
-
     def cell_of(plain):
       if not isinstance(plain, dict):
         return plain
@@ -145,7 +134,6 @@ def _text_of(cell) -> str:
 
 
 def _describe_models(runs: Sequence[Mapping[str, Any]]) -> list[str]:
-  """Each model once, over all runs."""
   return list(
     dict.fromkeys(
       f'{role} {model_title(model, has_dtype=True)}' for run in runs for role, model in run['models'].items()
@@ -170,17 +158,9 @@ def _describe_sets(runs: Sequence[Mapping[str, Any]]) -> list[str]:
 def decode_sets(
   request: Request, notify: Notify, results: Results, *, pick: Pick = take_first, **options
 ) -> Iterator[tuple[str, DecodeRun]]:
-  """Decodes every set of prompts, and records each run in the results.
+  """The name and the run of every set of prompts; each run is recorded in the results.
 
-  Args:
-    request: Models, prompts and sizes.
-    notify: Called with progress.
-    results: Where the description of each run goes.
-    pick: Takes the prompts to decode from those that fit.
-    **options: Fields of `DecodeOptions`, which override those of the request.
-
-  Yields:
-    The name of a set and its run.
+  `options` are fields of `DecodeOptions`, which override those of the request.
   """
   for name, path in request.prompts.items():
     run = run_decode(request.decode_options(prompts=path, **options), _labelled(notify, name), pick)
@@ -204,7 +184,6 @@ def with_interval(mean: float, interval: tuple[float, float] | None) -> Value:
 
 
 def block_efficiency(summary: Summary) -> Value:
-  """Tokens per target call, with the 95% interval over prompts."""
   return with_interval(summary.block_efficiency, summary.interval)
 
 

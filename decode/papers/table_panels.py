@@ -18,27 +18,15 @@ _HATCHES = ('', '//', '..', 'xx', '--', '++', 'oo')
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Panel:
-  """One panel of the picture.
-
-  Attributes:
-    x: Column of the horizontal axis.
-    y: Columns that are drawn; several only where `kind` is `stack`.
-    by: Columns that tell lines or bars apart: `method` by color, the others by marker or hatch.
-    paper: Column of published values, or None.
-    where: Values that a row must have.
-    kind: `line`, `bar` or `stack`.
-  """
-
-  x: str
-  y: tuple[str, ...]
-  by: tuple[str, ...] = ()
-  paper: str | None = None
-  where: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  kind: str = 'line'
+  x: str  # column of the horizontal axis
+  y: tuple[str, ...]  # columns that are drawn; several only of a `stack`
+  by: tuple[str, ...] = ()  # columns that tell lines or bars apart: `method` by color, the others by look
+  paper: str | None = None  # column of published values
+  where: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # values that a row must have
+  kind: str = 'line'  # `line`, `bar` or `stack`
 
   @property
   def column(self) -> str:
-    """The only column that is drawn."""
     [column] = self.y
     return column
 
@@ -68,19 +56,12 @@ def _telling_columns(rows: Sequence[Row], panel: Panel) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class _Group:
-  """Rows that are one line, or bars of one look.
-
-  Attributes:
-    name: Its name in the legend.
-    rows: The rows.
-    color: The method's, or a shade where there is no method.
-    look: Index of the marker or hatch.
-  """
+  """Rows that are one line, or bars of one look."""
 
   name: str
   rows: list[Row]
-  color: str
-  look: int
+  color: str  # the method's, or a shade
+  look: int  # index of the marker or hatch
 
 
 def _groups(rows: Sequence[Row], panel: Panel) -> list[_Group]:
@@ -161,13 +142,6 @@ def _draw_stacks(axes, panel: Panel, rows: Sequence[Row]) -> None:
 _DRAW = {'line': _draw_lines, 'bar': _draw_bars, 'stack': _draw_stacks}
 
 
-def _name_axes(axes, panel: Panel) -> None:
-  if panel.kind == 'stack':
-    axes.set(ylabel=panel.x, xlabel=f'{", ".join(panel.y)}, seconds per prompt')
-  else:
-    axes.set(xlabel=panel.x, ylabel=', '.join(panel.y))
-
-
 def draw(panels: Sequence[Panel], rows: Sequence[Row], *, title: str, footer: str, kind: str = 'png') -> bytes:
   """A picture of the panels, side by side, between a title and a footer, as `png` or `svg`."""
   figure, axes = plots.bare_panels(len(panels), figsize=(max(7, 5.5 * len(panels)), 5.5), dpi=120)
@@ -175,7 +149,10 @@ def draw(panels: Sequence[Panel], rows: Sequence[Row], *, title: str, footer: st
     shown = [row for row in rows if all(row.get(column) == value for column, value in panel.where.items())]
     if shown:
       _DRAW[panel.kind](each, panel, shown)
-    _name_axes(each, panel)
+    if panel.kind == 'stack':
+      each.set(ylabel=panel.x, xlabel=f'{", ".join(panel.y)}, seconds per prompt')
+    else:
+      each.set(xlabel=panel.x, ylabel=', '.join(panel.y))
     each.grid(alpha=0.3)
   crosses = 'crosses: the paper' if any(panel.paper for panel in panels) else None
   axes[-1].legend(fontsize=6, loc='center left', bbox_to_anchor=(1, 0.5), title=crosses, title_fontsize=6)

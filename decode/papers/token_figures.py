@@ -190,11 +190,8 @@ _PAIR_RULES = RULES | {'specinfer': theory.recursive_acceptance}
 def likeliest_tokens(draft_probs: np.ndarray, target_probs: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
   """The tokens among the ten likeliest of draft or target, and both distributions `[V]` restricted to them.
 
-  As in SpecTr, Appendix D.2, where ten of each make the linear program small enough.
-
-  Returns:
-    int `[n]`, tokens by falling probability under the target, and their probabilities under draft and target, float64
-    `[n]` that sum to 1.
+  As in SpecTr, Appendix D.2, where ten of each make the linear program small enough. Returns int `[n]`, by falling
+  probability under the target, and float64 `[n]` that sum to 1 under draft and target.
   """
   kept = np.union1d(*(np.argsort(-probs, kind='stable')[:_NUM_LIKELIEST] for probs in (draft_probs, target_probs)))
   kept = kept[np.argsort(-target_probs[kept], kind='stable')]
@@ -271,17 +268,9 @@ def acceptance_on_text(
 ) -> tuple[np.ndarray, np.ndarray, dict[tuple[int, str], np.ndarray]]:
   """Acceptance at every position of the target's own continuations, from the distributions of both models.
 
-  Args:
-    workload: Models and prompts.
-    seed: Seed of the continuations.
-    rules: By name a function of draft and target distributions, n, and the given token, if there is one.
-    num_drafts: Numbers n of drawn candidates.
-    given: A given token beside them: 'text', the text's next one, or 'draft', the draft's likeliest; or 'none'.
-    notify: Called with progress.
-
-  Returns:
-    Which positions there are, bool `[prompts, max_new_tokens]`; at these 1 - TV; and the acceptance by n and rule,
-    float64 of the same shape.
+  `rules` are by name functions of draft and target distributions, n, and the token that is `given`, if there is one:
+  'text', the text's next one, or 'draft', the draft's likeliest. Returns which positions there are, bool `[prompts,
+  max_new_tokens]`; at these 1 - TV; and the acceptance by n and rule, float64 of the same shape.
   """
   tokens = target_texts(workload, seed)
   overlaps = np.zeros(tokens.shape)

@@ -38,10 +38,7 @@ def specinfer_length(num_nodes: int) -> int:
 
 
 def trees_of(strategy: str, num_nodes: Sequence[int], acceptance: np.ndarray) -> dict[int, TokenTree]:
-  """The largest trees of a strategy within each limit of `num_nodes`, if there are any, by their number of nodes.
-
-  Acceptance rates, `[w]`, are those of the first to the last child of a node.
-  """
+  """A strategy's largest trees within limits `num_nodes`, by their number of nodes, for rates `[w]` of children."""
   trees = []
   for number in num_nodes:
     if strategy == BATCH:
@@ -106,7 +103,6 @@ def _measure_acceptance(workload: Workload, method: str, width: int) -> np.ndarr
 
 
 def _measure(request: Request, notify: Notify) -> Results:
-  """Rows of both figures."""
   workload = Workload.load(request.decode_options())
   num_nodes = sorted(set(request.sizes.num_nodes))
   rows = []

@@ -29,27 +29,15 @@ _READERS = 2  # requests that are read, or responses that are written, at once
 
 @dataclasses.dataclass(frozen=True)
 class Served:
-  """What the endpoint serves.
-
-  Attributes:
-    worker: The thread that decodes.
-    tokenizer: The target's tokenizer.
-    name: The model's name.
-    max_new_tokens: The most new tokens of a continuation.
-    api_key: What clients must send, or None.
-    together: The most tokens of a prompt with its continuation; None where the bounds of the two suffice.
-    hosts: Names that requests may be sent to, and whose pages may send some, besides those of this machine for itself;
-      `*` is all. None for any name, and pages of that name alone.
-    threads: Where requests are read and responses are written, which takes time that the event loop does not have.
-  """
-
   worker: Worker
   tokenizer: TokenizerBase
-  name: str
-  max_new_tokens: int
-  api_key: str | None = None
-  together: int | None = None
+  name: str  # the model's
+  max_new_tokens: int  # of a continuation
+  api_key: str | None = None  # what clients must send
+  together: int | None = None  # the most tokens of a prompt with its continuation, if the two bounds are not enough
+  # names that may be asked by, beside those of this machine for itself; `*` is all, None any
   hosts: frozenset[str] | None = None
+  # read requests and write responses, for which the event loop has no time
   threads: concurrent.futures.Executor = dataclasses.field(
     default_factory=lambda: concurrent.futures.ThreadPoolExecutor(_READERS, 'reading')
   )
@@ -66,7 +54,6 @@ class Served:
     return self.worker.longest_prompt * max(len(token) for token in tokens if token is not None)
 
   def most_new(self, prompt: Sequence[int]) -> int:
-    """The most new tokens behind a prompt."""
     return self.max_new_tokens if self.together is None else min(self.max_new_tokens, self.together - len(prompt))
 
 
@@ -81,15 +68,8 @@ def _keys(seed: int, num_prompts: int, num_samples: int) -> Iterator[jax.Array]:
 
 @dataclasses.dataclass
 class Choice:
-  """A continuation as it comes: its number, its prompt's ids, and what came so far.
-
-  Attributes:
-    likelihood: The reading of prompt and continuation, where a response shows more than the new tokens.
-    name_next: Names the tokens of a stream, each from where the last piece ended.
-  """
-
   index: int
-  prompt: Sequence[int]
+  prompt: Sequence[int]  # ids
   job: Job | None = None
   text: str = ''
   tokens: list[int] = dataclasses.field(default_factory=list)
@@ -97,8 +77,8 @@ class Choice:
   finish_reason: str | None = None
   num_target_calls: int = 0
   num_accepted: int = 0
-  likelihood: LogLikelihood | None = None
-  name_next: TokenDecoder | None = None
+  likelihood: LogLikelihood | None = None  # of prompt and continuation, if a response shows more than the new tokens
+  name_next: TokenDecoder | None = None  # names the tokens of a stream, each from where the last piece ended
 
   def add(self, piece: Piece) -> None:
     self.text += piece.text
@@ -118,14 +98,8 @@ class _Place(NamedTuple):
 
 
 class Answer:
-  """A request on its way to an answer."""
-
   def __init__(self, served: Served, request: CompletionRequest):
-    """Encodes the prompts.
-
-    Raises:
-      RefusedError: They are too long, too many or no prompts, or too many new tokens are asked for.
-    """
+    """Encodes the prompts; a `RefusedError` if they are too long or too many, or ask for too many tokens."""
     self.served, self.request = served, request
     self.id = f'{"chatcmpl" if request.is_chat else "cmpl"}-{secrets.token_hex(12)}'
     self.created = int(time.time())
@@ -181,15 +155,7 @@ class Answer:
     return ids
 
   def submit(self, loop: asyncio.AbstractEventLoop) -> None:
-    """Hands all continuations to the worker.
-
-    Args:
-      loop: Where their pieces are waited for.
-
-    Raises:
-      FullError: Too many wait.
-      EndedError: The worker decodes no more.
-    """
+    """Hands all continuations to the worker; `loop` is where their pieces are waited for."""
     request, served = self.request, self.served
     if self.max_tokens == 0:
       return
@@ -284,7 +250,6 @@ class Answer:
     self.served.worker.metrics.add('prompt_tokens_total', self.usage()['prompt_tokens'])
 
   def whole(self) -> dict[str, Any]:
-    """The response that is not streamed."""
     self.count_prompts()
     choices = [self._whole_choice(choice) for choice in self.choices]
     return self.head(is_chunk=False) | {'choices': choices, 'usage': self.usage()}
@@ -297,7 +262,6 @@ class Answer:
     return common | {'text': self._echoed(choice) if self.request.echo else choice.text}
 
   def chunk(self, choice: Choice, piece: Piece) -> dict[str, Any]:
-    """A piece of a stream."""
     logprobs = None
     if self.request.top_logprobs is not None:
       choice.name_next = choice.name_next or self.served.tokenizer.decode_tokens_stream()
@@ -319,7 +283,6 @@ class Answer:
     return text[: len(text) - len(decode(choice.tokens)) + len(choice.text)]
 
   def _places(self, choice: Choice) -> list[_Place]:
-    """All places that the response of a continuation shows."""
     name_all, likelihood = self.served.tokenizer.decode_tokens, choice.likelihood
     if likelihood is None:
       named = zip(choice.tokens, name_all(choice.tokens), choice.logprobs, strict=True)

@@ -19,7 +19,7 @@ from decode.serving.answer import Answer, Served
 from decode.serving.faults import RefusedError, RequestError, failure, refusing
 from decode.serving.gate import Gate
 from decode.serving.protocol import check_model, parse
-from spectr_jax.io.foreign import parse_json
+from spectr_jax.io.untrusted import parse_json
 
 _T = TypeVar('_T')
 
@@ -94,11 +94,6 @@ async def _whole(answer: Answer, request: Request) -> Response:
 
 
 def make_app(served: Served) -> Starlette:
-  """The application.
-
-  Args:
-    served: What it serves.
-  """
   worker, own_model = served.worker, {'id': served.name, 'object': 'model', 'created': 0, 'owned_by': 'spectr_jax'}
 
   async def complete(request: Request) -> Response:

@@ -43,28 +43,17 @@ class Metrics:
         self.add(f'{things}_total', 0, kind=kind, outcome=outcome)
 
   def add(self, name: str, value: float = 1, **labels: str) -> None:
-    """Adds to a counter.
-
-    Args:
-      name: Its name, without the prefix.
-      value: What is added.
-      **labels: Its labels.
-    """
+    """Adds to a counter, named without the prefix."""
     with self._lock:
       self._counts[name, _written(**labels)] += value
 
   def observe_first_token(self, seconds: float) -> None:
-    """Adds the time that a request waited for its first token."""
     with self._lock:
       self._buckets[bisect.bisect_left(_SECONDS, seconds)] += 1
       self._sum += seconds
 
   def render(self, **gauges: float) -> str:
-    """All numbers in the text format of Prometheus.
-
-    Args:
-      **gauges: The gauges that others know.
-    """
+    """All numbers in the text format of Prometheus, with the gauges that others know."""
     with self._lock:
       counts, buckets, total = self._counts.copy(), list(self._buckets), self._sum
     calls = counts['target_calls_total', '']

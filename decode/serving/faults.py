@@ -11,21 +11,13 @@ from starlette.responses import JSONResponse
 from common.command_line import print_error
 from common.printable import printable
 from spectr_jax.engine.result import NotFiniteError
-from spectr_jax.io.foreign import first_line, one_line
+from spectr_jax.io.untrusted import first_line, one_line
 
 _RETRY_SECONDS = 2  # that a client is asked to wait for
 
 
 class RequestError(Exception):
-  """What a client hears in place of an answer.
-
-  Attributes:
-    status: The status of the response.
-    kind: The interface's type of the error.
-    field: The field that is wrong, or None.
-    code: The interface's name of the error, or None.
-    headers: Further headers of the response.
-  """
+  """What a client hears in place of an answer: a status, and the interface's type, field and name of the error."""
 
   def __init__(
     self,
@@ -48,20 +40,17 @@ class RequestError(Exception):
     return {'error': {'message': message, 'type': self.kind, 'param': param, 'code': self.code}}
 
   def response(self) -> JSONResponse:
-    """The response."""
     return JSONResponse(self.body, self.status, headers=self.headers)
 
 
 class RefusedError(RequestError):
-  """A request that is wrong."""
-
   def __init__(self, message: str, field: str | None = None, status: int = 400, code: str | None = None):
     super().__init__(message, status, 'invalid_request_error', field=field, code=code)
 
 
 @contextlib.contextmanager
 def refusing(field: str | None) -> Iterator[None]:
-  """Refuses a request where a check of a field raises ValueError."""
+  """Refuses a request where a check of a field raises `ValueError`."""
   try:
     yield
   except ValueError as error:

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from decode.serving.answer import Served
 from decode.serving.counters import KINDS
 from decode.serving.faults import RefusedError, RequestError, failure
-from spectr_jax.io.foreign import one_line
+from spectr_jax.io.untrusted import one_line
 
 READ_SECONDS = 30.0  # for a body
 _MOST_BYTES = 2**22  # of a body
@@ -26,7 +26,6 @@ _OPEN = '/health'  # needs no key
 
 
 def is_address(name: str) -> bool:
-  """Whether a name is an address of IPv4 or IPv6."""
   try:
     return bool(ipaddress.ip_address(name))
   except ValueError:
@@ -62,11 +61,7 @@ class _Body:
     self._is_over = 'transfer-encoding' not in headers and not self._announced
 
   async def receive(self) -> Message:
-    """What comes next.
-
-    Raises:
-      RefusedError: The body is too large, or did not come in time.
-    """
+    """What comes next; a `RefusedError` if the body is too large, or did not come in time."""
     self._check_size(self._announced)
     try:
       message = await self._next()
@@ -165,7 +160,6 @@ class Gate:
     return '*' in hosts or (name is not None and (is_loopback(name) or name in hosts))
 
   def _check_key(self, headers: Headers, path: str) -> None:
-    """Refuses requests without the key, where there is one."""
     key, given = self._served.api_key, headers.getlist('authorization')
     if len(given) > 1:
       raise RefusedError('there are several Authorization headers')

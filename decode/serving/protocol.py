@@ -14,7 +14,7 @@ import numpy as np
 
 from decode.serving.faults import RefusedError, refusing
 from spectr_jax.engine.stop import check_stop_texts
-from spectr_jax.io.foreign import ANYTHING, FLAG, Kind, name_shown, real, shown, whole
+from spectr_jax.io.untrusted import ANYTHING, FLAG, Kind, name_shown, real, shown, whole
 from spectr_jax.sampling import SamplingParams
 from spectr_jax.unicode import check_unicode
 
@@ -25,35 +25,18 @@ DEFAULT_TOKENS = 16  # of a completion that names no limit, as the interface has
 
 @dataclasses.dataclass(frozen=True)
 class CompletionRequest:
-  """A request.
-
-  Attributes:
-    prompts: Texts, or ids `[P]` each, to continue; or one conversation.
-    is_chat: Whether the prompt is a conversation.
-    sampling: How tokens are drawn, scalars.
-    seed: The seed of all samples, or None.
-    num_samples: Continuations of each prompt.
-    max_tokens: The most new tokens, or None for the default; 0 only with `echo`.
-    stop: Texts that end a continuation.
-    is_streamed: Whether tokens are sent as they come.
-    has_usage: Whether a stream ends with counts of tokens.
-    has_usage_in_chunks: Whether every chunk of a stream has the counts so far.
-    top_logprobs: How many of the likeliest tokens are named with every token; None for no log probabilities.
-    echo: Whether the prompt is returned in front of the continuation.
-  """
-
-  prompts: Sequence[Any]
+  prompts: Sequence[Any]  # texts, or ids `[P]` each, to continue; or one conversation
   is_chat: bool
-  sampling: SamplingParams
+  sampling: SamplingParams  # scalars
   seed: int | None
-  num_samples: int
-  max_tokens: int | None
+  num_samples: int  # of each prompt
+  max_tokens: int | None  # None for the default; 0 only with `echo`
   stop: tuple[str, ...]
   is_streamed: bool
-  has_usage: bool
-  has_usage_in_chunks: bool
-  top_logprobs: int | None
-  echo: bool
+  has_usage: bool  # a stream ends with counts of tokens
+  has_usage_in_chunks: bool  # every chunk of a stream has the counts so far
+  top_logprobs: int | None  # likeliest tokens that are named with every token; None for no log probabilities
+  echo: bool  # the prompt is returned in front
 
 
 def _is_text(x: Any) -> bool:
@@ -161,31 +144,13 @@ _CHAT = {
 
 
 def check_model(name: str, served: str) -> None:
-  """Checks the name of a model.
-
-  Args:
-    name: The name that is asked for.
-    served: The name of the model that is served.
-
-  Raises:
-    RefusedError: They are different.
-  """
   if name != served:
     message = f'there is no model {shown(name)}; this endpoint serves {served!r}'
     raise RefusedError(message, 'model', 404, 'model_not_found')
 
 
 def parse(body: Any, *, is_chat: bool, model: str) -> CompletionRequest:
-  """Reads the body of a request.
-
-  Args:
-    body: Parsed JSON.
-    is_chat: Whether it is a chat completion.
-    model: The name of the model that is served.
-
-  Raises:
-    RefusedError: A field is unknown or wrong; it is named.
-  """
+  """Reads the body of a request, parsed JSON; a `RefusedError` names a field that is unknown or wrong."""
   if not isinstance(body, dict):
     raise RefusedError('the body must be a JSON object')
   fields = _CHAT if is_chat else _COMPLETION | {'best_of': _off(1, body.get('n'))}

@@ -17,15 +17,7 @@ _TICK = 0.1  # seconds
 
 
 def listen(host: str, port: int) -> socket.socket:
-  """A socket that listens, before models are loaded.
-
-  Args:
-    host: The address, of IPv4 or IPv6, or a name for one.
-    port: The port; 0 for a free one.
-
-  Raises:
-    ValueError: Somebody listens there already, or there is no such address.
-  """
+  """A socket that listens, before models are loaded; port 0 is a free one. A `ValueError` says why it cannot."""
   where = f'cannot listen on {host}:{port}'
   if not host:
     raise ValueError(f'{where}: name an address, such as 127.0.0.1 or ::1; 0.0.0.0 is for all of this machine')
@@ -50,12 +42,6 @@ class Server(uvicorn.Server):
   """The server. A signal ends it after the answers that have begun, a second one at once; so does the worker's end."""
 
   def __init__(self, app: ASGIApp, worker: Worker):
-    """Prepares it; `run` serves.
-
-    Args:
-      app: The application.
-      worker: The thread that decodes.
-    """
     options = {'log_level': 'warning', 'access_log': False, 'proxy_headers': False}
     super().__init__(uvicorn.Config(app, http='h11', ws='none', lifespan='off', **options))
     self._worker = worker

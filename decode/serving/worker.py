@@ -30,54 +30,30 @@ from spectr_jax.sampling import SamplingParams
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-  """New tokens of a continuation.
+  """New tokens of a continuation."""
 
-  Attributes:
-    text: The new text; it may lag behind the tokens.
-    tokens: Ids.
-    logprobs: Their log probabilities under the target's own distribution, in nats.
-    finish_reason: `stop` or `length` in the last piece, else None.
-    num_target_calls: Target calls so far.
-    num_accepted: Accepted guesses so far.
-  """
-
-  text: str
-  tokens: Sequence[int]
-  logprobs: Sequence[float]
-  finish_reason: str | None
-  num_target_calls: int
-  num_accepted: int
+  text: str  # may lag behind the tokens
+  tokens: Sequence[int]  # ids
+  logprobs: Sequence[float]  # under the target's own distribution, in nats
+  finish_reason: str | None  # `stop` or `length` in the last piece
+  num_target_calls: int  # so far
+  num_accepted: int  # so far
 
 
 @dataclasses.dataclass(eq=False)
 class Job:
-  """A continuation that is asked for.
-
-  Attributes:
-    tokens: The prompt's ids.
-    key: Its typed key.
-    sampling: Scalars.
-    max_tokens: The most new tokens.
-    stop: Texts that end it, or None.
-    tell: Called by the thread with a `Piece`, or with the error that ended it.
-    is_cancelled: Whether nobody waits for it any more.
-    begun: When it was asked for.
-    stream: The tokens that were handed out, once it has a row.
-  """
-
-  tokens: Sequence[int]
-  key: jax.Array
-  sampling: SamplingParams
+  tokens: Sequence[int]  # the prompt's ids
+  key: jax.Array  # typed
+  sampling: SamplingParams  # scalars
   max_tokens: int
   stop: StopStrings | None
-  tell: Callable[[Piece | Exception], None]
-  is_cancelled: bool = False
+  tell: Callable[[Piece | Exception], None]  # called by the thread, with the error if one ended it
+  is_cancelled: bool = False  # nobody waits for it any more
   begun: float = dataclasses.field(default_factory=time.monotonic)
-  stream: TextStream | None = None
+  stream: TextStream | None = None  # the tokens that were handed out, once it has a row
 
 
 def _next_piece(job: Job, result: Generation, row: int, eos_ids: Collection[int]) -> Piece | None:
-  """The piece of a job's new tokens, or None if there are none."""
   assert job.stream is not None
   seen, end = len(job.stream.tokens), min(int(result.lengths[row]), job.max_tokens)
   text, reason = '', None
@@ -108,33 +84,12 @@ _EVERY_FILTER = SamplingParams(1.0, top_k=1, top_p=0.5, min_p=0.5)
 
 
 class Worker:
-  """The thread, its rows, and the continuations that wait for one.
-
-  Attributes:
-    metrics: What it counts.
-    longest_prompt: The most tokens of a prompt.
-    most_waiting: Continuations that may wait for a row.
-    fault: What ended the thread before it was told to stop, or None.
-  """
+  """The thread, its rows, and the continuations that wait for one. `fault` is what ended it before it was told to."""
 
   def __init__(
-    self,
-    decoder: Decoder,
-    tokenizer: TokenizerBase,
-    *,
-    batch_size: int,
-    longest_prompt: int,
-    most_waiting: int,
+    self, decoder: Decoder, tokenizer: TokenizerBase, *, batch_size: int, longest_prompt: int, most_waiting: int
   ):
-    """Prepares the rows; `start` begins.
-
-    Args:
-      decoder: Of log probabilities as well.
-      tokenizer: The target's tokenizer.
-      batch_size: Rows.
-      longest_prompt: The most tokens of a prompt.
-      most_waiting: Continuations that may wait for a row.
-    """
+    """Prepares the rows of a decoder of log probabilities as well; `start` begins."""
     self.metrics, self.longest_prompt, self.most_waiting = Metrics(), longest_prompt, most_waiting
     self._decoder, self._tokenizer, self._batch_size = decoder, tokenizer, batch_size
     self._waiting: collections.deque[Job] = collections.deque()
@@ -147,7 +102,6 @@ class Worker:
     self._pool = self._make_pool()
 
   def _make_pool(self) -> Pool:
-    """Rows that are all free."""
     nothing = Request('nothing', [0], jax.random.key(0, impl='threefry2x32'), _EVERY_FILTER)
     pool = Pool(self._decoder, [nothing], batch_size=self._batch_size, longest_prompt=self.longest_prompt)
     pool.end([0])
@@ -155,11 +109,7 @@ class Worker:
     return pool
 
   def compile(self, notify: Callable[[int, int], None]) -> None:
-    """Runs every program once: a prompt of each padded length, a round, and the reading of a text.
-
-    Args:
-      notify: Called with the programs that have run, and their number.
-    """
+    """Runs every program once: a prompt of each padded length, a round, and the reading of a text."""
     key = jax.random.key(0, impl='threefry2x32')
     requests = [Request('compiling', [0] * size, key, None, 1) for size in padded_lengths(self.longest_prompt)]
     requests.append(Request('compiling', [0], key, _EVERY_FILTER))
@@ -174,7 +124,6 @@ class Worker:
     notify(len(requests) + 1, len(requests) + 1)
 
   def start(self) -> None:
-    """Begins to decode."""
     self._thread.start()
 
   def stop(self) -> None:
@@ -187,53 +136,33 @@ class Worker:
 
   @property
   def is_alive(self) -> bool:
-    """Whether the thread decodes."""
     return self._thread.is_alive()
 
   @property
   def vocab_size(self) -> int:
-    """V, of the target."""
     return self._decoder.target.vocab_size
 
   @property
   def num_waiting(self) -> int:
-    """Continuations without a row."""
     return len(self._waiting)
 
   @property
   def num_rows(self) -> int:
-    """Rows that decode."""
     return len(self._growing)
 
   @property
   def is_idle(self) -> bool:
-    """Whether nobody waits for anything."""
     return not (self._growing or self._taken or self._waiting or self._tasks)
 
   def submit(self, jobs: Sequence[Job]) -> None:
-    """Lets continuations wait for rows.
-
-    Raises:
-      FullError: Too many wait already; none of them is taken.
-      EndedError: The thread has ended.
-    """
+    """Lets continuations wait for rows; none of them is taken if that raises."""
     with self._ready:
       self._check_room(len(self._waiting) + len(jobs) - 1)
       self._waiting += jobs
       self._ready.notify()
 
   def score(self, texts: Sequence[Sequence[int]], num_top: int, tell: Callable[[Any], None]) -> None:
-    """Lets the thread read texts between two rounds.
-
-    Args:
-      texts: Ids of each.
-      num_top: As of `log_likelihood`, at most `MOST_TOP`.
-      tell: Called with a `LogLikelihood`, or with the error.
-
-    Raises:
-      FullError: Too much waits already.
-      EndedError: The thread has ended.
-    """
+    """Lets the thread read texts between two rounds, and call `tell` with a `LogLikelihood`, or with the error."""
     with self._ready:
       self._check_room(len(self._tasks))
       self._tasks.append((functools.partial(self._read, texts, num_top), tell))

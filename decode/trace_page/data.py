@@ -133,10 +133,7 @@ def _round(tree: TokenTree, judges: tuple[Judge, ...], played: TracedRound) -> d
 
 
 def pieces_of_tokens(tokens: np.ndarray, tokenizer: TokenizerBase) -> list[str]:
-  """The text that each of the tokens, int `[T]`, adds. The concatenation of the pieces is the whole text.
-
-  The token that completes a character adds all of its bytes.
-  """
+  """The text that each of the tokens `[T]` adds; the one that completes a character adds all of its bytes."""
   whole, pieces, begin = tokenizer.decode(tokens), [], 0
   for end in range(1, len(tokens) + 1):
     known = len(os.path.commonprefix([whole, tokenizer.decode(tokens[:end])])) if end < len(tokens) else len(whole)
@@ -160,11 +157,10 @@ def _names(rounds: list[dict[str, Any]], tokenizer: TokenizerBase) -> dict[str, 
 def describe_trace(trace: Trace, tokenizer: TokenizerBase) -> dict[str, Any]:
   """A run as JSON values.
 
-  Returns:
-    `methods`, the run's own first; `parents` of the tree's nodes 1..N; `names`, the texts of tokens by id; `rounds`,
-    each with the guesses, the nodes that were given, the guesses' probabilities (None under the draft for given ones),
-    the likeliest tokens of every distribution, every method's decisions and their reasons, and the `pieces` of text
-    that the round added.
+  `methods`, the run's own first; `parents` of the tree's nodes 1..N; `names`, the texts of tokens by id; `rounds`,
+  each with the guesses, the nodes that were given, the guesses' probabilities (None under the draft for given ones),
+  the likeliest tokens of every distribution, every method's decisions and their reasons, and the `pieces` of text
+  that the round added.
   """
   rounds = [_round(trace.tree, trace.judges, played) for played in trace.rounds]
   emitted = np.concatenate([played.emitted for played in trace.rounds])
@@ -183,9 +179,4 @@ def describe_trace(trace: Trace, tokenizer: TokenizerBase) -> dict[str, Any]:
     }
     for judge in trace.judges
   ]
-  return {
-    'methods': methods,
-    'parents': list(trace.tree.parents),
-    'names': _names(rounds, tokenizer),
-    'rounds': rounds,
-  }
+  return {'methods': methods, 'parents': list(trace.tree.parents), 'names': _names(rounds, tokenizer), 'rounds': rounds}

@@ -299,12 +299,7 @@ class Program:
     return 1
 
   def _limit(self, computation: str, arguments: Mapping[int, int]) -> tuple[int | None, int] | None:
-    """Where a loop's state has its counter, if that is known, and the constant it is compared with; it begins at 0.
-
-    Args:
-      computation: The condition, or what it calls.
-      arguments: Arguments that are constants, by their number.
-    """
+    """Where a loop's state has its counter, if known, and the constant it is compared with; it begins at 0."""
     constants: dict[str, int] = {}
     places: dict[str, int] = {}
     for operation in self._operations[computation]:

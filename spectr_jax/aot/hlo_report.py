@@ -32,11 +32,7 @@ class Memory:
 
   @classmethod
   def of(cls, compiled: jax.stages.Compiled) -> Memory:
-    """Reads the compiler's memory analysis.
-
-    Raises:
-      ValueError: The backend has none.
-    """
+    """The compiler's memory analysis; ValueError if the backend has none."""
     analysis = compiled.memory_analysis()
     if analysis is None:
       raise ValueError('the backend does not report how much memory a program needs')
@@ -60,11 +56,7 @@ class Memory:
     ]
 
   def check(self, chip: Chip) -> None:
-    """Checks that the program fits into the chip's memory.
-
-    Raises:
-      ValueError: It does not fit.
-    """
+    """Checks that the program fits into the chip's memory; ValueError if not."""
     if self.total > chip.memory:
       raise ValueError(f'does not fit: {self.total / 2**30:.1f} GiB of {chip.memory / 2**30:.0f}')
 
@@ -123,15 +115,7 @@ def measure(
   loop: str | None = None,
   **options: Any,
 ) -> ProgramReport:
-  """The report about the program that was compiled last; takes the schedules of its kernels.
-
-  Args:
-    compiled: The program.
-    mesh: The devices that it was compiled for.
-    compile_seconds: Seconds that it took to compile.
-    parts, loop: As for `Program.cost`.
-    **options: As for `Program`.
-  """
+  """The report about the program compiled last, with options of `Program`; takes the schedules of its kernels."""
   text, chip = compiled.as_text() or '', chip_of(mesh.devices.flat[0])
   program = Program(text, chip, kernels=take_schedules(text), **options)
   costs = program.cost(parts, loop=loop)
@@ -139,15 +123,7 @@ def measure(
 
 
 def out_of_memory(error: Exception, advice: str) -> ValueError | None:
-  """Turns a runtime error that reports too little device memory into a message for users.
-
-  Args:
-    error: A `jax.errors.JaxRuntimeError`.
-    advice: The message's last part: a way to need less memory.
-
-  Returns:
-    The error to raise instead; None if `error` has another cause.
-  """
+  """The error to raise for one that reports too little device memory, with advice how to need less; None for others."""
   if 'RESOURCE_EXHAUSTED' not in str(error):
     return None
   reason = str(error).split('RESOURCE_EXHAUSTED: ')[-1].splitlines()[0][:200]

@@ -34,23 +34,14 @@ _slowest: Counter[tuple[str, str]] = Counter()  # cycles of kernels so far, by t
 
 @dataclasses.dataclass
 class _Loop:
-  """A loop of a kernel, the steps of its grid, or what is in none of them.
-
-  Attributes:
-    outer: The enclosing loop.
-    turns: How often its body runs in a turn of `outer`; 0 if that is not known.
-    region: The region that its body begins with, by its number.
-    end: The region behind it, if it is the steps of a grid.
-    num_bundles: Bundles of its body, without those of loops in it.
-    length: Cycles of its body's chains, likewise.
-  """
+  """A loop of a kernel, the steps of its grid, or what is in none of them."""
 
   outer: _Loop | None = None
-  turns: int = 0
-  region: str = ''
-  end: str = ''
-  num_bundles: int = 0
-  length: int = 0
+  turns: int = 0  # of its body in a turn of `outer`; 0 if that is not known
+  region: str = ''  # that its body begins with, by its number
+  end: str = ''  # the region behind it, if it is the steps of a grid
+  num_bundles: int = 0  # of its body, without those of loops in it
+  length: int = 0  # cycles of its body's chains, likewise
 
   @property
   def cycles(self) -> int:
@@ -61,17 +52,11 @@ class _Loop:
 
 
 def schedule_cycles(bundles: str, chains: str) -> int:
-  """Cycles of a kernel: for each loop's body, and what is in no loop, the larger of its bundles and its chains.
+  """Cycles of a kernel: for each loop's body, and what is in no loop, the larger of its bundles and its basic blocks'
+  chains.
 
   Bodies count as often as their loops turn, the steps of a grid as often as there are steps, other branches as taken,
-  and copies from memory as done.
-
-  Args:
-    bundles: The schedule.
-    chains: The chains of all basic blocks, which follow one another.
-
-  Raises:
-    ValueError: A loop has no constant limit.
+  and copies from memory as done; ValueError if a loop has no constant limit.
   """
   loops = _read_loops(bundles)
   if missing := sum(not loop.turns for loop in loops):
@@ -141,13 +126,8 @@ def take_schedules(text: str) -> dict[str, int]:
   """The cycles of a program's kernels by the names of their operations; removes the schedules of all programs.
 
   A process of the compiler schedules equal kernels once, under the name of one of them. The others, also those of later
-  programs, get the cycles of the slowest kernel so far of the same name without its number and the same results.
-
-  Args:
-    text: The text of the program, which was compiled last.
-
-  Raises:
-    ValueError: There is no schedule of a kernel, or more than one.
+  programs, get the cycles of the slowest kernel so far of the same name without its number and the same results. `text`
+  is the program compiled last; ValueError if a kernel has no schedule, or more than one.
   """
   files = list(write_schedules().iterdir())
   cycles: dict[str, int] = {}

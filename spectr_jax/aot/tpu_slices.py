@@ -79,11 +79,7 @@ def describe_topology(name: str) -> list[Device]:
 
 
 def chip_of(device: Device) -> Chip:
-  """Published figures of a device's chip.
-
-  Raises:
-    ValueError: The table has no such kind.
-  """
+  """Published figures of a device's chip; ValueError if the table has no such kind."""
   if device.device_kind not in _CHIPS:
     raise ValueError(f'nothing is known of {device.device_kind!r}; known: {", ".join(_CHIPS)}')
   return _CHIPS[device.device_kind]

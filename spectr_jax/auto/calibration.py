@@ -14,21 +14,13 @@ FORMAT = 2  # of the file that `to_json` writes
 
 @dataclasses.dataclass(frozen=True)
 class Observation:
-  """The time and the tokens of decoding the calibration prompts with one setting.
-
-  Attributes:
-    num_batches: Batches decoded.
-    num_tokens: New tokens of all rows.
-    row_calls: Target calls of each row: of each prompt, once or several times.
-    kept: `[L]`, at `[d]` the number of calls that kept at least d + 1 drafted tokens.
-    prefill_seconds, round_seconds: Medians over batches.
-  """
+  """The time and the tokens of decoding the calibration prompts with one setting."""
 
   num_batches: int
-  num_tokens: int
-  row_calls: list[int]
-  kept: list[int]
-  prefill_seconds: float
+  num_tokens: int  # new ones, of all rows
+  row_calls: list[int]  # target calls of each row: of each prompt, once or several times
+  kept: list[int]  # [L], at [d] the calls that kept at least d + 1 drafted tokens
+  prefill_seconds: float  # these are medians over batches
   round_seconds: float
 
   @property
@@ -46,8 +38,7 @@ class Observation:
   def rounds(self, batch_size: int) -> float:
     """The mean number of rounds until the last row of a batch is done, over all batches that the rows could form.
 
-    With fewer rows than a batch has, it is that of all rows. Few batches are decoded, and the slowest row of each says
-    little: all rows together say more.
+    Few batches are decoded, and the slowest row of each says little: all rows together say more.
     """
     calls, size = sorted(self.row_calls), min(batch_size, len(self.row_calls))
     # The n-th smallest is the largest of a batch whose other rows are among the n - 1 smaller ones.
@@ -77,31 +68,19 @@ class Observation:
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-  """The measurements from which predictions follow.
+  """The measurements from which predictions follow."""
 
-  Attributes:
-    conditions: The conditions of the measurement as JSON values: device, models, sampling, batch size, new tokens.
-    draft_seconds: Seconds of drafting, by the tree's name.
-    target_seconds: Seconds of a target call, by the tree's number of nodes without the root.
-    observations: Observations by setting.
-    is_complete: Whether everything was measured that predictions follow from; False if it goes on, or was interrupted.
-  """
-
-  conditions: dict[str, Any]
-  draft_seconds: dict[str, float]
-  target_seconds: dict[int, float]
-  observations: dict[str, Observation]
-  is_complete: bool = True
+  conditions: dict[str, Any]  # JSON values: device, models, sampling, batch size, new tokens
+  draft_seconds: dict[str, float]  # by the tree's name
+  target_seconds: dict[int, float]  # of a call, by the tree's number of nodes without the root
+  observations: dict[str, Observation]  # by setting
+  is_complete: bool = True  # False if it goes on, or was interrupted
 
   def to_json(self) -> str:
     return json.dumps({'format': FORMAT} | dataclasses.asdict(self), indent=2) + '\n'
 
   def check_conditions(self, conditions: dict[str, Any], source: str) -> None:
-    """Refuses conditions other than those of the measurement, which `source` holds.
-
-    Raises:
-      ValueError: The message names the first difference.
-    """
+    """Refuses conditions other than those that `source` was measured with; the ValueError names the first."""
     for name, value in conditions.items():
       if self.conditions.get(name) != value:
         raise ValueError(f'{source} was measured with {name} {self.conditions.get(name)}, not {value}; name a new file')

@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 from spectr_jax.auto.measurement import predict_settings
 from spectr_jax.auto.prediction import Prediction
 from spectr_jax.auto.setting import Setting, default_settings
-from spectr_jax.auto.trial import Notify, Trial
+from spectr_jax.auto.trial import Batches, Notify
 from spectr_jax.draft import Drafter, as_drafter
 from spectr_jax.engine import checks
 from spectr_jax.engine.sharding import DecodeSharding
@@ -43,17 +43,14 @@ def predict_speeds(
   command `decode.main --method=auto` does the same and keeps the measurements in a file.
 
   Args:
-    target, draft: As for `generate`.
+    target, draft, prompt_lengths, eos_id, sharding: As for `generate`.
     prompts: As for `generate`, like those to come: eight, or two batches, say enough.
-    prompt_lengths: As for `generate`.
     max_new_tokens: Limit of new tokens per row, as in the runs to come.
     batch_size: B, rows of a batch, as in the runs to come.
     sampling: Of scalars, as for `generate`.
-    eos_id: Id or ids that end a row, or None.
     settings: Settings to compare, autoregressive decoding among them; None for `default_settings`, or a few of them on
       a CPU.
     seed: From 0 to 2**32 - 1.
-    sharding: As for `generate`.
     notify: Called with the current activity, the steps done and the steps in total.
 
   Returns:
@@ -73,7 +70,7 @@ def predict_speeds(
   if sharding is not None:
     target, drafter = sharding.put_models(target, drafter)
   batch_size = min(batch_size, len(tokens))
-  trial = Trial(
+  trial = Batches(
     target=target,
     draft=drafter,
     tokens=tokens,

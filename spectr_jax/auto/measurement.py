@@ -33,33 +33,20 @@ _ROUNDS_BESIDE = 8  # of autoregressive decoding, in each batch of another setti
 _SECONDS_OF_A_SHORT_RUN = 2.0  # of autoregressive decoding, for each setting of a short grid
 
 
-KeysFn = Callable[[int], jax.Array]
+KeysFn = Callable[[int], jax.Array]  # the keys [P] of pass 0, 1, 2 and so on over the prompts
 
 
 @dataclasses.dataclass(frozen=True)
 class Measurer:
-  """Measures settings. What measures returns the calibration with the result.
-
-  Attributes:
-    prompts: Models and prompts.
-    keys_fn: The keys `[P]` of pass 0, 1, 2 and so on over the prompts.
-    baseline: Autoregressive decoding, whose time the seconds are scaled by.
-    notify: Called with the current activity, the steps done and the steps in total.
-  """
+  """Measures settings; its methods return the calibration with the result."""
 
   prompts: Batches
   keys_fn: KeysFn
-  baseline: Setting
+  baseline: Setting  # autoregressive decoding, whose time the seconds are scaled by
   notify: Notify
 
   def measure(self, program: programs.Program, calibration: Calibration, *, is_short: bool) -> Calibration:
-    """Measures one program; the target's call on one token comes first.
-
-    Args:
-      program: The program.
-      calibration: The measurements so far.
-      is_short: Whether a setting decodes no more batches than a short grid needs.
-    """
+    """Measures one program; the target's call on one token comes first. A short grid decodes fewer batches."""
     if program.kind == programs.TARGET:
       return self.time_target(program.setting, calibration)
     if program.kind == programs.DRAFT:
@@ -96,11 +83,7 @@ class Measurer:
     return dataclasses.replace(calibration, observations=observations | calibration.observations)
 
   def observe_finalists(self, settings: list[Setting], calibration: Calibration) -> Calibration:
-    """Observes the fastest settings once more, with other keys.
-
-    The largest of many predictions is too large on average: its setting was lucky. And the fastest settings may have
-    been timed in different groups, minutes apart. Here they take turns.
-    """
+    """Observes the fastest settings again, in turns, with other keys: the largest prediction was a lucky one."""
     observations = dict(calibration.observations)
     again = self.observe(settings, turn=1, pace=observations[str(self.baseline)].round_seconds)
     for name, observation in again.items():
@@ -132,16 +115,9 @@ class Measurer:
   ) -> dict[str, Observation]:
     """Decodes the prompts with every setting and autoregressively, in turns as far as the programs fit in one process.
 
-    Few batches are decoded several times, each time with other keys. If several groups are needed, the seconds of later
-    groups are scaled to the first by the time of autoregressive decoding in each group.
-
-    Args:
-      settings: The settings.
-      turn: A number that differs between calls whose keys are to differ.
-      pace: The seconds of an autoregressive round that all are scaled to; None for those of the first group.
-      beside: Rounds of autoregressive decoding in each batch where its time alone counts: it is not observed then. None
-        decodes it to its end.
-      most_batches: The most batches that a setting decodes; None for as many as say enough.
+    Few batches are decoded several times, each time with other keys, which also depend on `turn`; `most_batches` bounds
+    their number. Seconds are scaled to `pace`, of an autoregressive round, or to the first group of programs, by the
+    time of autoregressive decoding in each group. With `beside` only so many of its rounds are timed in each batch.
     """
     prompts, baseline, batches = self.prompts, self.baseline, self.prompts.batches
     settings = list(dict.fromkeys([baseline, *settings]))
@@ -183,10 +159,7 @@ class Measurer:
 
 
 def observation_of(runs: list[tuple], num_prompts: int, *, num_passes: int, pace: float) -> Observation:
-  """The observation from the batches of several passes, each given as seconds of prefill and of a round and a result.
-
-  Rows that fill up the last batch of a pass do not count.
-  """
+  """The observation of several passes from each batch's seconds of prefill and of a round, and its result."""
   prefill_seconds, round_seconds, results = zip(*runs)
   num_batches = -(-len(runs) // num_passes)  # of a pass; the last pass may have been cut
   every = jax.tree.map(
@@ -217,21 +190,12 @@ def predict_settings(
   source: str = 'the calibration',
   keep: Callable[[Calibration], None] = lambda calibration: None,
 ) -> list[Prediction]:
-  """Measures what is not known yet, and predicts how fast settings decode.
+  """Measures what is not known yet, and predicts how fast settings decode, the fastest first.
 
-  Args:
-    prompts: Models and prompts.
-    keys_fn: The keys `[P]` of pass 0, 1, 2 and so on over the prompts.
-    settings: All settings of the grid, autoregressive decoding among them.
-    conditions: What the measurement depends on, as JSON values, besides the batch size.
-    notify: Called with the current activity, the programs measured and their number.
-    is_short: Whether few settings will do, those of `programs.shortlist`.
-    known: The measurements of an earlier run, which may have been interrupted; None for none.
-    source: What holds the known measurements, for messages.
-    keep: Called with all measurements so far after each program.
-
-  Returns:
-    The predictions for all settings compared, the fastest first.
+  `settings` are those of the grid, autoregressive decoding among them, of which a short one compares
+  `programs.shortlist`. `known` are the measurements of an earlier run, which may have been interrupted, in what
+  messages call `source`. `keep` is called with all measurements after each program, `notify` with the programs measured
+  and their number.
 
   Raises:
     ValueError: The known measurements are of other conditions, or complete and of another grid; or no setting decodes

@@ -24,12 +24,7 @@ TARGET, DRAFT, ROUNDS = 'timing the target on', 'timing the draft on', 'decoding
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-  """A program that is compiled and measured as one.
-
-  Attributes:
-    kind: `TARGET` for a call on the setting's tree, `DRAFT` for its guesses, `ROUNDS` for decoding.
-    setting: The setting.
-  """
+  """A program that is compiled and measured as one."""
 
   kind: str
   setting: Setting
@@ -80,13 +75,7 @@ def speed_up_at(setting: Setting, rate: float, seconds: Sequence[float] | np.nda
   """The promise of a setting: tokens of a round over its time, in steps of autoregressive decoding.
 
   A chain is kept to depth d with probability rate^d, and each of several on its own. Verification costs nothing here,
-  so no setting is faster than this.
-
-  Args:
-    setting: The setting, which drafts.
-    rate: The chance that a guess is accepted.
-    seconds: A call of the target on one token, and on the tree.
-    step_seconds: A step of the draft.
+  so no setting is faster than this. `seconds` are those of the target's calls on one token and on the tree.
   """
   depth = setting.tree.max_depth
   is_kept = 1 - (1 - rate ** np.arange(1, depth + 1)) ** (setting.tree.num_nodes / depth)
@@ -134,13 +123,7 @@ def shortlist(calibration: Calibration, candidates: Sequence[Setting]) -> list[S
 def plan(
   calibration: Calibration, settings: Sequence[Setting], *, is_short: bool
 ) -> tuple[list[Setting], list[Program], int]:
-  """The settings to compare and their programs, as far as the measurements determine them, and how many there may be.
-
-  Args:
-    calibration: The measurements so far.
-    settings: All settings of the grid.
-    is_short: Whether few of them are compared, those of `shortlist`.
-  """
+  """The settings to compare, their programs, and how many there may be, as far as measurements determine them."""
   if not is_short:
     programs = programs_of(settings)
     return list(settings), programs, len(programs)
@@ -156,17 +139,7 @@ def plan(
 def complete_settings(
   calibration: Calibration, settings: Sequence[Setting], source: str, *, is_short: bool
 ) -> list[Setting]:
-  """The settings that a complete calibration compares: the grid, or few of it, and the thresholds that were tried.
-
-  Args:
-    calibration: The measurements.
-    settings: All settings of the grid.
-    source: What holds the calibration, for messages.
-    is_short: Whether a short grid will do.
-
-  Raises:
-    ValueError: The calibration lacks some; the message names the first.
-  """
+  """The settings that a complete calibration compares, and the thresholds tried; ValueError if it lacks some."""
 
   def missing(of: Sequence[Program]) -> list[Program]:
     return [each for each in of if not each.is_in(calibration)]

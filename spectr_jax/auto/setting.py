@@ -71,11 +71,7 @@ class Setting:
     return draft if self.growth is None or drafter is None else growing(drafter, self.growth)
 
   def with_threshold(self, threshold: float) -> Self:
-    """The setting with another threshold of its growing trees.
-
-    Raises:
-      ValueError: Its trees do not grow.
-    """
+    """The setting with another threshold of its growing trees; ValueError if they do not grow."""
     if self.growth is None:
       raise ValueError(f'{self} grows no trees, so it has no threshold')
     return dataclasses.replace(self, growth=dataclasses.replace(self.growth, threshold=threshold))
@@ -87,11 +83,7 @@ def baseline_of(settings: Sequence[Setting]) -> Setting | None:
 
 
 def baseline_among(settings: Sequence[Setting]) -> Setting:
-  """`baseline_of` settings that have one.
-
-  Raises:
-    ValueError: All settings draft.
-  """
+  """`baseline_of` settings that have one; ValueError if all draft."""
   baseline = baseline_of(settings)
   if baseline is None:
     raise ValueError('settings need one that drafts nothing, to which the others are compared')
@@ -101,21 +93,12 @@ def baseline_among(settings: Sequence[Setting]) -> Setting:
 def worth_comparing(
   settings: Sequence[Setting], *, is_greedy: bool, is_mixed: bool, max_depth: int | None = None
 ) -> list[Setting]:
-  """The settings of lossless methods without those that are equal to others.
+  """The settings of lossless methods, at most `max_depth` deep, without those that are equal to others.
 
   With one draft, methods for several drafts equal `speculative` or `block` and are left out, except for seed-exact
   ones. They stay where lookup stands beside a model, since those two do not take its guesses. At temperature 0 every
   method keeps the same of a tree of likeliest guesses, the longest path that the target takes, so the first method
-  stands for all.
-
-  Args:
-    settings: The settings.
-    is_greedy: Whether all rows have temperature 0.
-    is_mixed: Whether the draft gives guesses beside drawn ones.
-    max_depth: The deepest tree that the draft guesses for; None for no limit. Deeper ones are left out.
-
-  Raises:
-    ValueError: All trees are too deep.
+  stands for all. ValueError if all trees are too deep.
   """
   kept, given = [], set()
   for setting in settings:

@@ -22,14 +22,7 @@ from spectr_jax.tree import TokenTree
 
 
 def time_in_turns(calls: Mapping[Hashable, Callable[[], Any]], num_runs: int) -> dict[Hashable, np.ndarray]:
-  """Seconds `[num_runs]` of each call, after one call that is not counted.
-
-  The calls take turns, so that other load on the machine affects all of them alike.
-
-  Args:
-    calls: Functions by name. Each returns arrays that are waited for.
-    num_runs: Number of timed runs of each call.
-  """
+  """Seconds `[num_runs]` of each call, after one that is not counted, in turns: other load affects all alike."""
   times = {name: [] for name in calls}
   for call in calls.values():
     jax.block_until_ready(call())
@@ -54,14 +47,7 @@ def forward_calls(
   cache_size: int,
   sharding: DecodeSharding | None = None,
 ) -> dict[Hashable, Callable[[], jax.Array]]:
-  """Forward calls for `time_in_turns`, each on a tree with its root, for a batch of rows.
-
-  Args:
-    model: The model.
-    shapes: Tree and batch size by name.
-    cache_size: Committed tokens that the caches hold. Attention covers all of them.
-    sharding: The sharding of rows and caches, which the model already has; None for one device.
-  """
+  """Forward calls for `time_in_turns`, by name, each on a tree with its root for so many rows."""
   calls = {}
   for name, (tree, batch_size) in shapes.items():
     positions = np.broadcast_to(np.asarray(tree.depths, np.int32), (batch_size, tree.num_nodes + 1))
@@ -75,11 +61,6 @@ def forward_calls(
 
 @jax.jit
 def draft(decoder: Decoder, state: DecodeState) -> Proposal:
-  """A round's guesses, without the drafter's state.
-
-  Args:
-    decoder: The decoder.
-    state: The state before a round. It is not donated.
-  """
+  """A round's guesses, without the drafter's state; the loop's state is not donated."""
   with tracing_with(decoder.sharding):
     return dataclasses.replace(propose(decoder, state, noise_keys(decoder, state)[0]), state=None)

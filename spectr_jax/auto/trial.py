@@ -20,50 +20,32 @@ from spectr_jax.sampling import SamplingParams
 Notify = Callable[[str, int, int], None]
 
 
-def batches_of(num_prompts: int, batch_size: int) -> list[np.ndarray]:
-  """Indices of the prompts of each batch. The last batch is padded with copies of the last prompt.
-
-  A padding copy never needs more rounds than its original.
-  """
-  starts = range(0, num_prompts, batch_size)
-  return [np.minimum(np.arange(start, start + batch_size), num_prompts - 1) for start in starts]
-
-
 @jax.jit
 def take_keys(keys: jax.Array, rows: jax.Array) -> jax.Array:
   """The keys `[B]` of some of the rows `[P]`, as one program."""
   return keys[rows]
 
 
+@dataclasses.dataclass(frozen=True)
 class Batches:
-  """Models and P prompts that are decoded in batches.
-
-  Attributes:
-    target, draft: The models, on their devices.
-    tokens, lengths: The prompts, int32 `[P, longest]`, and their lengths, int32 `[P]`.
-    batch_size: B, rows of a batch.
-    max_new_tokens: Limit of new tokens per row.
-    sampling: Of scalars, for all rows.
-    eos_ids: Ids that end a row.
-    logprobs: Whether runs return log probabilities.
-    sharding: The sharding over devices, or None for one device.
-  """
+  """Models on their devices, and P prompts that are decoded in batches."""
 
   target: Model
   draft: Model | Drafter | None
-  tokens: np.ndarray
-  lengths: np.ndarray
-  batch_size: int
-  max_new_tokens: int
-  sampling: SamplingParams
-  eos_ids: tuple[int, ...]
-  logprobs: bool
-  sharding: DecodeSharding | None
+  tokens: np.ndarray  # int32 [P, longest]
+  lengths: np.ndarray  # int32 [P]
+  batch_size: int  # rows of a batch
+  max_new_tokens: int  # per row
+  sampling: SamplingParams = SamplingParams()  # of scalars, for all rows
+  eos_ids: tuple[int, ...] = ()
+  logprobs: bool = False
+  sharding: DecodeSharding | None = None
 
   @property
   def batches(self) -> list[np.ndarray]:
-    """Indices of the prompts of each batch, see `batches_of`."""
-    return batches_of(len(self.tokens), self.batch_size)
+    """Indices of the prompts of each batch; copies of the last prompt fill the last, and need no more rounds."""
+    starts = range(0, len(self.tokens), self.batch_size)
+    return [np.minimum(np.arange(start, start + self.batch_size), len(self.tokens) - 1) for start in starts]
 
   @property
   def cache_size(self) -> int:
@@ -97,29 +79,6 @@ class Batches:
     )
 
   def init(self, decoder: Decoder, keys: jax.Array, rows: np.ndarray, *, num_samples: int = 1) -> DecodeState:
-    """The state of a batch before its first round.
-
-    Args:
-      decoder: A decoder of these prompts.
-      keys: `[P]`, one key per prompt.
-      rows: int `[B]`, indices of the batch's prompts.
-      num_samples: Samples of each prompt, in rows one after another.
-    """
+    """The state of a batch before its first round, by keys `[P]` and the indices `[B]` of its prompts."""
     prompts = self.tokens[rows], self.lengths[rows]
     return init_decode(decoder, take_keys(keys, rows), *prompts, num_samples=num_samples, sampling=self.sampling)
-
-
-@dataclasses.dataclass(frozen=True)
-class Trial(Batches):
-  """Prompts that settings are timed on, where there is no run."""
-
-  target: Model
-  draft: Model | Drafter | None
-  tokens: np.ndarray
-  lengths: np.ndarray
-  batch_size: int
-  max_new_tokens: int
-  sampling: SamplingParams = SamplingParams()
-  eos_ids: tuple[int, ...] = ()
-  logprobs: bool = False
-  sharding: DecodeSharding | None = None

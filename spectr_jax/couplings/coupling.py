@@ -67,12 +67,9 @@ class Outcome:
 
 
 def checked_result(rule: Any, result: _Result, kind: type[_Result], **shapes: tuple[int, ...]) -> _Result:
-  """The result of a rule, once it is of a kind, and its attributes have the given shapes.
+  """The result of a rule; ValueError unless it is of a kind, and its attributes have the given shapes.
 
   A scalar in place of an array would be broadcast, and a biased rule come out of it.
-
-  Raises:
-    ValueError: The type or a shape differs.
   """
   name = type(rule).__name__
   if not isinstance(result, kind):
@@ -109,11 +106,9 @@ class Coupling(abc.ABC):
   ) -> Outcome:
     """The outcome at one position.
 
-    Args:
-      draft_probs: `[V]`, the distribution p that the candidates were drawn from.
-      target_probs: `[V]`, the distribution q to be emitted.
-      candidates: int32 `[n]`, tokens in the order drawn.
-      is_valid: bool `[n]`, which candidates exist. Any number of them may, at any places.
+    `draft_probs` `[V]` is the distribution p that the candidates, int32 `[n]`, were drawn from, in the order drawn;
+    `target_probs` `[V]` is the distribution q to be emitted. `is_valid`, bool `[n]`, says which candidates exist; any
+    number of them may, at any places.
     """
 
   def numbers(
@@ -147,12 +142,7 @@ class ThresholdCoupling(Coupling):
 
   @abc.abstractmethod
   def outcome(
-    self,
-    draft_probs: jax.Array,
-    target_probs: jax.Array,
-    candidates: jax.Array,
-    is_valid: jax.Array,
-    gamma: jax.Array,
+    self, draft_probs: jax.Array, target_probs: jax.Array, candidates: jax.Array, is_valid: jax.Array, gamma: jax.Array
   ) -> Outcome:
     """The outcome of a call, with the threshold `gamma`, a scalar."""
 
@@ -169,10 +159,9 @@ class ThresholdCoupling(Coupling):
 
 
 def one_after_another(accept: jax.Array, is_valid: jax.Array) -> jax.Array:
-  """The probability `[n]` that each candidate is the first accepted one.
+  """The probability `[n]` that each candidate is the first accepted one; (.5, .5, 1) gives (.5, .25, .25).
 
-  `accept` `[n]` is the probability that it is accepted after all earlier ones were rejected. For example, (.5, .5, 1)
-  gives (.5, .25, .25).
+  `accept` `[n]` is the probability that it is accepted after all earlier ones were rejected.
   """
   accept = jnp.where(is_valid, accept, 0)
   missed = jnp.cumprod(1 - accept)

@@ -15,22 +15,13 @@ from spectr_jax.sampling import positive_part_or
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GivenSet:
-  """The set D of the given candidates of a position.
+  """The set D of the given candidates of a position."""
 
-  Attributes:
-    is_there: bool scalar, whether any candidate is given.
-    is_first: bool `[n]`, given candidates that are no copy of an earlier one.
-    is_member: bool `[n]`, candidates, given or drawn, whose token is given.
-    mass: Scalar, q(D).
-    shares: `[n]`, the probability q(x) / q(D) of each given candidate; 0 for copies and drawn ones. They are equal if
-      q(D) is 0, where none of them is accepted.
-  """
-
-  is_there: jax.Array
-  is_first: jax.Array
-  is_member: jax.Array
-  mass: jax.Array
-  shares: jax.Array
+  is_there: jax.Array  # scalar, whether any candidate is given
+  is_first: jax.Array  # bool `[n]`, given candidates that are no copy of an earlier one
+  is_member: jax.Array  # bool `[n]`, candidates, given or drawn, whose token is given
+  mass: jax.Array  # q(D)
+  shares: jax.Array  # `[n]`, q(x) / q(D) of given candidates, 0 for copies; equal if q(D) is 0, where none is accepted
 
 
 def given_set(candidates: jax.Array, target_probs: jax.Array, is_given: jax.Array) -> GivenSet:

@@ -55,8 +55,8 @@ def fit_layer_race(race: Race, masses: jax.Array, number: jax.Array, credits: ja
 
       pt_c(y) = n_c p_c(y) w_cb Int_0^inf e^{-w_cb z} phi_c(z)^{n_c - 1} prod over others of phi(z)^n dz,
 
-  where phi_c(z) is the sum over classes of p_cb e^{-w_cb z}. The weights begin in proportion to P_c q_c / p_c. Rounds of
-  fitting bring the classes' probabilities towards the best that all sets of classes allow. Whatever the weights,
+  where phi_c(z) is the sum over classes of p_cb e^{-w_cb z}. The weights begin in proportion to P_c q_c / p_c. Rounds
+  of fitting bring the classes' probabilities towards the best that all sets of classes allow. Whatever the weights,
   `scale` is exact up to the integral, a trapezoidal sum.
 
   Args:

@@ -54,16 +54,8 @@ def given_optimum(
   For example, p = (3/4, 1/4), q = (1/2, 1/2) and n = 1 give 3/4. With the second token given they give
   1 + 1 - 1 = 1, and with the first one given 1 + 1/2 - 3/4 = 3/4.
 
-  Args:
-    draft_probs, target_probs: `[..., V]`, distributions p and q; float32 or wider.
-    num_drafts: n, an integer, or an array of integers that broadcasts against the leading shape. It may be traced.
-    is_given: bool `[..., V]`, the tokens of D.
-
-  Returns:
-    `[...]`, the leading shape broadcast with n's, in the dtype of p and q.
-
-  Raises:
-    ValueError: As for `optimal_acceptance`, or `is_given` is not bool of the distributions' shape.
+  Arguments and the result are those of `optimal_acceptance`, and `is_given`, bool `[..., V]`, the tokens of D;
+  ValueError for others.
   """
   draft_probs, target_probs, is_given = map(jnp.asarray, (draft_probs, target_probs, is_given))
   num_drafts = _check(draft_probs, target_probs, num_drafts)

@@ -107,10 +107,7 @@ class Race(Selection):
   )
 
   def beside_given(self) -> Race:
-    """The race for positions that may have given candidates: finer classes, more rounds, a wider range of weights.
-
-    The ratios that the classes cover are the same.
-    """
+    """The race for positions that may have given candidates: finer classes of the same ratios, and more rounds."""
     octave_bits, fine_octaves = self.octave_bits + 1, 3
     num_finer = 2 * fine_octaves * 2**octave_bits * (2**_FINER_BITS - 1)
     return dataclasses.replace(

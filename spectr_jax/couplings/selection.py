@@ -59,11 +59,7 @@ class Selection(abc.ABC):
 def picked(
   selection: Selection, draft_probs: jax.Array, target_probs: jax.Array, candidates: jax.Array, *rows: jax.Array
 ) -> Pick:
-  """The pick of a selection; `*rows` are `is_valid`, and `is_given` if it takes it.
-
-  Raises:
-    ValueError: It returns no `Pick`, or arrays of other shapes.
-  """
+  """The pick of a selection; `*rows` are `is_valid`, and `is_given` if it takes it. ValueError for other results."""
   own, whole = candidates.shape, target_probs.shape
   pick = selection(draft_probs, target_probs, candidates, *rows)
   return checked_result(selection, pick, Pick, pick_probs=own, probs=whole, candidate_probs=own)
@@ -92,10 +88,7 @@ class Maximal(Coupling):
 
   def __call__(self, draft_probs, target_probs, candidates, is_valid) -> Outcome:
     accept = jnp.minimum(1, ratio(target_probs[candidates], draft_probs[candidates]))
-    return Outcome(
-      one_after_another(accept, is_valid),
-      positive_part_or(target_probs - draft_probs, target_probs),
-    )
+    return Outcome(one_after_another(accept, is_valid), positive_part_or(target_probs - draft_probs, target_probs))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,9 +121,6 @@ class MaximalAfter(Coupling):
 
   Let pt be the distribution of the picked token. It is accepted with probability min(1, q/pt); otherwise the token is
   drawn from [q - pt]+.
-
-  Attributes:
-    selection: The selection.
   """
 
   selection: Selection

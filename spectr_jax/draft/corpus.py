@@ -31,17 +31,11 @@ class LookupCorpus:
 
 
 def _suffix_order(tokens: np.ndarray) -> np.ndarray:
-  """The places of a text, sorted by what follows them up to the next -1, which comes before all tokens.
+  """The places of a text, sorted by what follows them up to the next -1, which comes before all tokens, int32 `[T]`.
 
   Equal suffixes are sorted by place. The whole suffix counts, by prefix doubling ("Suffix Arrays: A New Method for
   On-Line String Searches", Manber and Myers): the ranks of the first 1, 2, 4, ... tokens follow from each other, one
-  sort each, until twice as many tokens tell no more suffixes apart.
-
-  Args:
-    tokens: Integers `[T]` of at least -1, the last of which is -1.
-
-  Returns:
-    int32 `[T]`.
+  sort each, until twice as many tokens tell no more suffixes apart. The last token must be -1.
   """
   size = len(tokens)
   places = np.arange(size)
@@ -91,19 +85,9 @@ def lookup_corpus(documents: Iterable[Sequence[int] | np.ndarray]) -> LookupCorp
 def _suffix_ranges(
   corpus: LookupCorpus, text: jax.Array, length: jax.Array, longest: int, shortest: int
 ) -> tuple[jax.Array, jax.Array]:
-  """The entries of the suffix array that begin with the last tokens of a text, by binary search.
+  """The entries of the suffix array that begin with the last tokens of a text, all lengths at once in log2(T) steps.
 
-  It takes log2(T) steps, all lengths at once.
-
-  Args:
-    corpus: The corpus.
-    text: int32 `[S]`; entries from `length` on are arbitrary.
-    length: int32 scalar, the committed tokens.
-    longest, shortest: The most and the fewest tokens to look for.
-
-  Returns:
-    int32 `[H]`, the first entry for each number of tokens, `longest` first, and int32 `[H]`, how many follow: 0 for
-    tokens that do not occur.
+  Returns int32 `[H]`, the first entry for each number of tokens, `longest` first, and int32 `[H]`, how many follow.
   """
   sizes = jnp.arange(longest, shortest - 1, -1)
   offsets = jnp.arange(longest)
@@ -132,21 +116,11 @@ def _suffix_ranges(
 def corpus_continuations(
   corpus: LookupCorpus, text: jax.Array, length: jax.Array, num_tokens: int, longest: int, shortest: int
 ) -> jax.Array:
-  """What follows occurrences of a text's last tokens in a corpus.
+  """What follows occurrences of a text's last tokens in a corpus, int32 `[H, NUM_SAMPLED, L]`, `longest` suffix first.
 
   Of more than `NUM_SAMPLED` occurrences as many are taken, evenly spaced in the suffix array. That sorts them by what
-  follows, so that frequent continuations have their share among them.
-
-  Args:
-    corpus: The corpus.
-    text: int32 `[S]`; entries from `length` on are arbitrary.
-    length: int32 scalar, the committed tokens.
-    num_tokens: L, tokens of a continuation.
-    longest, shortest: The most and the fewest tokens of a suffix that is looked for.
-
-  Returns:
-    int32 `[H, NUM_SAMPLED, L]` by the suffix's number of tokens, `longest` first; -1 at the end of a document, behind
-    which tokens are arbitrary, and for occurrences that there are not.
+  follows, so that frequent continuations have their share among them. Tokens are -1 at the end of a document, behind
+  which they are arbitrary, and for occurrences that there are not.
   """
   firsts, counts = _suffix_ranges(corpus, text, length, longest, shortest)
   steps, counts = jnp.arange(NUM_SAMPLED), counts[:, None]
@@ -161,16 +135,10 @@ def corpus_continuations(
 
 
 def most_frequent(continuations: jax.Array, is_open: jax.Array) -> jax.Array:
-  """A frequent continuation: each token is the most frequent one among those that agree so far.
+  """A frequent continuation `[L]` of `[M, L]`: each token is the most frequent one among the open ones that agree so
+  far.
 
-  Of equally frequent tokens the one of the earliest continuation is taken. Continuations that have ended do not count.
-
-  Args:
-    continuations: int32 `[M, L]`, -1 at their ends.
-    is_open: bool `[M]`, those that count.
-
-  Returns:
-    int32 `[L]`; -1 where no continuation is left.
+  Of equally frequent tokens the one of the earliest continuation is taken; -1 where no continuation is left.
   """
 
   def follow(agrees, tokens):

@@ -45,21 +45,13 @@ class DrawingDrafter(Drafter):
 
 
 class ScoredNodes(NamedTuple):
-  """W nodes of one depth that a drafter scores together: neighbors among the R of `tree.parent_nodes`.
+  """W nodes of one depth that a drafter scores together: neighbors among the R of `tree.parent_nodes`."""
 
-  Attributes:
-    tokens: int32 `[B, W]`.
-    first: int32 scalar, the place of the first among `tree.parent_nodes`.
-    depth: int32 scalar.
-    above: int32 `[B, W]`, the place of each node's parent among `tree.parent_nodes`.
-    seen: bool `[B, W, R]`, the nodes of `tree.parent_nodes` that each attends to: those on its path, itself included.
-  """
-
-  tokens: jax.Array
-  first: jax.Array
-  depth: jax.Array
-  above: jax.Array
-  seen: jax.Array
+  tokens: jax.Array  # int32 [B, W]
+  first: jax.Array  # int32 scalar, the place of the first among `tree.parent_nodes`
+  depth: jax.Array  # int32 scalar
+  above: jax.Array  # int32 [B, W], the place of each node's parent among `tree.parent_nodes`
+  seen: jax.Array  # bool [B, W, R], the parent nodes that each attends to: those on its path, itself included
 
 
 # `(carry, nodes) -> (carry, logits[B, W, V])`.
@@ -67,33 +59,22 @@ ScoreFn = Callable[[Carry, ScoredNodes], tuple[Carry, jax.Array]]
 
 
 class Estimates(NamedTuple):
-  """A drafter's own estimates of the chance that a guess is accepted; they must not read that guess or a later one.
+  """A drafter's own estimates of the chance that a guess is accepted; they must not read that guess or a later one."""
 
-  Attributes:
-    root: `[B]`, for guesses after the root.
-    of_nodes: Gives `[B, W]`, for guesses after W nodes.
-  """
-
-  root: jax.Array
-  of_nodes: Callable[[ScoredNodes], jax.Array]
+  root: jax.Array  # [B], for guesses after the root
+  of_nodes: Callable[[ScoredNodes], jax.Array]  # [B, W], for guesses after W nodes
 
 
 @dataclasses.dataclass(frozen=True)
 class _Level:
-  """The parent nodes of one depth, as ranges of `tree.parent_nodes` relative to the first of the depth.
+  """The parents of one depth: their number, whether no leaf stands between two, and runs with equally many children.
 
-  In `TokenTree.from_parents((0, 0, 0, 1, 1, 2, 3, 3))` depth 1 has three parents, with 2, 1 and 2 children: the groups
-  are (0, 1, 2), (1, 1, 1) and (2, 1, 2).
-
-  Attributes:
-    width: The number of parents.
-    is_range: Whether their numbers follow one another: no leaf stands between two of them.
-    groups: (start, width, number of children) of runs of neighbors with equally many children.
+  In `TokenTree.from_parents((0, 0, 0, 1, 1, 2, 3, 3))` depth 1 has the groups (0, 1, 2), (1, 1, 1) and (2, 1, 2).
   """
 
   width: int
   is_range: bool
-  groups: tuple[tuple[int, int, int], ...]
+  groups: tuple[tuple[int, int, int], ...]  # start, width, number of children
 
 
 def _levels(tree: TokenTree) -> list[_Level]:
@@ -117,18 +98,10 @@ def draw_tree(
   growth: Growth | None,
   estimates: Estimates | None = None,
 ) -> tuple[Proposal, Carry]:
-  """Draws a tree, scoring every node that has children; with `growth`, a tree of its own for every row.
+  """Draws a tree, scoring every node that has children, given ones too; with `growth`, a tree of its own for every row.
 
-  Args:
-    request: The round's keys, sampling parameters, tree, rule and given tokens.
-    root_logits: `[B, V]`, the logits after the root.
-    carry: What `score_fn` carries from depth to depth, any pytree of arrays.
-    score_fn: Scores nodes, see `ScoreFn`. It scores given nodes, too.
-    growth: The rule by which rows grow their trees, `DrawingDrafter.growth`.
-    estimates: The drafter's own estimates, for rules of growth; None if it makes none.
-
-  Returns:
-    The proposal, whose state is `()`, and the last carry.
+  `root_logits` are `[B, V]`, after the root; `carry` is any pytree of arrays that `score_fn` takes from depth to depth.
+  The proposal's state is `()`.
   """
   if growth is not None:
     return _grow_tree(request, growth, root_logits, carry, score_fn, estimates)
@@ -198,15 +171,7 @@ def draw_tree(
 
 
 def draw_by_depth(request: DraftRequest, logits: jax.Array, *, growth: Growth | None) -> Proposal:
-  """Draws a tree whose distributions depend on the depth alone, whatever is guessed above.
-
-  Args:
-    request, growth: As for `draw_tree`.
-    logits: `[B, L, V]`, after nodes of depth 0, 1, ..., of as many depths as the tree has.
-
-  Returns:
-    The proposal, whose state is `()`.
-  """
+  """Draws a tree from logits `[B, L, V]` by depth, whatever is guessed above; the proposal's state is `()`."""
 
   def score(carry, nodes: ScoredNodes):
     own = jax.lax.dynamic_index_in_dim(logits, nodes.depth, axis=1)
@@ -216,24 +181,15 @@ def draw_by_depth(request: DraftRequest, logits: jax.Array, *, growth: Growth | 
 
 
 class _Growing(NamedTuple):
-  """Trees while they grow; what the slots below the depth in progress hold is not used yet.
-
-  Attributes:
-    carry: The carry of the score function.
-    tokens, parents: int32 `[B, N]`, as in `Proposal`.
-    chances: `[B, N + 1]`, the logarithm of each node's estimated chance to be accepted; -inf for unused slots.
-    probs: `[B, R, V]`, as in `Proposal`.
-    seen: bool `[B, R, R]`, see `ScoredNodes`.
-    estimates: `[B, R]`, the estimates for guesses after each parent node, or None.
-  """
+  """Trees while they grow; what the slots below the depth in progress hold is not used yet."""
 
   carry: Any
-  tokens: jax.Array
-  parents: jax.Array
-  chances: jax.Array
-  probs: jax.Array
-  seen: jax.Array
-  estimates: jax.Array | None
+  tokens: jax.Array  # int32 [B, N], as in `Proposal`
+  parents: jax.Array  # likewise
+  chances: jax.Array  # [B, N + 1], the logarithm of each node's chance to be accepted; -inf for unused slots
+  probs: jax.Array  # [B, R, V], as in `Proposal`
+  seen: jax.Array  # bool [B, R, R], see `ScoredNodes`
+  estimates: jax.Array | None  # [B, R], for guesses after each parent node
 
 
 def _grow_tree(
@@ -244,10 +200,7 @@ def _grow_tree(
   score_fn: ScoreFn,
   estimates: Estimates | None,
 ) -> tuple[Proposal, Carry]:
-  """`draw_tree` by a rule that chooses parents and tokens of one depth after the other, until no row goes on.
-
-  Every node above the last depth may have children, so a node's place among `tree.parent_nodes` is its number.
-  """
+  """`draw_tree` by a rule of growth. All nodes but the deepest are parents: a node's place among them is its number."""
   tree, keys = request.tree, request.keys
   sampling = growth.sampling(request.sampling)
   batch_size, vocab_size = root_logits.shape

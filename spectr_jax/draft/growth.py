@@ -15,20 +15,12 @@ from spectr_jax.sampling import SamplingParams
 def _allocate(
   accepted: jax.Array, chances: jax.Array, num_slots: int, threshold: jax.Array | float
 ) -> tuple[jax.Array, jax.Array]:
-  """The parents of the next depth's slots, before anything is drawn.
+  """The first and the last result of `Growth.expand`, before anything is drawn.
 
-  With c a node's own worth and a the chance that a guess after it is accepted, its j-th child is worth
-  c a (1 - a)^(j - 1), the chance that it is the first accepted one. The children worth most fill the slots, the
-  worthiest first. For example, nodes worth (1, .5) with a = (.5, .8) have children worth (.5, .25, ...) and (.4, ...).
-
-  Args:
-    accepted: `[W]`, a of each node.
-    chances: `[W]`, the logarithm of c.
-    num_slots: S.
-    threshold: A slot is used if its child is worth at least this.
-
-  Returns:
-    int32 `[S]` and `[S]`, the first and the last result of `Growth.expand`.
+  With c a node's worth (`[W]`, `chances` is its logarithm) and a the chance that a guess after it is accepted (`[W]`),
+  its j-th child is worth c a (1 - a)^(j - 1), the chance that it is the first accepted one. The children worth most
+  fill the slots, the worthiest first: nodes worth (1, .5) with a = (.5, .8) have children worth (.5, .25, ...) and (.4,
+  ...).
   """
   # With a = 1, a second child is worth next to nothing.
   accepted = jnp.minimum(accepted, 1 - 1e-6)
@@ -121,16 +113,7 @@ class Confident(Growth):
   threshold: jax.Array | float = 0.0
 
   def allocate(self, probs: jax.Array, chances: jax.Array, num_slots: int) -> tuple[jax.Array, jax.Array]:
-    """The parents of the next depth's slots, before anything is drawn.
-
-    Args:
-      probs: `[W, V]`, as for `Growth.expand`.
-      chances: `[W]`, likewise; the logarithm of what each node is worth.
-      num_slots: S.
-
-    Returns:
-      int32 `[S]` and `[S]`, the first and the last result of `Growth.expand`.
-    """
+    """The first and the last result of `Growth.expand`, by its `probs` and `chances`, before anything is drawn."""
     sureness = jnp.sum(probs**2, axis=1)
     return _allocate(self.acceptance + (1 - self.acceptance) * sureness, chances, num_slots, self.threshold)
 
@@ -161,16 +144,7 @@ class Estimated(Growth):
   reads_estimates = True
 
   def allocate(self, estimates: jax.Array, chances: jax.Array, num_slots: int) -> tuple[jax.Array, jax.Array]:
-    """The parents of the next depth's slots, before anything is drawn.
-
-    Args:
-      estimates: `[W]`, as for `Growth.expand`.
-      chances: `[W]`, likewise; the logarithm of what each node is worth.
-      num_slots: S.
-
-    Returns:
-      int32 `[S]` and `[S]`, the first and the last result of `Growth.expand`.
-    """
+    """The first and the last result of `Growth.expand`, by its `estimates` and `chances`, before anything is drawn."""
     return _allocate(estimates, chances, num_slots, self.threshold)
 
   def expand(self, key, rule, probs, chances, slots, estimates=None):

@@ -9,11 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spectr_jax.draft.drafter import Commitment, DraftContext, Drafter, DraftRequest
-from spectr_jax.draft.drawing import DrawingDrafter, ScoredNodes, draw_by_depth, draw_tree
-from spectr_jax.draft.new_features import NewFeatures, embed, read_features
-from spectr_jax.kernels.matrices import kernels_for_decoding
-from spectr_jax.kernels.vocabulary import over_vocabulary
+from spectr_jax.draft.drafter import DraftContext, Drafter, DraftRequest
+from spectr_jax.draft.drawing import ScoredNodes, draw_by_depth, draw_tree
+from spectr_jax.draft.new_features import HiddenStatesDrafter, NewFeatures, embed, read_features
 from spectr_jax.model import KVCache, static_field
 from spectr_jax.models import head, layers
 from spectr_jax.models.head import HeadConfig
@@ -23,53 +21,28 @@ from spectr_jax.proposal import Proposal
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _State:
-  """A head after the committed text.
+  """A head after the committed text; pair i is token i + 1 and the target's hidden states of the token before it."""
 
-  The head runs on pairs: a token, and the target's hidden states of the token before it. Pair i belongs to token i + 1.
-
-  Attributes:
-    cache: The head's keys and values of all pairs of the committed text.
-    hidden: `[B, embed_dim]`, its output at the last pair, 0 for a text of one token.
-    output: `[B, embed_dim]`, likewise the input of its output head.
-  """
-
-  cache: KVCache
-  hidden: jax.Array
-  output: jax.Array
+  cache: KVCache  # of all pairs
+  hidden: jax.Array  # [B, embed_dim], the head's output at the last pair, 0 for a text of one token
+  output: jax.Array  # likewise the input of its output head
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class HeadDrafter(DrawingDrafter):
-  """A drafter that draws from a head, see `head_drafter`.
+class HeadDrafter(HiddenStatesDrafter):
+  """A drafter that draws from a head, see `head_drafter`."""
 
-  Attributes:
-    params: The head's parameters, see `head.param_shapes`.
-    config: The head.
-    vocab_size: V, the target's.
-  """
-
-  params: Mapping[str, Any]
   config: HeadConfig = static_field()
-  vocab_size: int = static_field()
-  reads_tokens = True
-
-  @property
-  def reads_target(self) -> bool:
-    return 'embedding' not in self.params
-
-  @property
-  def feature_layers(self) -> tuple[int, ...]:
-    return self.config.feature_layers
 
   def init(self, context: DraftContext, cache_size: int) -> _State:
     batch_size, block = len(context.lengths), self.config.block
     nothing = jnp.zeros((batch_size, block.embed_dim), block.dtype)
     # Without the barrier XLA folds attention over the cache of zeros, which takes longer than the rest of compilation.
-    cache = jax.lax.optimization_barrier(head.init_cache(self.config, batch_size, cache_size))
+    cache = jax.lax.optimization_barrier(block.empty_cache(batch_size, cache_size))
     state = _State(cache, nothing, nothing)
     num_pairs = 0 if context.tokens is None else context.tokens.shape[1] - 1
-    return state if num_pairs == 0 else self._extend(state, context, num_pairs)
+    return state if num_pairs == 0 else self.extend(state, context, num_pairs)
 
   def reprompt(
     self, state: _State, context: DraftContext, num_kept: jax.Array, num_new: int, cache_size: int
@@ -79,11 +52,9 @@ class HeadDrafter(DrawingDrafter):
     kept = jnp.maximum(num_kept - 2, 0)
     cache = state.cache.truncate(jnp.minimum(kept, state.cache.lengths))
     state = _State(cache, jnp.zeros_like(state.hidden), jnp.zeros_like(state.output))
-    return self._extend(state, context, num_new + 1)
+    return self.extend(state, context, num_new + 1)
 
-  def _extend(self, state: _State, context: DraftContext, num_new: int) -> _State:
-    """The state with all pairs of the text, given that of a shorter text, which lacks at most `num_new`, static."""
-
+  def extend(self, state: _State, context: DraftContext, num_new: int) -> _State:
     def add(state, new: NewFeatures):
       size = new.next_tokens.shape[1]
       embedded = embed(self.params, context, new.next_tokens)
@@ -106,9 +77,7 @@ class HeadDrafter(DrawingDrafter):
     return dataclasses.replace(draw(state, context, request), state=state)
 
   def _logits(self, output: jax.Array) -> jax.Array:
-    """Logits over the target's vocabulary, `[..., V]`; -inf for tokens that the head cannot guess."""
-    ids = self.params['target_ids'] if self.config.is_reduced else None
-    return over_vocabulary(head.unembed(self.params, output), ids, self.vocab_size)
+    return self.over_target(head.unembed(self.params, output))
 
   def _draw_by_depth(self, state: _State, context: DraftContext, request: DraftRequest) -> Proposal:
     params, config = self.params, self.config
@@ -145,12 +114,6 @@ class HeadDrafter(DrawingDrafter):
       _, more, _ = head.apply(params, config, embedded, hidden, positions, causal, state.cache)
       outputs = jnp.concatenate([outputs, more], axis=1)
     return draw_by_depth(request, self._logits(outputs), growth=self.growth)
-
-  def commit(self, state: _State, context: DraftContext, commitment: Commitment) -> _State:
-    return self._extend(state, context, commitment.path.shape[1])
-
-  def for_decoding(self) -> HeadDrafter:
-    return dataclasses.replace(self, params=kernels_for_decoding(self.params))
 
 
 def head_drafter(params: Mapping[str, Any], config: HeadConfig, vocab_size: int) -> HeadDrafter:

@@ -22,16 +22,9 @@ LOOKUP_MAX, LOOKUP_MIN = 8, 2
 
 
 def _match_lengths(text: jax.Array, length: jax.Array, longest: int) -> jax.Array:
-  """The number of tokens, up to `longest`, that agree at the text's end and at each earlier place.
+  """The number of tokens, up to `longest`, that agree at a text's end and at each earlier place, int32 `[S]`.
 
-  Args:
-    text: int32 `[S]`; entries from `length` on are arbitrary.
-    length: int32 scalar, the committed tokens.
-    longest: The most tokens to compare.
-
-  Returns:
-    int32 `[S]`, at `[j]` the largest m so that the m tokens down to place j are the last m ones of the text; 0 from the
-    last token on. In the text 3 1 2 3 1 it is 0 2 0 0 0: the tokens 3 1 end at place 1, too.
+  It is 0 from the last token on: in the text 3 1 2 3 1 it is 0 2 0 0 0, since the tokens 3 1 end at place 1, too.
   """
   padded = jnp.pad(text, (longest - 1, 0), constant_values=-1)
   is_match = jnp.arange(len(text)) < length - 1
@@ -62,18 +55,8 @@ def continuations(
   Of the tokens that follow in it the most frequent one is taken, and so on down the chain, among the occurrences that
   `corpus_continuations` looks at; then the most frequent other one.
 
-  Args:
-    text: int32 `[S]`; entries from `length` on are arbitrary.
-    length: int32 scalar, the committed tokens.
-    num_chains: K, continuations to find.
-    num_tokens: L, tokens of each.
-    longest: The most tokens of a suffix that are compared.
-    shortest: The fewest tokens of a suffix that count as an occurrence.
-    corpus: The corpus, or None to look in the text alone.
-
-  Returns:
-    int32 `[K, L]`; their first tokens differ. Rows of -1 stand for continuations that were not found, entries of -1 for
-    tokens behind the end of a document of the corpus.
+  Of int32 `[S]` texts, entries from `length` on are arbitrary. The result is int32 `[num_chains, num_tokens]` with
+  different first tokens: rows of -1 where nothing was found, entries of -1 behind the end of a corpus's document.
   """
   places = jnp.arange(len(text))
   matches = _match_lengths(text, length, longest)
@@ -102,11 +85,7 @@ def continuations(
 
 @functools.lru_cache(maxsize=64)
 def _chain_places(tree: TokenTree) -> tuple[np.ndarray, np.ndarray]:
-  """The chain and the place in it of every node, int32 `[N]` each.
-
-  Raises:
-    ValueError: The tree branches below the root, or rows have trees of their own.
-  """
+  """The chain and the place in it of every node, int32 `[N]` each; ValueError for a tree that is no set of chains."""
   if tree.is_grown or (tree.num_children[1:] > 1).any():
     raise ValueError(
       'prompt lookup guesses chains: give it a tree that branches at the root alone, such as chains(2, 8)'
@@ -120,19 +99,11 @@ class Lookup:
 
   It keeps nothing between rounds. Its memory and time grow linearly with the text, and its time with the logarithm of
   the corpus.
-
-  Attributes:
-    longest: The most tokens of a suffix that are compared.
-    shortest: The fewest tokens of a suffix that count as an occurrence.
-    num_chains: The chains of the tree that hold guesses, from the first one on; None for all.
-
-  Raises:
-    ValueError: A bound is below 1, `longest` is below `shortest`, or `num_chains` is below 1.
   """
 
-  longest: int = LOOKUP_MAX
-  shortest: int = LOOKUP_MIN
-  num_chains: int | None = None
+  longest: int = LOOKUP_MAX  # tokens of a suffix that are compared
+  shortest: int = LOOKUP_MIN  # tokens that count as an occurrence
+  num_chains: int | None = None  # chains of the tree that hold guesses, from the first one on; None for all
 
   def __post_init__(self):
     if not 1 <= self.shortest <= self.longest:
@@ -144,16 +115,7 @@ class Lookup:
       raise ValueError(f'num_given must be at least 1, got {self.num_chains}')
 
   def guesses(self, context: DraftContext, tree: TokenTree, corpus: LookupCorpus | None = None) -> jax.Array:
-    """The guesses for every node, int32 `[B, N]`; -1 for nodes without one.
-
-    Args:
-      context: The committed texts and their lengths.
-      tree: A tree that branches at the root alone.
-      corpus: Texts to look in besides the row's own, or None.
-
-    Raises:
-      ValueError: The tree is no such tree, or the context has no text.
-    """
+    """The guesses, int32 `[B, N]`, of a tree that branches at the root alone; -1 for nodes without one."""
     if context.tokens is None:
       raise ValueError('prompt lookup reads the committed text: the context must hold tokens')
     chain, place = _chain_places(tree)
@@ -170,19 +132,12 @@ class Lookup:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LookupDrafter(Drafter):
-  """Prompt lookup alone, see `lookup_drafter`; it has no state.
-
-  Attributes:
-    corpus: Texts to look in besides the row's own, or None.
-    lookup: The rule.
-    vocab_size: V, the target's.
-    may_pass: Whether the target runs on the last tokens alone where no row has a guess.
-  """
+  """Prompt lookup alone, see `lookup_drafter`; it has no state."""
 
   corpus: LookupCorpus | None
   lookup: Lookup = static_field()
   vocab_size: int = static_field()
-  may_pass: bool = static_field(True)
+  may_pass: bool = static_field(True)  # whether the target runs on the last tokens alone where no row has a guess
   reads_tokens = True
   gives = True
 
@@ -196,13 +151,7 @@ class LookupDrafter(Drafter):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LookupBeside(Drafter):
-  """Prompt lookup beside the samples of another drafter, see `lookup_beside`; the state is that of the other.
-
-  Attributes:
-    drafter: The other drafter.
-    corpus: Texts to look in besides the row's own, or None.
-    lookup: The rule.
-  """
+  """Prompt lookup beside the samples of another drafter, see `lookup_beside`; the state is that of the other."""
 
   drafter: DrawingDrafter
   corpus: LookupCorpus | None

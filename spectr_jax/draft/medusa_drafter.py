@@ -25,24 +25,13 @@ from spectr_jax.proposal import Proposal
 
 @dataclasses.dataclass(frozen=True)
 class MedusaConfig:
-  """The sizes of Medusa heads.
+  """The sizes of Medusa heads; ValueError if one is not a positive integer, or the type is unknown."""
 
-  Attributes:
-    num_heads: H, the tokens that are guessed ahead.
-    embed_dim: D, width of the target's hidden states.
-    vocab_size: V.
-    dtype: Type of parameters and activations.
-    has_unembedding: Whether each head has an output head of its own; else all take the target's rows.
-
-  Raises:
-    ValueError: A size is not a positive integer, or the type is unknown.
-  """
-
-  num_heads: int
-  embed_dim: int
+  num_heads: int  # H, the tokens that are guessed ahead
+  embed_dim: int  # D, of the target's hidden states
   vocab_size: int
   dtype: str = 'float32'
-  has_unembedding: bool = True
+  has_unembedding: bool = True  # whether each head has an output head of its own; else all take the target's rows
 
   def __post_init__(self):
     check_sizes(self, 'num_heads', 'embed_dim', 'vocab_size')
@@ -87,12 +76,7 @@ def _head_logits(params: Mapping[str, Any], hidden: jax.Array, num_heads: int) -
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MedusaDrafter(DrawingDrafter):
-  """A drafter that draws from Medusa heads, see `medusa_drafter`; it has no state.
-
-  Attributes:
-    params: The parameters, see `param_shapes`.
-    config: The heads.
-  """
+  """A drafter that draws from Medusa heads, see `medusa_drafter`; it has no state."""
 
   params: Mapping[str, Any]
   config: MedusaConfig = static_field()

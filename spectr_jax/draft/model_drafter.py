@@ -19,22 +19,16 @@ from spectr_jax.tree import TokenTree
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _State:
-  """A drafting model's cache and the committed tokens that are not in it.
+  """A drafting model's cache, which lags two tokens behind the committed text, and the tokens that are not in it.
 
-  The cache lags two tokens behind the committed text, and each round begins with a forward call on both. So no token is
-  ever missing, even after a round whose last accepted guess is a leaf, on which drafting does not run the model.
-
-  Attributes:
-    cache: The model's cache.
-    tail: int32 `[B, 2]`, the last two committed tokens; the second is the root of the next tree.
-    has_previous: bool `[B]`, whether the first of them exists; False only right after a prompt of one token.
-    tokens: int32 `[B, N]`, the guesses of the round in progress; None between rounds.
+  Each round begins with a forward call on both, so none is ever missing, even after a round whose last accepted guess
+  is a leaf, on which drafting does not run the model.
   """
 
   cache: Any
-  tail: jax.Array
-  has_previous: jax.Array
-  tokens: jax.Array | None = None
+  tail: jax.Array  # int32 [B, 2], the last two committed tokens; the second is the root of the next tree
+  has_previous: jax.Array  # bool [B], whether the first of them exists; False only right after a prompt of one token
+  tokens: jax.Array | None = None  # int32 [B, N], the guesses of the round in progress; None between rounds
 
 
 def _after_prompts(cache: Any, prompts: jax.Array, lengths: jax.Array) -> _State:
@@ -57,11 +51,7 @@ def _with_previous(state: _State, seen: jax.Array) -> jax.Array:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ModelDrafter(DrawingDrafter):
-  """A drafter that draws from a model, depth by depth. The model runs on every node that has children.
-
-  Attributes:
-    model: A model with the target's vocabulary.
-  """
+  """A drafter that draws from a model, see `model_drafter`."""
 
   model: Model
 
@@ -149,11 +139,7 @@ class ModelDrafter(DrawingDrafter):
 
 
 def model_drafter(model: Model) -> ModelDrafter:
-  """A drafter that draws from a model, depth by depth. The model runs on every node that has children.
-
-  Args:
-    model: A model with the target's vocabulary.
-  """
+  """A drafter that draws from a model, depth by depth. It has the target's vocabulary, and runs on all parents."""
   return ModelDrafter(model)
 
 

@@ -1,33 +1,31 @@
-"""What drafters share that read the target's hidden states: embedded tokens, and the states that are new to them."""
+"""What drafters share that read the target's hidden states: parameters, embedded tokens, and states new to them."""
 
 from __future__ import annotations
 
+import abc
+import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from spectr_jax.draft.drafter import DraftContext
-from spectr_jax.model import PREFILL_CHUNK
+from spectr_jax.draft.drafter import Commitment, DraftContext
+from spectr_jax.draft.drawing import DrawingDrafter
+from spectr_jax.kernels.matrices import kernels_for_decoding
+from spectr_jax.kernels.vocabulary import over_vocabulary
+from spectr_jax.model import PREFILL_CHUNK, static_field
 
 State = TypeVar('State')
 
 
 class NewFeatures(NamedTuple):
-  """Some of a row's hidden states that a drafter has not read, in order; those behind `num_kept` are 0.
+  """Some of a row's hidden states that a drafter has not read, in order; those behind `num_kept` are 0."""
 
-  Attributes:
-    features: `[B, C, F, D]`, the target's hidden states.
-    next_tokens: int32 `[B, C]`, the token after each.
-    positions: int32 `[B, C]`, the position of the token that each belongs to.
-    num_kept: int32 `[B]`, the number that belong to the text.
-  """
-
-  features: jax.Array
-  next_tokens: jax.Array
-  positions: jax.Array
-  num_kept: jax.Array
+  features: jax.Array  # [B, C, F, D], the target's hidden states
+  next_tokens: jax.Array  # int32 [B, C], the token after each
+  positions: jax.Array  # int32 [B, C], of the token that each belongs to
+  num_kept: jax.Array  # int32 [B], the number that belong to the text
 
 
 def read_features(
@@ -37,20 +35,10 @@ def read_features(
   state: State,
   read_fn: Callable[[State, NewFeatures], State],
 ) -> State:
-  """Passes the hidden states that a drafter has not read to a function, at most `PREFILL_CHUNK` of a row at a time.
+  """The last state of `read_fn`, `(state, new) -> state`, on the hidden states that a drafter has not read.
 
-  Args:
-    context: The texts and features. Every token but a text's last has hidden states.
-    num_read: int32 `[B]`, the number that the drafter has read of each row.
-    num_new: The most that a row lacks, static.
-    state: What `read_fn` begins with.
-    read_fn: `(state, new) -> state`.
-
-  Returns:
-    The last state.
-
-  Raises:
-    ValueError: The context holds no tokens or no features.
+  It takes at most `PREFILL_CHUNK` of a row at a time. The drafter has read int32 `[B]` of each row and lacks at most
+  `num_new`; ValueError if the context holds no tokens or no features.
   """
   if context.tokens is None or context.features is None:
     raise ValueError("a head reads the text and the target's hidden states: the context must hold tokens and features")
@@ -76,11 +64,42 @@ def read_features(
   return jax.lax.fori_loop(0, num_chunks, lambda i, state: read(i * size, state), state)
 
 
-def embed(params: Mapping[str, Any], context: DraftContext, tokens: jax.Array) -> jax.Array:
-  """Embedded tokens, `[..., D]`, by a drafter's own `embedding` `[V, D]` if it has one, else by the target's.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class HiddenStatesDrafter(DrawingDrafter):
+  """A network on the target's hidden states; its state is that of the text, and guesses leave nothing in it."""
 
-  Raises:
-    ValueError: Neither has one.
+  params: Mapping[str, Any]
+  config: Any = static_field()
+  vocab_size: int = static_field()
+  reads_tokens = True
+
+  @property
+  def reads_target(self) -> bool:
+    return 'embedding' not in self.params
+
+  @property
+  def feature_layers(self) -> tuple[int, ...]:
+    return self.config.feature_layers
+
+  @abc.abstractmethod
+  def extend(self, state: Any, context: DraftContext, num_new: int) -> Any:
+    """The state of the whole text, given that of a shorter one, which lacks at most `num_new` tokens, static."""
+
+  def commit(self, state: Any, context: DraftContext, commitment: Commitment) -> Any:
+    return self.extend(state, context, commitment.path.shape[1])
+
+  def over_target(self, logits: jax.Array) -> jax.Array:
+    """Logits `[..., Vd]` over the target's vocabulary, `[..., V]`; -inf for tokens that cannot be guessed."""
+    return over_vocabulary(logits, self.params['target_ids'] if self.config.is_reduced else None, self.vocab_size)
+
+  def for_decoding(self) -> Self:
+    return dataclasses.replace(self, params=kernels_for_decoding(self.params))
+
+
+def embed(params: Mapping[str, Any], context: DraftContext, tokens: jax.Array) -> jax.Array:
+  """Embedded tokens `[..., D]`, by the drafter's own `embedding` `[V, D]`, else the target's; ValueError without
+  either.
   """
   if 'embedding' in params:
     return jnp.take(params['embedding'], tokens, axis=0)

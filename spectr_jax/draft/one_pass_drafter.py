@@ -9,11 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spectr_jax.draft.drafter import Commitment, DraftContext, Drafter, DraftRequest
-from spectr_jax.draft.drawing import DrawingDrafter, Estimates, ScoredNodes, draw_tree
-from spectr_jax.draft.new_features import NewFeatures, embed, read_features
-from spectr_jax.kernels.matrices import kernels_for_decoding
-from spectr_jax.kernels.vocabulary import over_vocabulary
+from spectr_jax.draft.drafter import DraftContext, Drafter, DraftRequest
+from spectr_jax.draft.drawing import Estimates, ScoredNodes, draw_tree
+from spectr_jax.draft.new_features import HiddenStatesDrafter, NewFeatures, embed, read_features
 from spectr_jax.model import KVCache, static_field
 from spectr_jax.models import layers, one_pass
 from spectr_jax.models.head import check_target_ids
@@ -23,34 +21,18 @@ from spectr_jax.proposal import Proposal
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class OnePassDrafter(DrawingDrafter):
+class OnePassDrafter(HiddenStatesDrafter):
   """A drafter that draws a whole tree from one pass of its network, see `one_pass_drafter`.
 
   Its state is the cache of the context: keys and values of all tokens of the text but the last, whose hidden states the
   target has not computed yet.
-
-  Attributes:
-    params: The parameters, see `one_pass.param_shapes`.
-    config: The network.
-    vocab_size: V, the target's.
   """
 
-  params: Mapping[str, Any]
   config: OnePassConfig = static_field()
-  vocab_size: int = static_field()
-  reads_tokens = True
 
   @property
   def max_depth(self) -> int:
     return self.config.max_depth
-
-  @property
-  def reads_target(self) -> bool:
-    return 'embedding' not in self.params
-
-  @property
-  def feature_layers(self) -> tuple[int, ...]:
-    return self.config.feature_layers
 
   @property
   def estimates(self) -> bool:
@@ -58,9 +40,9 @@ class OnePassDrafter(DrawingDrafter):
 
   def init(self, context: DraftContext, cache_size: int) -> KVCache:
     # Without the barrier XLA folds attention over the cache of zeros, which takes longer than the rest of compilation.
-    cache = jax.lax.optimization_barrier(one_pass.init_cache(self.config, len(context.lengths), cache_size))
+    cache = jax.lax.optimization_barrier(self.config.backbone.empty_cache(len(context.lengths), cache_size))
     num_read = 0 if context.tokens is None else context.tokens.shape[1] - 1
-    return cache if num_read == 0 else self._extend(cache, context, num_read)
+    return cache if num_read == 0 else self.extend(cache, context, num_read)
 
   def reprompt(
     self, state: KVCache, context: DraftContext, num_kept: jax.Array, num_new: int, cache_size: int
@@ -68,17 +50,15 @@ class OnePassDrafter(DrawingDrafter):
     del cache_size
     # The last token of a text is not in the cache, so a prompt that the text begins with drops one more.
     kept = jnp.minimum(jnp.minimum(num_kept, state.lengths), context.lengths - 1)
-    return self._extend(state.truncate(kept), context, num_new)
+    return self.extend(state.truncate(kept), context, num_new)
 
-  def _extend(self, cache: KVCache, context: DraftContext, num_new: int) -> KVCache:
-    """The cache with the whole text's context, given that of a shorter text, which lacks at most `num_new` tokens."""
-
+  def extend(self, state: KVCache, context: DraftContext, num_new: int) -> KVCache:
     def add(cache, new: NewFeatures):
       cache = one_pass.read_context(self.params, self.config, new.features, new.positions, cache)
       path = jnp.broadcast_to(jnp.arange(new.positions.shape[1]), new.positions.shape)
       return cache.commit(path, new.num_kept)
 
-    return read_features(context, cache.lengths, num_new, cache, add)
+    return read_features(context, state.lengths, num_new, state, add)
 
   def propose(self, state: KVCache, context: DraftContext, request: DraftRequest) -> Proposal:
     params, config = self.params, self.config
@@ -89,11 +69,10 @@ class OnePassDrafter(DrawingDrafter):
     embedded = embed(params, context, jnp.concatenate([root, masks], axis=1))
     outputs = one_pass.run_block(params, config, embedded, state)
     block = one_pass.begin(params, config, outputs, root, request.tree.max_depth)
-    ids = params['target_ids'] if config.is_reduced else None
 
     def after(tokens, depth, states):
       logits, states = one_pass.logits_after(params, config, block, depth, tokens, states)
-      return over_vocabulary(logits, ids, self.vocab_size), states
+      return self.over_target(logits), states
 
     def score(states, nodes: ScoredNodes):
       if states is None:
@@ -116,12 +95,6 @@ class OnePassDrafter(DrawingDrafter):
       estimates = Estimates(estimate(root, jnp.int32(0))[:, 0], lambda nodes: estimate(nodes.tokens, nodes.depth))
     proposal, _ = draw_tree(request, root_logits[:, 0], states, score, growth=self.growth, estimates=estimates)
     return dataclasses.replace(proposal, state=state)
-
-  def commit(self, state: KVCache, context: DraftContext, commitment: Commitment) -> KVCache:
-    return self._extend(state, context, commitment.path.shape[1])
-
-  def for_decoding(self) -> OnePassDrafter:
-    return dataclasses.replace(self, params=kernels_for_decoding(self.params))
 
 
 def one_pass_drafter(params: Mapping[str, Any], config: OnePassConfig, vocab_size: int) -> OnePassDrafter:

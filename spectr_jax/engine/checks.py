@@ -23,11 +23,7 @@ def _fold_rows(rng_key: jax.Array, batch_size: int) -> jax.Array:
 
 
 def row_keys(rng_key: jax.Array, batch_size: int) -> jax.Array:
-  """The keys of all rows, `[B]`.
-
-  Raises:
-    ValueError: `rng_key` is neither one typed key nor a key array `[B]`, of impl threefry2x32.
-  """
+  """The keys of all rows, `[B]`; ValueError unless `rng_key` is a typed key or `[B]` of them, of impl threefry2x32."""
   if not isinstance(rng_key, jax.Array) or not jnp.issubdtype(rng_key.dtype, jax.dtypes.prng_key):
     raise ValueError('rng_key must be a typed key or an array of them, as jax.random.key makes')
   if str(jax.random.key_impl(rng_key)) != 'threefry2x32':
@@ -69,15 +65,7 @@ def _as_array(name: str, values: Any) -> np.ndarray:
 
 
 def as_prompts(prompts: Prompts, prompt_lengths: ArrayLike | None) -> tuple[Integers, Integers]:
-  """Prompts `[B, P]` and their lengths `[B]`, of arrays or of lists of ids.
-
-  Args:
-    prompts: Integers `[B, P]`, right-padded; or without lengths B lists of ids, which may differ in length.
-    prompt_lengths: Integers `[B]`; None if the prompts are lists of ids, or all have P tokens.
-
-  Raises:
-    ValueError: A shape or a type does not fit, or a whole number has more than 32 bits.
-  """
+  """Prompts `[B, P]` and their lengths `[B]`, of right-padded arrays, or without lengths of B lists of ids."""
   if prompt_lengths is None and isinstance(prompts, list | tuple):
     rows = [_as_array(f'prompt {number}', row) for number, row in enumerate(prompts)]
     if len({row.shape for row in rows}) > 1 and all(row.ndim == 1 for row in rows):
@@ -95,11 +83,7 @@ def as_prompts(prompts: Prompts, prompt_lengths: ArrayLike | None) -> tuple[Inte
 
 
 def as_integers(name: str, values: Any) -> Integers:
-  """Ids or lengths as an array, of 32 bits as JAX has them: numbers beyond them are refused, and would wrap otherwise.
-
-  Raises:
-    ValueError: They are no array of numbers, or a whole number does not fit.
-  """
+  """Ids or lengths as an array of 32 bits, as JAX has them; numbers beyond them would wrap and are refused."""
   if isinstance(values, jax.Array):
     return values
   array = _as_array(name, values)
@@ -113,17 +97,7 @@ def as_integers(name: str, values: Any) -> Integers:
 
 
 def as_ids(name: str, ids: ArrayLike | Sequence[int], vocab_size: int, longest: int | None = None) -> np.ndarray:
-  """The ids of one text on the host, int32 `[T]`.
-
-  Args:
-    name: The text, for messages.
-    ids: Integers `[T]`, T at least 1.
-    vocab_size: V.
-    longest: The largest T that is allowed, or None for any.
-
-  Raises:
-    ValueError: They are no integers `[T]`, T is too large, or an id is not in the vocabulary.
-  """
+  """The ids of one text on the host, int32 `[T]`, T from 1 to `longest`; ValueError for others."""
   array = _as_array(name, ids)
   if longest is not None and array.ndim == 1 and not 1 <= len(array) <= longest:
     raise ValueError(f'{name} has {len(array)} tokens, allowed are 1 to {longest}')

@@ -21,22 +21,18 @@ from spectr_jax.tree import TokenTree
 
 
 def buffer_size(num_tokens: int) -> int:
-  """The size of a buffer for so many tokens: a multiple of 64, with an eighth to spare at most from 512 tokens on.
-
-  Buffers of few sizes let other limits and prompts share compiled programs.
-  """
+  """The size of a buffer for so many tokens: one of few, so that other limits and prompts share compiled programs."""
+  # An eighth to spare at most, from 512 tokens on.
   step = max(64, 1 << max(0, num_tokens.bit_length() - 4))
   return -(-num_tokens // step) * step
 
 
 def choose_cache_size(target: Model, draft: Model | Drafter | None, num_tokens: int) -> int:
-  """The size of caches for texts of so many tokens: that of a buffer, within the context of all models.
-
-  A model that states no context may have no cache and compute on all that fits, so its size is exact.
-  """
+  """The size of caches for texts of so many tokens, within the context of all models."""
   own = draft.model if isinstance(draft, ModelDrafter) else draft
   limits = [each.context_length for each in (target, own) if isinstance(each, Model)]
   known = [limit for limit in limits if limit is not None]
+  # A model that states no context may have no cache and compute on all that fits, so its size is exact.
   return num_tokens if len(known) < len(limits) else max(num_tokens, min(buffer_size(num_tokens), *known))
 
 
@@ -95,17 +91,13 @@ class Decoder:
     """Puts a decoder together, with its models on their devices.
 
     Args:
-      target: The model whose distribution the output has; its parameters may be shapes, to compile only.
-      draft: A model or drafter with the same vocabulary, or None for methods that draft nothing.
-      method: A name of `METHODS`, or a `Method`; None for `race_traversal`, or `autoregressive` without a draft.
+      target, draft, method, eos_id, sharding: As for `generate`; parameters may be shapes, to compile only.
       tree: The guesses of a round; None for two drafts of four tokens, or one where the method takes one, or fewer
         tokens where the drafter guesses less far ahead, or four nodes of each of four depths where it grows trees.
         Methods that draft nothing ignore it.
       max_new_tokens: Limit of new tokens per row.
       cache_size: Committed tokens that a row can hold: those of the longest prompt and `max_new_tokens`.
-      eos_id: Id or ids that end a row, or None.
       statistics: Whether to count `Statistics`.
-      sharding: The sharding of rows, models and caches over the devices of a mesh, or None for one device.
       logprobs: Whether to keep the log probabilities of new tokens, see `Generation`.
 
     Raises:
@@ -179,11 +171,7 @@ class Decoder:
       )
 
   def check(self, result: Generation) -> None:
-    """Checks that no model failed, as `Generation.check`, and says what a model that failed may lack.
-
-    Raises:
-      NotFiniteError: A model's logits are not finite.
-    """
+    """Checks that no model failed, as `Generation.check`; the NotFiniteError says what the model may lack."""
     try:
       result.check()
     except NotFiniteError as error:

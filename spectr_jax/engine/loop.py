@@ -36,7 +36,7 @@ from spectr_jax.verify import decide_rows, emitted
 
 # Scopes in compiled programs: of the loop, and of the parts of a round.
 ROUNDS = 'rounds'
-PARTS = DRAFT, TARGET, LAWS, VERIFY, COMMIT = 'draft', 'target', 'laws', 'verify', 'commit'
+PARTS = DRAFT, TARGET, PROBS, VERIFY, COMMIT = 'draft', 'target', 'laws', 'verify', 'commit'
 _PURPOSE_DRAFT, _PURPOSE_VERIFY, _PURPOSE_POSITION = range(3)
 
 
@@ -81,10 +81,8 @@ def _over_rows(
 
 @jax.named_scope(DRAFT)
 def propose(decoder: Decoder, state: DecodeState, keys: jax.Array) -> Proposal:
-  """The drafter's guesses by the keys for drafting; an empty proposal without a drafter.
-
-  Raises:
-    ValueError: The drafter's proposals are not what it declares.
+  """The drafter's guesses by the keys for drafting; an empty proposal without a drafter, ValueError for an undeclared
+  one.
   """
   if decoder.drafter is None:
     batch_size, vocab_size = state.keys.shape[0], decoder.target.vocab_size
@@ -126,17 +124,8 @@ def judge(
   *,
   is_explained: bool = False,
 ) -> tuple[jax.Array, Verdict, Record | None]:
-  """The method's decision which guesses to keep, by the keys for verification.
-
-  Args:
-    rows: The proposal, without its state.
-    logits: `[B, N + 1, V]`, the target's.
-    is_explained: Whether the verifier also records how it decides.
-
-  Returns:
-    The target's distributions `[B, N + 1, V]`, the verdicts, and their records or None.
-  """
-  with jax.named_scope(LAWS):
+  """The target's distributions `[B, N + 1, V]` by logits of equal shape, the verdicts, and their records or None."""
+  with jax.named_scope(PROBS):
     target_probs = in_rows(logits_to_probs(logits, state.sampling))
   with jax.named_scope(VERIFY):
     verdict, record = decide_rows(
@@ -219,10 +208,7 @@ def commit(
   target_probs: jax.Array,
   verdict: Verdict,
 ) -> DecodeState:
-  """The state after the round: tokens that were kept are recorded and moved to their places in the caches.
-
-  The target's distributions are `[B, N + 1, V]`, or `[B, 1, V]` after a call on the roots alone.
-  """
+  """The state after the round; the target's distributions are `[B, N + 1, V]`, or `[B, 1, V]` of the roots alone."""
   tokens = emitted(proposal, verdict)
   failures = _failures(state, proposal, target_probs)
   result, is_done = _record(decoder, state, proposal, output, verdict, tokens, failures)
@@ -270,30 +256,17 @@ def _extend_context(state: DecodeState, output: ModelOutput, tokens, path, num_c
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Round:
-  """The inputs and the outcome of a round's verification.
+  """The inputs and the outcome of a round's verification."""
 
-  Attributes:
-    keys: Typed keys `[B, L + 1]` for verification.
-    proposal: The guesses; `state` is None.
-    target_probs: `[B, N + 1, V]`, the target's distributions.
-    verdict: The method's decision.
-    record: The record of how it was decided, or None.
-  """
-
-  keys: jax.Array
-  proposal: Proposal
-  target_probs: jax.Array
+  keys: jax.Array  # typed, [B, L + 1], for verification
+  proposal: Proposal  # without its state
+  target_probs: jax.Array  # [B, N + 1, V]
   verdict: Verdict
   record: Record | None = None
 
 
 def run_round(decoder: Decoder, state: DecodeState, *, is_explained: bool = False) -> tuple[DecodeState, Round]:
-  """One round with one target call: draft, score, verify, commit. Rows that are done stay as they are.
-
-  Args:
-    decoder, state: As for `decode_rounds`.
-    is_explained: Whether the verifier also records how it decides.
-  """
+  """One round with one target call: draft, score, verify, commit. Rows that are done stay as they are."""
 
   def one(decoder, state):
     draft_keys, verify_keys = noise_keys(decoder, state)
@@ -308,9 +281,8 @@ def run_round(decoder: Decoder, state: DecodeState, *, is_explained: bool = Fals
 
 
 def _pass_round(decoder: Decoder, state: DecodeState) -> DecodeState:
-  """A round in which no row has a guess: the target's call is that of an autoregressive step.
-
-  The tokens are those of `run_round`, up to rounding, so a row's do not depend on the guesses of other rows.
+  """A round in which no row has a guess, as an autoregressive step: its tokens are those of `run_round`, up to
+  rounding.
   """
   draft_keys, verify_keys = noise_keys(decoder, state)
   proposal = propose(decoder, state, draft_keys)
@@ -373,10 +345,7 @@ def decode_rounds(decoder: Decoder, state: DecodeState, num_rounds: int | None =
   Args:
     decoder: The decoder that `state` was made with.
     state: From `init_decode` or an earlier call.
-    num_rounds: The most rounds, or None for no limit.
-
-  Raises:
-    ValueError: `num_rounds` is negative.
+    num_rounds: The most rounds, at least 0, or None for no limit; ValueError if it is negative.
   """
   if num_rounds is None:
     num_rounds = np.iinfo(np.int32).max

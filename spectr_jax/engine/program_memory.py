@@ -27,11 +27,7 @@ def is_half_full(*, is_joint: bool = False) -> bool:
   """Tells whether this process uses half of the memory maps that Linux allows it; False on other systems.
 
   XLA uses a thousand for a loop that it compiles for CPU. The default limit is 65,530, and beyond it the process
-  crashes.
-
-  Args:
-    is_joint: Whether several processes run the same programs together and must forget them together. Then the result
-      is True in all of them if it is in one.
+  crashes. With `is_joint` it is True in all processes if it is in one, so that they forget programs together.
   """
   own = _is_half_full()
   return bool(np.any(multihost_utils.process_allgather(np.array(own)))) if is_joint else own
@@ -46,17 +42,9 @@ def make_room(*, is_joint: bool = False) -> None:
 def in_groups(
   items: Sequence[T], compile_fn: Callable[[T], None], *, baseline: T | None = None, is_joint: bool = False
 ) -> Iterator[list[T]]:
-  """Splits items into groups whose compiled programs fit into the process, and compiles one group after another.
+  """Yields groups of items whose compiled programs fit into the process, and forgets those of the group before.
 
-  Args:
-    items: Items that have compiled programs.
-    compile_fn: Compiles the programs of one item.
-    baseline: One of the items, which becomes the first of every group, so that the others can be compared with it; None
-      for no baseline.
-    is_joint: As for `is_half_full`.
-
-  Yields:
-    A group of items that are compiled; their programs are forgotten when the next group is asked for.
+  The baseline, one of the items, becomes the first of every group, so that the others can be compared with it.
   """
   make_room(is_joint=is_joint)
   common = [] if baseline is None else [baseline]
@@ -76,14 +64,7 @@ def in_groups(
 
 
 def describe_groups(groups: Sequence[Sequence[str]]) -> list[str]:
-  """A line for the report if not all settings were timed together; no line otherwise.
-
-  Args:
-    groups: Names of the settings of each group, in order.
-
-  Returns:
-    One line or none.
-  """
+  """A line for the report if not all settings, named by group, were timed together; no line otherwise."""
   if len(groups) < 2:
     return []
   first, *others = groups

@@ -57,10 +57,8 @@ def refill(
     decoder: The decoder that `state` was made with; its `cache_size` must hold the prompts and the new tokens.
     state: Between rounds.
     rows: Integers `[R]`, different rows; entries of B or more are dropped, with their prompts.
-    rng_key: One typed key or a key array `[R]`, as for `generate`.
-    prompts: Integers `[R, P]`, right-padded.
-    prompt_lengths: Integers `[R]`, from 1 to P.
-    sampling: Of scalars or arrays `[R]`, as for `generate`.
+    rng_key, sampling: As for `generate`, of R rows.
+    prompts, prompt_lengths: Integers `[R, P]`, right-padded, and integers `[R]`, from 1 to P.
     max_new_tokens: Limit of new tokens, one or `[R]`, at most the decoder's; None for the decoder's.
 
   Raises:
@@ -144,11 +142,11 @@ class Pool:
     longest_prompt: int,
     sampling: SamplingParams | None = None,
   ):
-    """Begins with some requests, at least one, which are prefilled together.
+    """Begins with some requests, at least one and at most `batch_size`, which are prefilled together.
 
     Args:
-      decoder: The decoder; its `cache_size` holds the longest prompt and the new tokens.
-      requests: At most `batch_size`, which are checked as by `check`.
+      decoder: Its `cache_size` holds the longest prompt and the new tokens.
+      requests: They are checked as by `check`.
       batch_size: B, rows; with a sharding a multiple of what divides them.
       longest_prompt: The most tokens of a prompt.
       sampling: Of requests that have none of their own.
@@ -168,11 +166,7 @@ class Pool:
       self.end(range(len(requests), batch_size))
 
   def check(self, request: Request) -> Request:
-    """The request itself.
-
-    Raises:
-      ValueError: Its prompt is empty or too long, or has an id that is not in the vocabulary.
-    """
+    """The request itself; ValueError if its prompt is empty or too long, or has an id that is not in the vocabulary."""
     checks.as_ids(f'prompt {request.name}', request.tokens, self.decoder.target.vocab_size, self._longest)
     return request
 
@@ -199,11 +193,7 @@ class Pool:
     return [row for row in range(len(self.state.keys)) if row not in self.owners]
 
   def put(self, requests: Sequence[Request]) -> None:
-    """Gives free rows to requests; several that have similar lengths are prefilled together.
-
-    Args:
-      requests: At most as many as there are free rows, checked.
-    """
+    """Gives free rows to at most as many requests, checked; those of similar lengths are prefilled together."""
     lengths = padded_lengths(self._longest)
 
     def padded(pair: tuple[int, Request]) -> int:
@@ -221,11 +211,7 @@ class Pool:
     self.owners.update(taken)
 
   def advance(self, num_rounds: int) -> None:
-    """Runs up to so many rounds.
-
-    Raises:
-      NotFiniteError: A model's logits are not finite; `forgive` ends the row.
-    """
+    """Runs up to so many rounds; NotFiniteError if a model's logits are not finite: `forgive` ends the row."""
     self.state = decode_rounds(self.decoder, self.state, num_rounds)
     self.decoder.check(self.state.result)
 
@@ -276,13 +262,11 @@ def generate_many(
   rounding.
 
   Args:
-    target: The model whose distribution the output has.
-    draft: A model or drafter, or None for methods that draft nothing.
+    target, draft, method, tree: As for `generate`.
     requests: The prompts, with their names and keys.
     batch_size: B, rows.
     longest_prompt: The most tokens of a prompt.
     max_new_tokens: Limit of new tokens per prompt.
-    method, tree: As for `generate`.
     rounds_at_a_time: Rounds between two checks for rows that are done. More rounds leave rows idle for longer, fewer
       wait for the device more often.
     stop: Texts that end a continuation, or None; looked for every `rounds_at_a_time` rounds.
@@ -328,7 +312,7 @@ def generate_many(
     if done:
       result = pool.result()
       if search is not None:
-        result = result.cut({row: search.found[row] for row in done if row in search.found})
+        result = result.cut({row: search.ended[row] for row in done if row in search.ended})
       for row in done:
         if search is not None:
           search.forget(row)

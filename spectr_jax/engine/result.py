@@ -105,11 +105,7 @@ class Generation:
     return copy
 
   def check(self) -> None:
-    """Waits for the result and checks that no model failed; every process has to call it.
-
-    Raises:
-      NotFiniteError: The run was stopped because a model's logits are not finite.
-    """
+    """Waits for the result, in every process; NotFiniteError if the run was stopped since logits are not finite."""
     failures, num_rounds = fetch((self.failures, self.num_target_calls))
     if failures.any():
       row = int(np.argmax(failures != 0))

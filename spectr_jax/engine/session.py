@@ -39,14 +39,11 @@ def reprompt(
   with the prompts, up to rounding. There is one program per doubling of the number of tokens to read.
 
   Args:
-    decoder: The decoder that `state` was made with.
-    state: Between two rounds.
+    decoder, state: As for `decode_rounds`.
     num_kept: Integers `[B]`, the number of tokens that a row's prompt and its text share at their beginning. The text
       consists of the row's last prompt and its new tokens. The caller vouches for it; it is not checked.
-    rng_key: One typed key, or a key array `[B]`, as for `generate`.
-    prompts: Integers `[B, P]`, right-padded; P and the new tokens fit into `decoder.cache_size`.
-    prompt_lengths: Integers `[B]`, from 1 to P.
-    sampling: Of scalars or arrays `[B]`, as for `generate`.
+    rng_key, sampling: As for `generate`.
+    prompts, prompt_lengths: As for `init_decode`; P and the new tokens fit into `decoder.cache_size`.
     shortest: The fewest tokens that a program reads.
 
   Raises:
@@ -95,7 +92,7 @@ _FEW, _MANY = 32, 256
 class Session:
   """One text that prompts and continuations extend in turns, as in a chat.
 
-  Prompts are read in parts of two sizes, so few programs serve prompts of all lengths.
+  It begins empty. Prompts are read in parts of two sizes, so few programs serve prompts of all lengths.
 
   Attributes:
     decoder: The decoder; its `cache_size` bounds the text, the new tokens of a turn included.
@@ -104,12 +101,6 @@ class Session:
   """
 
   def __init__(self, decoder: Decoder, *, sampling: SamplingParams | None = None):
-    """Starts with an empty text.
-
-    Args:
-      decoder: The decoder.
-      sampling: Of scalars, as for `generate`.
-    """
     self.decoder = decoder
     self.tokens: list[int] = []
     self.num_target_calls = 0
@@ -122,7 +113,7 @@ class Session:
     return self.decoder.cache_size - int(self.decoder.max_new_tokens)
 
   def stream(self, rng_key: jax.Array, prompt: Sequence[int], *, rounds_at_a_time: int = 1) -> Iterator[list[int]]:
-    """Continues a prompt, and yields the new tokens as they come.
+    """Continues a prompt, and yields the new tokens as they come, at least one at a time.
 
     The models read only what follows the beginning that the prompt shares with the text so far. A caller that has seen
     enough may stop: the text ends with the tokens that it was given.
@@ -131,9 +122,6 @@ class Session:
       rng_key: A typed key.
       prompt: Ids, at least one: as a rule the text so far and what follows it.
       rounds_at_a_time: Rounds between two looks at the new tokens.
-
-    Yields:
-      New tokens, at least one.
 
     Raises:
       ValueError: The prompt is empty or too long, or holds an id that is not in the vocabulary.
@@ -155,11 +143,7 @@ class Session:
         yield new
 
   def compile(self, notify: Callable[[int, int], None] = lambda done, total: None) -> None:
-    """Compiles what a turn runs, so that no turn waits for it. The session begins anew with the next prompt.
-
-    Args:
-      notify: Called with the programs done and their number.
-    """
+    """Compiles what a turn runs, and begins anew; `notify` is called with the programs done and their number."""
     limits = self.longest_prompt, (self.decoder.context_length or _MANY) - int(self.decoder.max_new_tokens), _MANY
     long = max(1, min(limits))
 

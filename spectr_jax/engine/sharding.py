@@ -52,20 +52,13 @@ class DecodeSharding:
     return -(-num_rows // num_data) * num_data
 
   def check_rows(self, batch_size: int) -> None:
-    """Checks that rows can be sharded over `data`.
-
-    Raises:
-      ValueError: Their number is no multiple of the axis.
-    """
+    """Checks that rows can be sharded over `data`; ValueError if their number is no multiple of the axis."""
     if batch_size % self.mesh.shape[DATA]:
       raise ValueError(f'{batch_size} rows cannot be sharded over {DATA}:{self.mesh.shape[DATA]}')
 
   def of_model(self, model: Model, *, is_divided: bool = True) -> Model:
-    """A model's shardings in place of its arrays.
-
-    Args:
-      model: The model; its arrays may be shapes.
-      is_divided: Whether to shard it; a model without rules is whole on every device in any case.
+    """A model's shardings in place of its arrays, or shapes; whole on every device without rules or if not
+    `is_divided`.
 
     Raises:
       ValueError: Its rules do not fit.
@@ -96,13 +89,11 @@ class DecodeSharding:
     So nothing moves along `data`, and operations see how many rows they really have. Along `model` arrays keep their
     shardings, and the compiler divides the work.
 
-    Rows may need different numbers of trips of a loop, so no loop that depends on rows may make all devices wait. A
-    sum along `model` waits for the devices of these rows only. Parts that move between devices wait for all on CPUs.
+    Rows may need different numbers of trips of a loop, so no loop that depends on rows may make all devices wait. A sum
+    along `model` waits for the devices of these rows only. Parts that move between devices wait for all on CPUs.
 
-    Args:
-      function: A function whose rows do not depend on each other.
-      rows: Its second argument, or shapes: arrays with rows in front, and scalars.
-      outputs: What it returns, given what stands for `rows` and for any tree of arrays that all have rows in front.
+    `outputs` says what the function returns, given what stands for `rows` and for any tree of arrays with rows in
+    front.
     """
     specs = jax.tree.map(lambda place: place.spec, self.of_rows(rows))
     return jax.shard_map(
@@ -143,16 +134,10 @@ class DecodeSharding:
     )  # fmt: skip
 
   def of_cache(self, cache: Any, model: Model, *, role: str = 'target', is_divided: bool = True) -> Any:
-    """The shardings of a model's cache, by `Model.cache_specs_fn` if the model is sharded.
-
-    Args:
-      cache: The cache, or shapes.
-      model: Its model.
-      role: The model's name in messages.
-      is_divided: Whether the model is sharded; a model without rules is whole on every device in any case.
+    """The shardings of a model's cache, by `Model.cache_specs_fn` if the model has rules and is divided.
 
     Raises:
-      ValueError: The heads cannot be sharded.
+      ValueError: The heads cannot be sharded; the message calls the model by its role.
     """
     if model.sharding_rules is None or not is_divided:
       return self.of_rows(cache)

@@ -64,17 +64,10 @@ class DecodeState:
 
 
 def sample_keys(keys: jax.Array, num_samples: int) -> jax.Array:
-  """The keys of several samples of each row, `[B * num_samples]`, those of a row one after another.
+  """The keys `[B * num_samples]` of several samples of each row of `[B]`, those of a row one after another.
 
   Sample 0 has the row's own key. The others have `fold_in(fold_in(key, 0), i)`. A round never folds 0 into a row's key
-  first, so no sample shares a key with a round of another one.
-
-  Args:
-    keys: Typed keys `[B]`.
-    num_samples: Samples of each row.
-
-  Raises:
-    ValueError: `num_samples` is not a positive int.
+  first, so no sample shares a key with a round of another one. ValueError if `num_samples` is not a positive int.
   """
   checks.check_count('num_samples', num_samples)
   return _fold_samples(keys, num_samples)
@@ -102,11 +95,9 @@ def init_decode(
   """The state before the first round, with prompts checked and prefilled.
 
   Args:
-    decoder: The decoder.
-    rng_key: One typed key, or a key array `[B]`, as for `generate`.
-    prompts: Integers `[B, P]`, right-padded.
-    prompt_lengths: Integers `[B]`, from 1 to P.
-    sampling: Of scalars or arrays `[B]`; None for temperature 1 and no filters.
+    decoder: Made by `Decoder.make`.
+    rng_key, sampling: As for `generate`.
+    prompts, prompt_lengths: Integers `[B, P]`, right-padded, and integers `[B]`, from 1 to P.
     num_samples: Rows of each prompt, as for `generate`; it is prefilled once and its row of the state is repeated.
     max_new_tokens: Limit of new tokens, one or `[B]`, at most the decoder's; None for the decoder's.
 
@@ -124,21 +115,13 @@ def init_decode(
 
 
 class Rows(NamedTuple):
-  """Prompts and what belongs to each of them, checked and on their devices.
+  """Prompts and what belongs to each of them, checked and on their devices."""
 
-  Attributes:
-    keys: Typed keys `[B]`.
-    sampling: Sampling parameters of arrays `[B]`.
-    prompts: int32 `[B, P]`, right-padded.
-    lengths: int32 `[B]`, from 1 to P.
-    limits: int32 `[B]`, the most new tokens.
-  """
-
-  keys: jax.Array
-  sampling: SamplingParams
-  prompts: Any
-  lengths: Any
-  limits: Any
+  keys: jax.Array  # typed, [B]
+  sampling: SamplingParams  # of arrays [B]
+  prompts: Any  # int32 [B, P], right-padded
+  lengths: Any  # int32 [B], from 1 to P
+  limits: Any  # int32 [B], the most new tokens
 
 
 def checked_rows(
@@ -150,15 +133,7 @@ def checked_rows(
   max_new_tokens: ArrayLike | None,
   like: SamplingParams | None = None,
 ) -> Rows:
-  """The rows of prompts, as for `init_decode`.
-
-  Args:
-    decoder, rng_key, prompts, prompt_lengths, sampling, max_new_tokens: As for `init_decode`.
-    like: Sampling parameters all of whose filters the rows' are to have as well, or None.
-
-  Raises:
-    ValueError: As for `init_decode`.
-  """
+  """The rows of prompts as for `init_decode`, with all filters that `like` has."""
   prompts = checks.as_integers('prompts', prompts)
   prompt_lengths = checks.as_integers('prompt_lengths', prompt_lengths)
   checks.check_shapes(prompts, prompt_lengths)
@@ -226,12 +201,7 @@ def _prefill_draft(
 def first_state(
   decoder: Decoder, rows: Rows, target_cache: Any, features: jax.Array | None, draft_state: Any
 ) -> DecodeState:
-  """The state before the first round, of caches with all tokens of the prompts but the last.
-
-  Args:
-    decoder, rows, target_cache, draft_state: What it consists of.
-    features: `[B, P, F, D]`, the prompts' features, or None.
-  """
+  """The state before the first round, of caches with all tokens of the prompts but the last."""
   batch_size, tree = len(rows.lengths), decoder.tree
   verifier_state = jax.tree.map(
     lambda x: jnp.broadcast_to(x, (batch_size, *jnp.shape(x))), decoder.method.verifier.init_state(tree)
@@ -287,8 +257,7 @@ def finish(decoder: Decoder, state: DecodeState, rows: Sequence[int] | np.ndarra
   """Ends rows from the host, between rounds: they emit nothing any more, and `refill` may give them to other prompts.
 
   Args:
-    decoder: The decoder that `state` was made with.
-    state: Between rounds; it stays usable.
+    decoder, state: Of the batch, between rounds; both stay usable.
     rows: Integers `[R]`, rows of the batch; those that are done stay so.
 
   Raises:

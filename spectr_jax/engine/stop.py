@@ -22,10 +22,7 @@ _BEGIN, _END = '\ud800', '\udfff'
 
 
 class Decodes(Protocol):
-  """A tokenizer that turns ids into text.
-
-  It may have `special_token_names`, a mapping from the ids of tokens without text to their names.
-  """
+  """A tokenizer that turns ids into text; it may have `special_token_names`, names by id of tokens without text."""
 
   def decode(self, ids: Iterable[int]) -> str: ...
 
@@ -44,12 +41,7 @@ class Stop:
 
 
 def check_stop_texts(texts: Sequence[str]) -> None:
-  """Checks stop texts.
-
-  Raises:
-    ValueError: They are no sequence of texts; or one is empty, is not valid Unicode, or has a U+FFFD, which stands for
-      bytes of no character.
-  """
+  """Checks stop texts; ValueError if one is empty, is not valid Unicode, or has U+FFFD, which is no character."""
   if isinstance(texts, str) or not all(isinstance(text, str) and text and '\ufffd' not in text for text in texts):
     raise ValueError(f'stop must be texts of at least one character and without U+FFFD, got {texts!r}')
   for text in texts:
@@ -83,10 +75,7 @@ class StopStrings:
 
   @functools.cached_property
   def spelled_texts(self) -> tuple[str, ...]:
-    """The stop texts that name special tokens, with these spelled as in `special`.
-
-    The longest of several names that begin at a place is meant, as for tokenizers.
-    """
+    """The stop texts that name special tokens, as `special` spells them; of names at one place the longest is meant."""
     spelled = []
     for text in self.texts:
       names = [name for name in self._names.values() if name in text]
@@ -105,12 +94,7 @@ class StopStrings:
     return getattr(self.tokenizer, 'special_token_names', {})
 
   def place(self, text: str, spelled: str) -> int | None:
-    """The place in `text` where a stop text begins, or None if none of them is there.
-
-    Args:
-      text: The text, or a part that no stop text begins before.
-      spelled: Its end with special tokens, as `special` spells them; as much of it as may be part of a stop text.
-    """
+    """The place in `text` where a stop text begins, or None; `spelled` is the text's end as `special` spells tokens."""
     places = [(begin + len(stop), begin) for stop in self.texts if (begin := text.find(stop)) >= 0]
     for stop in self.spelled_texts:
       if (begin := spelled.find(stop)) >= 0:
@@ -133,14 +117,10 @@ class StopStrings:
     return ''.join(parts) + self.tokenizer.decode(ids[begin:])
 
   def find(self, tokens: Sequence[int] | np.ndarray, num_searched: int = 0) -> Stop | None:
-    """The end of a continuation, or None if none of the texts is in it.
+    """The end of a continuation, integers `[T]` without padding, or None if none of the texts is in it.
 
-    Every token is looked at with all that precede it, since bytes become characters only together. So the time grows
-    with the square of T.
-
-    Args:
-      tokens: Integers `[T]`, new tokens without padding.
-      num_searched: Tokens, from the first, that are known to complete no stop text.
+    Every token is looked at with all that precede it, since bytes become characters only together, so the time grows
+    with the square of T. The first `num_searched` tokens are known to complete no stop text.
     """
     ids = [int(token) for token in tokens]
     for length in range(num_searched + 1, len(ids) + 1):
@@ -151,11 +131,7 @@ class StopStrings:
     return None
 
   def text_of(self, tokens: Sequence[int] | np.ndarray) -> str:
-    """The text of a finished continuation, without the stop text that ended it.
-
-    Args:
-      tokens: Integers `[T]`, its tokens without padding; only the last one can complete a stop text.
-    """
+    """The text of finished tokens `[T]`, without the stop text that the last one may complete."""
     stop = self.find(tokens, len(tokens) - 1)
     return self.tokenizer.decode([int(token) for token in tokens]) if stop is None else stop.text
 
@@ -172,8 +148,7 @@ def finish_reason(
 
   Args:
     tokens: Integers `[T]`, its tokens without padding, at least one.
-    eos_ids: Ids that end a row.
-    stop: The stop texts, or None.
+    eos_ids, stop: Ids and texts that end a row.
   """
   if stop is not None and stop.find(tokens, len(tokens) - 1) is not None:
     return 'stop'
@@ -181,59 +156,45 @@ def finish_reason(
 
 
 class StopSearch:
-  """The search for stop texts in the rows of a batch while they grow.
-
-  Attributes:
-    found: The new tokens, by row, of rows that a stop text has ended.
-  """
+  """The search for stop texts in the rows of a batch while they grow."""
 
   def __init__(self, stop: StopStrings):
-    """Starts with rows that are empty."""
-    self.found: dict[int, int] = {}
+    self.ended: dict[int, int] = {}  # new tokens, by row, of rows that a stop text has ended
     self._stop = stop
     self._num_searched: dict[int, int] = {}
 
   def look(self, result: Generation, rows: Iterable[int]) -> list[int]:
-    """Searches the new tokens of rows, and returns the rows that a stop text ends now.
-
-    Args:
-      result: The result so far; every process of a mesh has to call this.
-      rows: The rows to search; those that ended before are not searched again.
-    """
+    """Searches the new tokens of rows, in every process of a mesh; returns the rows that a stop text ends now."""
     tokens, lengths = fetch((result.tokens, result.lengths))
     ended = []
     for row in rows:
       searched, length = self._num_searched.get(row, 0), int(lengths[row])
-      if row in self.found or searched == length:
+      if row in self.ended or searched == length:
         continue
       stop = self._stop.find(tokens[row, :length], searched)
       self._num_searched[row] = length
       if stop is not None:
-        self.found[row] = stop.num_tokens
+        self.ended[row] = stop.num_tokens
         ended.append(row)
     return ended
 
   def forget(self, row: int) -> None:
     """Makes a row empty: it continues another prompt from now on."""
-    self.found.pop(row, None)
+    self.ended.pop(row, None)
     self._num_searched.pop(row, None)
 
 
 def decode_until_stopped(
   decoder: Decoder, state: DecodeState, stop: StopStrings, *, rounds_at_a_time: int
 ) -> Generation:
-  """Runs rounds until every row is done, and ends rows at stop texts; `state` is donated.
-
-  Returns:
-    The result as NumPy arrays. Nothing in it tells how many rounds ran between two searches.
-  """
+  """Runs rounds until every row is done or at a stop text; the result, of NumPy arrays, depends on the tokens alone."""
   search = StopSearch(stop)
   rows = range(len(state.keys))
   while True:
     state = decode_rounds(decoder, state, rounds_at_a_time)
     is_done, failures = fetch((state.is_done, state.result.failures))
     ended = search.look(state.result, rows)
-    if failures.any() or all(is_done[row] or row in search.found for row in rows):
-      return fetch(state.result).cut(search.found)
+    if failures.any() or all(is_done[row] or row in search.ended for row in rows):
+      return fetch(state.result).cut(search.ended)
     if ended:
       state = finish(decoder, state, ended)

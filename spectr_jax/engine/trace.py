@@ -30,7 +30,7 @@ class Judge:
 
   Attributes:
     method: The method.
-    tree: The part that it judges, as a tree of its own with n nodes.
+    tree: The part, as a tree of its own with n nodes.
     nodes: int32 `[n + 1]`, the number of each of its nodes in the whole tree, the root first.
   """
 
@@ -109,9 +109,7 @@ def make_judge(
   It judges the whole tree, or the first path of it if the method takes a single draft.
 
   Args:
-    method: The method that judges.
-    run_method: The method of the run.
-    tree: The run's tree.
+    method, run_method, tree: The method that judges, and those of the run.
     gives, mixes: Whether candidates may be given, and stand beside drawn ones at a position, as in `Drafter`.
 
   Raises:
@@ -176,13 +174,11 @@ def trace_decode(
 
   Args:
     rng_key: A key array `[1]`, or one key, as for `generate`.
-    target, draft: As for `generate`.
+    target, draft, sampling: As for `generate`.
     prompt: Integers `[P]`.
-    method: The run's method, one that drafts.
-    tree: The run's tree, the same for all rounds.
+    method, tree: The run's method, one that drafts, and its tree, the same for all rounds.
     max_new_tokens: Limit of new tokens.
     others: Methods that judge the same drafts; see `make_judge`.
-    sampling: Of scalars, as for `generate`.
     notify: Called with the current activity, the steps done and the steps in total: programs in the first round, each
       of which is compiled then, and tokens from then on.
     **request: Other options of `generate`.

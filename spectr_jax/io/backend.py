@@ -7,16 +7,13 @@ from typing import Any, NamedTuple, TypeVar
 
 import tokenizers
 
-from spectr_jax.io.foreign import one_line
+from spectr_jax.io.untrusted import one_line
 
 _T = TypeVar('_T')
 
 
 def guarded(name: str, function: Callable[..., _T], *args: Any, **kwargs: Any) -> _T:
-  """Calls something that `tokenizers` does.
-
-  The package raises bare `Exception`, and where it panics a `PanicException`, which is not even that.
-  """
+  """Calls `tokenizers`, whose bare `Exception` and `PanicException`, no `Exception` itself, become `ValueError`."""
   try:
     return function(*args, **kwargs)
   except BaseException as error:
@@ -33,13 +30,7 @@ class Ids(NamedTuple):
 
 
 class Backend:
-  """A tokenizer of `tokenizers`. Its methods are called by `guarded`, whatever they are.
-
-  Attributes:
-    tokenizer: The tokenizer itself.
-    name: Where it is from, for messages.
-    rewrite: Changes the ids that the tokenizer gives a text, if it cannot express all of its rules; else None.
-  """
+  """A tokenizer of `tokenizers`, whose methods are called by `guarded`. A wrapped one keeps its name and its rules."""
 
   __slots__ = ('tokenizer', 'name', 'rewrite')
 
@@ -49,21 +40,21 @@ class Backend:
     name: str = 'the vocabulary',
     rewrite: Callable[[list[int]], list[int]] | None = None,
   ):
-    """Wraps a tokenizer; one that is wrapped already keeps its name and its rules."""
     is_wrapped = isinstance(tokenizer, Backend)
     self.tokenizer: tokenizers.Tokenizer = tokenizer.tokenizer if is_wrapped else tokenizer
-    self.name: str = tokenizer.name if is_wrapped else name
+    self.name: str = tokenizer.name if is_wrapped else name  # where it is from, for messages
+    # Changes the ids that the tokenizer gives a text, if it cannot express all of its rules.
     self.rewrite = tokenizer.rewrite if is_wrapped else rewrite
 
   def encode(self, *args: Any, **kwargs: Any) -> Any:
     """The encoding of a text; its ids alone where they are rewritten."""
-    found = guarded(self.name, self.tokenizer.encode, *args, **kwargs)
-    return found if self.rewrite is None else Ids(self.rewrite(found.ids))
+    encoding = guarded(self.name, self.tokenizer.encode, *args, **kwargs)
+    return encoding if self.rewrite is None else Ids(self.rewrite(encoding.ids))
 
   def encode_batch_fast(self, *args: Any, **kwargs: Any) -> list[Any]:
     """The encodings of texts, as `encode` gives them."""
-    found = guarded(self.name, self.tokenizer.encode_batch_fast, *args, **kwargs)
-    return found if self.rewrite is None else [Ids(self.rewrite(each.ids)) for each in found]
+    encodings = guarded(self.name, self.tokenizer.encode_batch_fast, *args, **kwargs)
+    return encodings if self.rewrite is None else [Ids(self.rewrite(each.ids)) for each in encodings]
 
   def to_str(self, *args: Any, **kwargs: Any) -> str:
     """The content of the tokenizer's `tokenizer.json`."""
@@ -74,7 +65,7 @@ class Backend:
   def __getattr__(self, attribute: str) -> Any:
     if attribute.startswith('_') or attribute in self.__slots__:
       raise AttributeError(attribute)
-    found = getattr(self.tokenizer, attribute)
-    if not callable(found):
-      return found
-    return lambda *args, **kwargs: guarded(self.name, found, *args, **kwargs)
+    value = getattr(self.tokenizer, attribute)
+    if not callable(value):
+      return value
+    return lambda *args, **kwargs: guarded(self.name, value, *args, **kwargs)

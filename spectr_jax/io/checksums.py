@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from etils import epath
 
-from spectr_jax.io.foreign import is_remote, open_file
+from spectr_jax.io.untrusted import is_remote, open_file
 
 _CHUNK = 2**20  # bytes that are read at a time
 _MAX_FILES = 10**5
@@ -35,32 +35,28 @@ def _entries(folder: epath.Path) -> Iterator[tuple[epath.Path, bool]]:
 
 
 def files_below(folder: epath.PathLike) -> list[str]:
-  """The paths of all files below a folder, relative to it, in alphabetical order. Nothing is opened.
+  """The relative paths of all files below a folder, in alphabetical order. Nothing is opened.
 
-  Raises:
-    ValueError: There is no such folder, it or something below is a link, a pipe or a device, or holds very many files.
+  Raises `ValueError` if there is no such folder, it or something below is a link, a pipe or a device, or the files are
+  very many.
   """
   folder = epath.Path(folder)
   if not is_remote(folder) and os.path.islink(folder):
     raise ValueError(f'{folder} is a symbolic link')
-  found, waiting = [], [folder]
+  files, waiting = [], [folder]
   try:
     while waiting:
       for path, is_folder in _entries(waiting.pop()):
-        (waiting if is_folder else found).append(path)
-        if len(found) + len(waiting) > _MAX_FILES:
+        (waiting if is_folder else files).append(path)
+        if len(files) + len(waiting) > _MAX_FILES:
           raise ValueError(f'{folder} holds more than {_MAX_FILES:,} files')
   except OSError as error:
     raise ValueError(f'cannot read {folder}: {error.strerror or error}') from error
-  return sorted(path.relative_to(folder).as_posix() for path in found)
+  return sorted(path.relative_to(folder).as_posix() for path in files)
 
 
 def file_hash(path: epath.PathLike, begin: int = 0, size: int = sys.maxsize) -> str:
-  """The SHA-256 of a regular file, or of at most `size` bytes of it, which are read in parts.
-
-  Raises:
-    ValueError: It cannot be read.
-  """
+  """The SHA-256 of a regular file, or of at most `size` bytes of it; `ValueError` if it cannot be read."""
   digest = hashlib.sha256()
   with open_file(path) as file:
     try:

@@ -14,10 +14,13 @@ from typing import Any
 from etils import epath
 from jax.sharding import Mesh
 
-from spectr_jax.io import foreign, model_files
+from spectr_jax.io import model_files, untrusted
 from spectr_jax.io.checksums import file_hash
 from spectr_jax.io.hub.families import read_spec
-from spectr_jax.io.hub.gguf_file import GgufFile
+from spectr_jax.io.hub.gguf_config import architecture_of, hub_config, stop_ids
+from spectr_jax.io.hub.gguf_header import read_header
+from spectr_jax.io.hub.gguf_tensors import GgufTensors
+from spectr_jax.io.hub.gguf_tokenizer import adds_bos, build_tokenizer
 from spectr_jax.io.hub.hub_tokenizer import HubTokenizer, load_hub_tokenizer
 from spectr_jax.io.hub.load import load_hub_model, make_model, read_hub_config, read_json
 from spectr_jax.io.hub.redundant import settle_head
@@ -57,9 +60,6 @@ def load_model(
       is then the model with rounded inputs. None for the weights of the file in `dtype`.
     mesh: The devices whose axis `model` the parameters are sharded over, as `DecodeSharding` shards a target; None for
       the default device.
-
-  Returns:
-    The model and its tokenizer.
 
   Raises:
     ValueError: There is no such model, it is of an unknown kind, a file is missing or damaged, or the type of weights
@@ -131,77 +131,78 @@ class _HubFolder(ModelFiles):
     return load_hub_tokenizer(self.path)
 
   def load(self, *, dtype, weights, mesh) -> Model:
-    with foreign.named(self.path):
+    with untrusted.named(self.path):
       return load_hub_model(self.path, dtype=dtype, weights=weights, mesh=mesh)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Gguf(ModelFiles):
-  """A GGUF file, with its header read."""
+class GgufFile(ModelFiles):
+  """A GGUF file, with its header read and with the names, shapes and layout that the model has on the hub."""
 
-  path: epath.Path
-  file: GgufFile
+  def __init__(self, path: epath.PathLike):
+    self._header = header = read_header(path)
+    self.path = header.path
+    self._spec = hub_config(header)
+    self.tensors = GgufTensors(header, self._spec, architecture_of(header))
+    self.bos_id: int | None = header.metadata.get('tokenizer.ggml.bos_token_id')
+    self.add_bos: bool = self.bos_id is not None and adds_bos(header)
 
   @property
   def spec(self) -> Mapping[str, Any]:
-    return self.file.config
+    return self._spec
 
   @property
   def context_length(self) -> int:
-    return read_spec(self.spec, self.file.path)[1].context_length
+    return read_spec(self.spec, self.path)[1].context_length
 
-  def tokenizer(self) -> TokenizerBase:
-    names = 'bos_id', 'eos_ids', 'add_bos', 'chat_template', 'pad_id'
-    return HubTokenizer.from_parts(self.file.tokenizer(), **{name: getattr(self.file, name) for name in names})
+  def tokenizer(self) -> HubTokenizer:
+    metadata = self._header.metadata
+    return HubTokenizer.from_parts(
+      build_tokenizer(self._header),
+      bos_id=self.bos_id,
+      eos_ids=stop_ids(self._header),
+      add_bos=self.add_bos,
+      chat_template=metadata.get('tokenizer.chat_template'),
+      pad_id=metadata.get('tokenizer.ggml.padding_token_id'),
+    )
 
   def load(self, *, dtype, weights, mesh) -> Model:
-    file = self.file
-    with foreign.named(file.path):
-      return make_model(file.config, file.tensors, dtype=dtype, weights=weights, mesh=mesh, where=file.path)
+    with untrusted.named(self.path):
+      return make_model(self.spec, self.tensors, dtype=dtype, weights=weights, mesh=mesh, where=self.path)
 
 
 def open_model(path: epath.PathLike) -> ModelFiles:
-  """The files of a model of any format that `load_model` reads; one on the hub is downloaded if it is not there.
-
-  Raises:
-    ValueError: There is no such model, or a GGUF file is damaged.
-  """
-  path = foreign.as_path(path)
+  """The files of a model of any format that `load_model` reads, downloaded if need be, or a `ValueError`."""
+  path = untrusted.as_path(path)
   if path.suffix == '.gguf':
-    return _Gguf(path, GgufFile(path))
+    return GgufFile(path)
   path = hub_folder(path)
   if (path / 'model.json').exists():
     return _OwnFolder(path)
   if (path / 'config.json').exists():
     return _HubFolder(path)
   raise ValueError(
-    f'no model at {path}: {foreign.gguf_files(path)}expected a directory with model.json or config.json, a .gguf file,'
-    ' or the name ORG/NAME of a model on the hub'
+    f'no model at {path}: {untrusted.gguf_files(path)}expected a directory with model.json or config.json, a .gguf'
+    ' file, or the name ORG/NAME of a model on the hub'
   )
 
 
 def hub_folder(path: epath.PathLike, *, files: Sequence[str] = _DOWNLOADED) -> epath.Path:
   """The folder of a model: the path itself, or the one in the hub's cache if the path is a name `ORG/NAME`.
 
-  Args:
-    path: A folder or a name.
-    files: Patterns of the files that are downloaded if they are not in the cache.
-
-  Raises:
-    ValueError: The path cannot be read; or there is no folder, and the name is not on the hub.
+  What is not in the cache is downloaded, `files` being the patterns of its files. A path that cannot be read, or a name
+  that is neither a folder nor on the hub, raises `ValueError`.
   """
-  path = foreign.as_path(path)
+  path = untrusted.as_path(path)
   try:
     is_there = path.exists()
   except Exception as error:  # remote file systems raise their own types
-    raise ValueError(f'no model at {foreign.name_shown(str(path))}: {foreign.first_line(error)}') from error
+    raise ValueError(f'no model at {untrusted.name_shown(str(path))}: {untrusted.first_line(error)}') from error
   if is_there or not re.fullmatch(r'[\w.-]+/[\w.-]+', str(path)):
     return path
   return _download(str(path), files)
 
 
 def _download(name: str, files: Sequence[str]) -> epath.Path:
-  """The folder of a model on the hub, with some files downloaded to the hub's cache if they are not there."""
   try:
     import huggingface_hub
     import huggingface_hub.constants
@@ -214,35 +215,28 @@ def _download(name: str, files: Sequence[str]) -> epath.Path:
   try:
     return epath.Path(huggingface_hub.snapshot_download(name, allow_patterns=list(files), ignore_patterns=['*/*']))
   except (OSError, ValueError) as error:  # what the client's errors are, of names, of the network and of the server
-    reason = foreign.first_line(error)
+    reason = untrusted.first_line(error)
     raise ValueError(f'no model at {name}, neither a folder nor on the hub: {reason}') from error
 
 
 def files_of(path: epath.PathLike) -> list[epath.Path]:
-  """The files that a model or a head may be read from, whether they exist or not, and folders of such files.
-
-  Raises:
-    ValueError: The index of a model's files is damaged.
-  """
+  """The files and folders, existing or not, that a model or a head is read from; `ValueError` for a damaged index."""
   path = epath.Path(path)
   if not path.is_dir():
     return [path]
   names, index = dict.fromkeys(_FILES), path / 'model.safetensors.index.json'
   if index.exists():
-    content = foreign.read_object(index, {'weight_map': foreign.map_of(foreign.TEXT)}, foreign.LARGE)
+    content = untrusted.read_object(index, {'weight_map': untrusted.map_of(untrusted.TEXT)}, untrusted.LARGE)
     names |= dict.fromkeys((content.get('weight_map') or {}).values())
   return [path / name for name in names]
 
 
 def hash_content(path: epath.PathLike) -> str:
-  """The first 16 hexadecimal digits of a SHA-256 of what a model or a head is read from.
+  """The first 16 hexadecimal digits of a SHA-256 of what a model or a head is read from, wherever it stands.
 
-  Every byte counts, and the place of the files does not. A folder that `save_model` wrote has the hashes of its files
-  in `model.json`, which reading it checks, so that file alone is hashed. Others are hashed by all cores at once, at 0.5
-  to 2 GB a second for each.
-
-  Raises:
-    ValueError: A file cannot be read.
+  A folder that `save_model` wrote has the hashes of its files in `model.json`, which reading it checks, so that file
+  alone is hashed. Others are hashed by all cores at once, at 0.5 to 2 GB a second for each. A file that cannot be read
+  raises `ValueError`.
   """
   path = epath.Path(path) if str(path).endswith('.gguf') else hub_folder(path)
   files = [path / 'model.json'] if (path / 'model.json').exists() else files_of(path)

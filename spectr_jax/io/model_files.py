@@ -13,7 +13,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from spectr_jax.io import foreign
+from spectr_jax.io import untrusted
 from spectr_jax.io.checksums import file_hash, files_below
 from spectr_jax.io.new_files import new_folder
 from spectr_jax.io.stored_params import StoredParams
@@ -28,15 +28,15 @@ _MOST_STORED, _MOST_COMPRESSED, _SMALL = 2, 16, 2**26
 
 
 def _files_of(folder: epath.Path) -> list[str]:
-  """The relative paths of the files that belong to a model, but for `model.json`: its tokenizer and its parameters."""
-  found = ['tokenizer.json'] if (folder / 'tokenizer.json').exists() else []
+  """The relative paths of a model's files but `model.json`: its tokenizer and its parameters."""
+  names = ['tokenizer.json'] if (folder / 'tokenizer.json').exists() else []
   if (folder / 'params').exists():
-    found += [f'params/{name}' for name in files_below(folder / 'params')]
-  return found
+    names += [f'params/{name}' for name in files_below(folder / 'params')]
+  return names
 
 
 def _checkpointer() -> ocp.StandardCheckpointer:
-  """A checkpointer that waits for no other process: one process writes a model, and any may read one by itself."""
+  """A checkpointer that waits for no other process: one writes a model, and any may read one by itself."""
   process = jax.process_index()
   alone = ocp.options.MultiprocessingOptions(
     primary_host=process, active_processes={process}, barrier_sync_key_prefix=f'process_{process}'
@@ -53,10 +53,10 @@ def _transposed_kernels(params: Any) -> Any:
 
 
 def _from_older_format(params: Any, config: transformer.TransformerConfig, number: int) -> Any:
-  """Converts the kernels of format 1 or 2 to the current layout.
+  """Converts the kernels of format 1 or 2, which store them as `[out, in]`.
 
-  Format 2 stores them as `[out, in]`. In format 1, moreover, the rows of `qkv` are ordered by query, key and value
-  first; now they are ordered by head first.
+  In format 1, moreover, the rows of `qkv` are ordered by query, key and value first; now they are ordered by head
+  first.
   """
 
   def by_head(keys, kernel):
@@ -71,7 +71,7 @@ def _from_older_format(params: Any, config: transformer.TransformerConfig, numbe
 
 
 def files_of_model(folder: epath.Path) -> set[str]:
-  """The relative paths of the files in a folder that belong to its model; none if it has none that can be read."""
+  """The relative paths of the files in a folder that belong to its model; none if no model can be read."""
   try:
     return {'model.json', *_read_spec(folder).hashes}
   except ValueError:
@@ -125,7 +125,7 @@ def save_model(
 
 
 def _is_hash(item: tuple[str, Any]) -> bool:
-  """Whether a path leads to a file below the folder, by a name that can be shown, and what it has is a SHA-256."""
+  """Whether a path is a plain one below the folder, and its value a SHA-256."""
   path, value = item
   return (
     bool(re.fullmatch(r'[\w.-]+(/[\w.-]+)*', path, re.ASCII))
@@ -135,22 +135,22 @@ def _is_hash(item: tuple[str, Any]) -> bool:
   )
 
 
-_DTYPES = foreign.one_of('float32', 'bfloat16', 'float16', 'float64')
+_DTYPES = untrusted.one_of('float32', 'bfloat16', 'float16', 'float64')
 _FIELDS = {
-  'format': foreign.whole(),
-  'config': foreign.object_of({}),
+  'format': untrusted.whole(),
+  'config': untrusted.object_of({}),
   'param_dtype': _DTYPES,
-  'tokenizer': foreign.TEXT,
-  'sha256': foreign.Kind('SHA-256 by relative path', lambda x: type(x) is dict and all(map(_is_hash, x.items()))),
+  'tokenizer': untrusted.TEXT,
+  'sha256': untrusted.Kind('SHA-256 by relative path', lambda x: type(x) is dict and all(map(_is_hash, x.items()))),
 }
 # Of the configuration; far above any model that there is.
 _SIZES = {
-  'vocab_size': foreign.whole(1, 2**22),
-  'embed_dim': foreign.whole(1, 2**20),
-  'num_layers': foreign.whole(1, 10_000),
-  'num_heads': foreign.whole(1, 2**14),
-  'mlp_dim': foreign.whole(1, 2**20),
-  'max_length': foreign.whole(1, 2**31 - 1),
+  'vocab_size': untrusted.whole(1, 2**22),
+  'embed_dim': untrusted.whole(1, 2**20),
+  'num_layers': untrusted.whole(1, 10_000),
+  'num_heads': untrusted.whole(1, 2**14),
+  'mlp_dim': untrusted.whole(1, 2**20),
+  'max_length': untrusted.whole(1, 2**31 - 1),
   'dtype': _DTYPES,
 }
 
@@ -170,15 +170,15 @@ def _read_spec(path: epath.Path) -> _Spec:
   if not (path / 'model.json').exists():
     raise ValueError(f'no model at {path}: expected a directory with model.json, tokenizer.json and params/')
   where = path / 'model.json'
-  content = foreign.read_object(where, _FIELDS, required=_FIELDS)
+  content = untrusted.read_object(where, _FIELDS, required=_FIELDS)
   if content['format'] not in range(1, _FORMAT + 1):
     raise ValueError(f'{path} has format {content["format"]}; this version reads formats 1 to {_FORMAT}')
-  sizes = foreign.check_object(content['config'], _SIZES, f'{where}: config', _SIZES.keys() - {'dtype'})
+  sizes = untrusted.check_object(content['config'], _SIZES, f'{where}: config', _SIZES.keys() - {'dtype'})
   if wrong := sorted(sizes.keys() - _SIZES.keys()):
     raise ValueError(
-      f'{where} is damaged: the fields of its config must be {", ".join(_SIZES)}, and not {foreign.shown(wrong[0])}'
+      f'{where} is damaged: the fields of its config must be {", ".join(_SIZES)}, and not {untrusted.shown(wrong[0])}'
     )
-  with foreign.named(where):
+  with untrusted.named(where):
     config = transformer.TransformerConfig(**{name: value for name, value in sizes.items() if value is not None})
   dtype = jnp.dtype(content['param_dtype'])
   return _Spec(content['format'], config, dtype, content['tokenizer'], content['sha256'])
@@ -187,8 +187,7 @@ def _read_spec(path: epath.Path) -> _Spec:
 def read_config(path: epath.PathLike) -> transformer.TransformerConfig:
   """Reads the configuration of a model that `save_model` wrote, without its parameters.
 
-  Raises:
-    ValueError: The directory is missing or not a model.
+  Raises `ValueError` if there is none.
   """
   return _read_spec(epath.Path(path)).config
 
@@ -201,7 +200,10 @@ def _check_files(path: epath.Path, spec: _Spec) -> None:
   for name in names:
     if name not in spec.hashes:
       raise ValueError(f'{path / name} is surplus: model.json does not name it')
-    limit, size = foreign.LARGE if name == 'tokenizer.json' else most_bytes - stored_bytes, (path / name).stat().length
+    limit, size = (
+      untrusted.LARGE if name == 'tokenizer.json' else most_bytes - stored_bytes,
+      (path / name).stat().length,
+    )
     if size > limit:
       raise ValueError(f'{path / name} is larger than {limit:,} bytes, the most that it may have')
     if file_hash(path / name) != spec.hashes[name]:
@@ -209,7 +211,7 @@ def _check_files(path: epath.Path, spec: _Spec) -> None:
     stored_bytes += size
   missing = sorted(spec.hashes.keys() - set(names))
   if missing:
-    raise ValueError(f'{path}/{foreign.name_shown(missing[0])} is missing')
+    raise ValueError(f'{path}/{untrusted.name_shown(missing[0])} is missing')
   if num_bytes > _MOST_COMPRESSED * stored_bytes + _SMALL:
     raise ValueError(f'{path}: parameters of {num_bytes:,} bytes cannot be in files of {stored_bytes:,}')
 
@@ -241,9 +243,6 @@ def load_transformer(
     dtype: The dtype to compute in, `float32` or `bfloat16`; None for the one in its configuration.
     weights: `int8` to quantize kernels and embedding once they are read; None for floating point numbers.
 
-  Returns:
-    The model and its tokenizer.
-
   Raises:
     ValueError: The directory is missing, not a model, a file in it is missing or damaged, or the type of weights is
       unknown.
@@ -251,14 +250,14 @@ def load_transformer(
   check_weights(weights)
   if weights == BLOCKS:
     raise ValueError(f'{path} is not a .gguf file, whose blocks weights={BLOCKS!r} are')
-  path = foreign.as_path(path)
+  path = untrusted.as_path(path)
   spec = _read_spec(path)
   config = spec.config if dtype is None else dataclasses.replace(spec.config, dtype=dtype)
   _check_files(path, spec)
   tokenizer = Tokenizer.load(path / 'tokenizer.json')
   if tokenizer.fingerprint != spec.tokenizer or tokenizer.vocab_size != config.vocab_size:
     raise ValueError(
-      f'{path / "tokenizer.json"} is not the tokenizer model.json names ({foreign.shown(spec.tokenizer)})'
+      f'{path / "tokenizer.json"} is not the tokenizer model.json names ({untrusted.shown(spec.tokenizer)})'
     )
   params = _read_params(path / 'params', spec)
   if spec.format < _FORMAT:

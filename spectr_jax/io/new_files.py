@@ -19,7 +19,7 @@ from typing import BinaryIO, cast
 
 from etils import epath
 
-from spectr_jax.io.foreign import is_remote
+from spectr_jax.io.untrusted import is_remote
 
 try:
   import fcntl
@@ -42,7 +42,7 @@ def is_same_file(one: epath.PathLike, other: epath.PathLike) -> bool:
 
 
 def _extended(path: epath.Path, ending: str) -> epath.Path:
-  """The hidden file beside a path with an ending, whose name is not too long where that of the path is not."""
+  """The hidden file beside a path with an ending; its name is not too long where that of the path is not."""
   name = path.name
   if len(os.fsencode(name)) > 200:
     name = f'{name[:40]}.{hashlib.sha256(os.fsencode(name)).hexdigest()[:16]}'
@@ -55,7 +55,7 @@ def _beside(path: epath.Path, state: str) -> epath.Path:
 
 @contextlib.contextmanager
 def _writing(path: epath.Path) -> Iterator[None]:
-  """Makes an error of the file system one line that names the path."""
+  """Turns an error of the file system into a `ValueError` that names the path."""
   try:
     yield
   except OSError as error:
@@ -68,13 +68,10 @@ def _writing(path: epath.Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def only_writer(path: epath.PathLike) -> Iterator[None]:
-  """Keeps other processes from writing the same output, until the context or the process ends.
+  """Keeps other processes from writing the same output while the context lasts; `ValueError` if one already does.
 
   The lock is the file `.NAME.lock` beside the output. The operating system releases it when its process ends, however
   that ends. File systems without locks, and remote ones, have none.
-
-  Raises:
-    ValueError: Another process writes it, or its folder cannot be written.
   """
   path = resolved(path)
   if is_remote(path) or fcntl is None:
@@ -86,18 +83,14 @@ def only_writer(path: epath.PathLike) -> Iterator[None]:
     yield
   finally:
     with contextlib.suppress(OSError):
-      found = os.fstat(descriptor)
-      if stat.S_ISREG(found.st_mode) and found.st_size == 0:  # as ours are
+      status = os.fstat(descriptor)
+      if stat.S_ISREG(status.st_mode) and status.st_size == 0:  # as ours are
         os.unlink(place)
     os.close(descriptor)
 
 
 def lock(descriptor: int, path: epath.PathLike) -> None:
-  """Keeps other processes from locking an open file, until it is closed. File systems without locks have none.
-
-  Raises:
-    ValueError: Another process has locked it.
-  """
+  """Locks an open file until it is closed, where the file system can; `ValueError` if another process has locked it."""
   if fcntl is None:
     return
   try:
@@ -129,16 +122,9 @@ def _locked(place: epath.Path, path: epath.Path) -> int:
 
 
 class NewFile:
-  """A file that stands at `path` once `commit` is called; one that was there stays until then.
+  """A file that stands at `path` once `commit` is called; one that was there stays until then, and gives its mode.
 
-  A new file has the mode of the one that it replaces.
-
-  Attributes:
-    path: The file, behind symbolic links.
-    file: Takes the content.
-
-  Raises:
-    ValueError: It cannot be created; the message says why.
+  All methods but `discard` raise `ValueError` where something cannot be written, and then discard what is unfinished.
   """
 
   def __init__(self, path: epath.PathLike):
@@ -171,21 +157,13 @@ class NewFile:
       raise
 
   def write(self, content: bytes) -> None:
-    """Writes more of the content.
-
-    Raises:
-      ValueError: It cannot be written; the file that was there stays.
-    """
+    """Writes more of the content."""
     with self._wholly():
       self.file.write(content)
       self.file.flush()
 
   def commit(self) -> None:
-    """Puts the file in its place.
-
-    Raises:
-      ValueError: It cannot be; the file that was there stays.
-    """
+    """Puts the file in its place."""
     with self._wholly():
       if not is_remote(self.path):
         os.fsync(self.file.fileno())
@@ -201,11 +179,7 @@ class NewFile:
 
 
 def write_file(path: epath.PathLike, content: bytes) -> None:
-  """Writes a file completely or not at all.
-
-  Raises:
-    ValueError: It cannot be written; a file that was there stays.
-  """
+  """Writes a file completely or not at all; `ValueError` if it cannot be, and one that was there stays."""
   new = NewFile(path)
   try:
     new.write(content)
@@ -215,15 +189,15 @@ def write_file(path: epath.PathLike, content: bytes) -> None:
 
 
 def _files(folder: epath.Path) -> list[str]:
-  """The paths of all files below a folder, relative to it; links are files."""
-  found, waiting = [], [folder]
+  """The relative paths of all files below a folder; links are files."""
+  files, waiting = [], [folder]
   while waiting:
     for path in waiting.pop().iterdir():
       if path.is_dir() and (is_remote(path) or not os.path.islink(path)):
         waiting.append(path)
       else:
-        found.append(str(path.relative_to(folder)))
-  return sorted(found)
+        files.append(str(path.relative_to(folder)))
+  return sorted(files)
 
 
 @contextlib.contextmanager
@@ -232,16 +206,11 @@ def new_folder(
 ) -> Iterator[epath.Path]:
   """A folder to write to, which stands at `path` once all is written; one that was there is replaced only then.
 
-  Files in the replaced folder that are not of its kind stay where they are.
+  `owned` gives the relative paths of the files in an existing folder that belong to what is replaced; others stay where
+  they are. The path may be remote.
 
-  Args:
-    path: The folder, may be remote.
-    overwrite: Whether there may be one already.
-    owned: The relative paths of the files in an existing folder that belong to what is replaced.
-
-  Raises:
-    ValueError: There is one and `overwrite` is False, something else stands at the path or under a name that the new
-      folder has, or the folder cannot be created.
+  Raises `ValueError` where there is a folder and `overwrite` is False, where something else stands at the path or under
+  a name that the new folder has, or where the folder cannot be created.
   """
   path = resolved(path)
   if path.exists() and not overwrite:
@@ -266,10 +235,8 @@ def new_folder(
 def check_new_folder(
   path: epath.PathLike, names: Collection[str], *, owned: Callable[[epath.Path], Collection[str]] = lambda folder: ()
 ) -> None:
-  """Refuses at once what `new_folder` with `overwrite` would refuse once all is computed, files of these names.
-
-  Raises:
-    ValueError: Something else stands at the path or under one of the names, or the folder cannot be created.
+  """Raises at once the `ValueError` that `new_folder` with `overwrite` would raise in the end, for files of these
+  names.
   """
   path = resolved(path)
   is_there = path.exists() or (not is_remote(path) and os.path.lexists(path))
@@ -311,7 +278,7 @@ def _keep_others(old: epath.Path, new: epath.Path, others: list[str]) -> None:
 
 
 def _exchange(one: epath.Path, other: epath.Path) -> None:
-  """Lets two folders change their places, in one step where the system can."""
+  """Lets two folders change places, in one step where the system can."""
   renameat2 = None if is_remote(one) else getattr(ctypes.CDLL(None), 'renameat2', None)
   here, exchange = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
   if renameat2 is not None and renameat2(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0:

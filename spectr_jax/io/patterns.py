@@ -30,23 +30,14 @@ _ESCAPED_LETTERS = frozenset('dDsSwWhHpPbBAzZnrtfvaexu0')
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-  """How much of a text a part of an expression may be matched in several ways with.
+  """How much of a text a part of an expression may be matched in several ways with."""
 
-  Attributes:
-    degree: Number of unbounded repetitions, one behind the other.
-    ways: Ways besides these.
-    last_degree: `degree` if nothing follows.
-    last_ways: `ways` if nothing follows.
-    may_be_empty: Whether it matches without a character and without a condition.
-    is_fixed: Whether there is one way to match.
-  """
-
-  degree: int = 0
-  ways: int = 1
-  last_degree: int = 0
-  last_ways: int = 1
-  may_be_empty: bool = False
-  is_fixed: bool = True
+  degree: int = 0  # unbounded repetitions, one behind the other
+  ways: int = 1  # besides these
+  last_degree: int = 0  # `degree` if nothing follows
+  last_ways: int = 1  # `ways` if nothing follows
+  may_be_empty: bool = False  # whether it matches without a character and without a condition
+  is_fixed: bool = True  # whether there is one way to match
 
 
 class _Refused(Exception):  # noqa: N818
@@ -54,7 +45,7 @@ class _Refused(Exception):  # noqa: N818
 
 
 class _Scanner:
-  """Reads an expression in the syntax of Oniguruma, as far as that says how often what is repeated."""
+  """Reads an expression of Oniguruma, as far as that says how often what is repeated."""
 
   def __init__(self, pattern: str):
     self._pattern, self._at = pattern, 0
@@ -114,12 +105,12 @@ class _Scanner:
   def _atom(self, depth: int) -> _Part:
     pattern, at = self._pattern, self._at
     if pattern[at] == '\\':
-      found = _ESCAPE.match(pattern, at)
-      if found is None:
+      escape = _ESCAPE.match(pattern, at)
+      if escape is None:
         raise _Refused('it ends with a backslash')
-      if found[0][1].isalnum() and found[0][1] not in _ESCAPED_LETTERS:
-        raise _Refused(f'{found[0]} is not known here')
-      self._at = found.end()
+      if escape[0][1].isalnum() and escape[0][1] not in _ESCAPED_LETTERS:
+        raise _Refused(f'{escape[0]} is not known here')
+      self._at = escape.end()
       return _Part()
     if pattern[at] == '[':
       self._class()
@@ -152,19 +143,19 @@ class _Scanner:
     raise _Refused('a class of characters does not end')
 
   def _group(self, depth: int) -> _Part:
-    found = _GROUP.match(self._pattern, self._at)
-    assert found is not None  # a parenthesis is there
-    if found[0] == '(' and self._pattern.startswith(('?', '*'), found.end()):
+    opening = _GROUP.match(self._pattern, self._at)
+    assert opening is not None  # a parenthesis is there
+    if opening[0] == '(' and self._pattern.startswith(('?', '*'), opening.end()):
       raise _Refused(f'{self._pattern[self._at : self._at + 4]} is not known here')
-    self._at = found.end()
+    self._at = opening.end()
     part = self._alternatives(depth + 1)
     if not self._pattern.startswith(')', self._at):
       raise _Refused('a parenthesis is not closed')
     self._at += 1
-    if found['look'] is None:
+    if opening['look'] is None:
       return part
     # It is a condition, which also fails where its inside matches, if that is what must not be there.
-    is_last = found['look'] in ('=', '<=', '>')
+    is_last = opening['look'] in ('=', '<=', '>')
     return dataclasses.replace(
       part,
       last_degree=part.last_degree if is_last else part.degree,
@@ -175,28 +166,32 @@ class _Scanner:
   def _repeated(self, part: _Part) -> _Part:
     """The part with the repetitions that follow it."""
     is_repeated = False
-    while found := _REPETITION.match(self._pattern, self._at):
-      least, most = _range(found)
-      if most is None and found[0][0] == '{' and not found[1]:
+    while repetition := _REPETITION.match(self._pattern, self._at):
+      least, most = _range(repetition)
+      if most is None and repetition[0][0] == '{' and not repetition[1]:
         return part  # braces that are characters
       if is_repeated:
         raise _Refused('what is repeated is repeated')
-      is_repeated, self._at = True, found.end()
+      is_repeated, self._at = True, repetition.end()
       part = _times(part, least, most)
     return part
 
 
-def _range(found: re.Match[str]) -> tuple[int, int | None]:
+def _range(repetition: re.Match[str]) -> tuple[int, int | None]:
   """The least and the most repeats, None for no bound."""
-  kind = found[0][0]
+  kind = repetition[0][0]
   if kind != '{':
     return {'*': (0, None), '+': (1, None), '?': (0, 1)}[kind]
-  if len(found[1]) > 6 or len(found[3]) > 6 or max(int(found[1] or 0), int(found[3] or 0)) > _MOST_REPEATS:
+  if (
+    len(repetition[1]) > 6
+    or len(repetition[3]) > 6
+    or max(int(repetition[1] or 0), int(repetition[3] or 0)) > _MOST_REPEATS
+  ):
     raise _Refused(f'it repeats something more than {_MOST_REPEATS} times')
-  least = int(found[1] or 0)
-  most = int(found[3]) if found[3] else None if found[2] or not found[1] else least
-  if found[4] == '+' or (found[4] and not found[2]) or (most is not None and most < least):
-    raise _Refused(f'{found[0]} is not known here')
+  least = int(repetition[1] or 0)
+  most = int(repetition[3]) if repetition[3] else None if repetition[2] or not repetition[1] else least
+  if repetition[4] == '+' or (repetition[4] and not repetition[2]) or (most is not None and most < least):
+    raise _Refused(f'{repetition[0]} is not known here')
   return least, most
 
 
@@ -227,7 +222,7 @@ def _product(numbers: Iterable[int]) -> int:
 
 
 def check_pattern(pattern: str, where: str) -> None:
-  """Checks that an expression takes a bounded time."""
+  """Checks that matching an expression takes a bounded time."""
   if len(pattern) > _MOST_CHARACTERS:
     raise ValueError(
       f'{where} has a regular expression of {len(pattern):,} characters, the most are {_MOST_CHARACTERS:,}'

@@ -17,7 +17,7 @@ import numpy as np
 import tensorstore as ts
 from etils import epath
 
-from spectr_jax.io import foreign
+from spectr_jax.io import untrusted
 
 _ERRORS = (ValueError, OSError, IndexError, KeyError, NotImplementedError, RuntimeError)  # TensorStore's
 _DESCRIPTION = '/.zarray'
@@ -29,7 +29,7 @@ class StoredParams:
 
   def __init__(self, folder: epath.Path):
     self._folder = folder
-    base = f'{folder}/' if foreign.is_remote(folder) else {'driver': 'file', 'path': f'{os.path.abspath(folder)}/'}
+    base = f'{folder}/' if untrusted.is_remote(folder) else {'driver': 'file', 'path': f'{os.path.abspath(folder)}/'}
     self._store: dict[str, Any] = {'driver': 'ocdbt', 'base': base}
     self._context = ts.Context()  # of its own, so that no other reading's cache is asked
     try:
@@ -40,10 +40,9 @@ class StoredParams:
     self.names = {name.removesuffix(_DESCRIPTION) for name in names if name.endswith(_DESCRIPTION)}
 
   def read(self, shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype) -> dict[str, np.ndarray]:
-    """Reads all arrays."""
     for problem, names in (('lacks', shapes.keys() - self.names), ('has surplus', self.names - shapes.keys())):
       if names:
-        first = foreign.name_shown(min(names))
+        first = untrusted.name_shown(min(names))
         raise ValueError(f'{self._folder} {problem} parameters: {len(names)} of them, the first {first}')
     arrays = self._results({name: self._open(name) for name in shapes})
     for name, array in arrays.items():
@@ -63,19 +62,19 @@ class StoredParams:
       raise self._fault(error) from error
 
   def _fault(self, error: Exception) -> ValueError:
-    reason = re.split(r' \[(?:source|tensorstore)', foreign.first_line(error))[0]  # what follows is not of the file
+    reason = re.split(r' \[(?:source|tensorstore)', untrusted.first_line(error))[0]  # what follows is not of the file
     return ValueError(f'{self._folder} is damaged: {reason}')
 
 
 def _problem(array: ts.TensorStore, shape: tuple[int, ...], dtype: np.dtype) -> str | None:
   """Why an array is not read, or None."""
   if array.shape != shape or array.dtype.numpy_dtype != dtype:
-    found = foreign.name_shown(f'{array.dtype.name} of shape {array.shape}')
-    return f'is {found}, expected {dtype} of shape {shape}'
+    stored = untrusted.name_shown(f'{array.dtype.name} of shape {array.shape}')
+    return f'is {stored}, expected {dtype} of shape {shape}'
   chunk = tuple(size or 0 for size in array.chunk_layout.read_chunk.shape or ())
   # A chunk takes all its memory, whatever the part of it that is used.
   if len(chunk) != len(shape) or not all(0 < size <= whole for size, whole in zip(chunk, shape)):
-    return f'of shape {shape} has chunks of shape {foreign.shown(chunk)}'
+    return f'of shape {shape} has chunks of shape {untrusted.shown(chunk)}'
   if math.prod(-(-whole // size) for size, whole in zip(chunk, shape)) > _MOST_CHUNKS:
     return f'of shape {shape} has too many chunks, each of shape {chunk}'
   codec = {} if array.codec is None else array.codec.to_json()

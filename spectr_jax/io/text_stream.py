@@ -21,7 +21,6 @@ class TextStream:
   """
 
   def __init__(self, tokenizer: TokenizerBase, stop: StopStrings | None = None):
-    """Starts with no tokens."""
     self.tokens: list[int] = []
     self.is_stopped = False
     self._decode = tokenizer.decode_stream()
@@ -34,11 +33,7 @@ class TextStream:
     self._spelled = ''
 
   def add(self, tokens: Iterable[int]) -> str:
-    """Adds tokens.
-
-    Returns:
-      The text that is new.
-    """
+    """Adds tokens, and returns the text that is new."""
     tokens = [int(token) for token in tokens]
     self.tokens += tokens
     shown = [token for token in tokens if token not in self._ends]

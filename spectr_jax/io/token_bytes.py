@@ -20,7 +20,7 @@ import tokenizers
 from tokenizers import decoders, pre_tokenizers
 
 from spectr_jax.io.backend import Backend, guarded
-from spectr_jax.io.foreign import named
+from spectr_jax.io.untrusted import named
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,9 +51,9 @@ def _byte_of_character() -> dict[str, int]:
   """GPT-2's alphabet: visible bytes are spelled as themselves, the others as the characters from U+0100 on."""
   visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
   hidden = [byte for byte in range(256) if byte not in visible]
-  found = {chr(byte): byte for byte in visible} | {chr(0x100 + place): byte for place, byte in enumerate(hidden)}
-  assert found.keys() == {*pre_tokenizers.ByteLevel.alphabet()}
-  return found
+  table = {chr(byte): byte for byte in visible} | {chr(0x100 + place): byte for place, byte in enumerate(hidden)}
+  assert table.keys() == {*pre_tokenizers.ByteLevel.alphabet()}
+  return table
 
 
 def _steps(decoder: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
@@ -70,18 +70,12 @@ def _refuse(step: Mapping[str, Any], why: str) -> ValueError:
 
 
 class _Rules:
-  """A decoder's steps: what they make of a token, and of the characters of the text in the end.
-
-  Attributes:
-    of_token: Functions of a token's spelling, in their order.
-    spelling: How the result spells bytes: `ByteLevel`, `ByteFallback`, or None for UTF-8.
-    of_character: Characters and what they become, in their order.
-  """
+  """A decoder's steps: what they make of a token, and of the characters of the text in the end."""
 
   def __init__(self, decoder: Mapping[str, Any] | None):
-    self.of_token: list[Callable[[str], str]] = []
-    self.spelling: str | None = None
-    self.of_character: list[tuple[str, str]] = []
+    self.of_token: list[Callable[[str], str]] = []  # of a token's spelling, in their order
+    self.spelling: str | None = None  # of bytes in the result: `ByteLevel`, `ByteFallback`, or None for UTF-8
+    self.of_character: list[tuple[str, str]] = []  # characters and what they become, in their order
     self._is_joined = False
     for step in _steps(decoder):
       self._add(step)
@@ -132,22 +126,15 @@ def _made(step: Mapping[str, Any]) -> decoders.Decoder:
 
 
 class TokenBytes(dict[int, bytes]):
-  """The bytes of each id of a tokenizer, found when they are asked for, and their text.
-
-  Special tokens, and ids without a token, have no bytes.
-  """
+  """The bytes of each id of a tokenizer, computed on demand; special tokens and ids without a token have none."""
 
   def __init__(self, backend: tokenizers.Tokenizer | Backend):
-    """Reads how the tokenizer spells bytes.
-
-    Raises:
-      ValueError: Its decoder makes a text of several tokens that is not those of each; the message names the step.
-    """
+    """Reads how the tokenizer spells bytes; `ValueError` if its decoder gives tokens no text of their own."""
     super().__init__()
     self._backend = Backend(backend)
-    found = self._backend.decoder
+    decoder = self._backend.decoder
     with named(self._backend.name):
-      self._rules = _Rules(None if found is None else json.loads(found.__getstate__()))
+      self._rules = _Rules(None if decoder is None else json.loads(decoder.__getstate__()))
 
   @functools.cached_property
   def _added(self) -> dict[int, tokenizers.AddedToken]:
@@ -163,8 +150,8 @@ class TokenBytes(dict[int, bytes]):
     return frozenset(self.special.values())
 
   def __missing__(self, index: int) -> bytes:
-    found = self[index] = self._find(index)
-    return found
+    content = self[index] = self._find(index)
+    return content
 
   def _find(self, index: int) -> bytes:
     if not 0 <= index < 2**32:
@@ -190,11 +177,7 @@ class TokenBytes(dict[int, bytes]):
     return b''.join(map(self.__getitem__, map(int, ids)))
 
   def decode(self, ids: Iterable[int]) -> str:
-    """The text of ids.
-
-    Raises:
-      ValueError: An id is below 0 or above all that there can be.
-    """
+    """The text of ids; `ValueError` for an id below 0 or above all that there can be."""
     return self._finished(self.join(ids).decode(errors='replace'))
 
   def _finished(self, text: str) -> str:
@@ -208,7 +191,7 @@ class TokenBytes(dict[int, bytes]):
     return lambda ids, is_end: self._finished(characters.decode(self.join(ids), is_end))
 
   def _content(self, index: int) -> bytes:
-    """The bytes that an id has in a text, in which some characters have been replaced."""
+    """The bytes of an id in a text, in which some characters have been replaced."""
     text = self[index].decode(errors='surrogateescape')
     return self._finished(text).encode(errors='surrogateescape')
 
@@ -226,7 +209,7 @@ class TokenBytes(dict[int, bytes]):
 
     def read(ids: Iterable[int]) -> list[TextToken]:
       nonlocal length
-      found = []
+      tokens = []
       for index in map(int, ids):
         raw, content = self[index], self._content(index)
         text = characters.decode(raw[:1])
@@ -234,7 +217,7 @@ class TokenBytes(dict[int, bytes]):
         is_waiting = bool(characters.getstate()[0]) or not raw
         offset = length + len(self._finished(text if is_waiting else text[:-1]))
         length += len(self._finished(text + characters.decode(raw[1:])))
-        found.append(TextToken(self._name(index, content), content, offset))
-      return found
+        tokens.append(TextToken(self._name(index, content), content, offset))
+      return tokens
 
     return read

@@ -67,17 +67,9 @@ class TokenizerBase(abc.ABC):
     return self.decode([index])
 
   def encode(self, text: str, *, add_bos: bool = False) -> list[int]:
-    """Encodes a text.
+    """Encodes a text to its ids, behind `bos_id` if `add_bos`.
 
-    Args:
-      text: Any text.
-      add_bos: Whether to put `bos_id` in front.
-
-    Returns:
-      Its ids.
-
-    Raises:
-      ValueError: The text is not valid Unicode, or `add_bos` is True and the tokenizer has no `bos_id`.
+    Raises `ValueError` if the text is not valid Unicode, or if `bos_id` is asked for and there is none.
     """
     check_unicode(text, 'the text')
     ids = self._backend.encode(text, add_special_tokens=False).ids
@@ -88,11 +80,7 @@ class TokenizerBase(abc.ABC):
     return [self.bos_id, *ids]
 
   def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-    """Encodes many texts on all CPU cores; the ids of each.
-
-    Raises:
-      ValueError: A text is not valid Unicode.
-    """
+    """Encodes many texts on all CPU cores; the ids of each. `ValueError` if one is not valid Unicode."""
     for text in texts:
       check_unicode(text, 'the text')
     return [encoding.ids for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
@@ -109,13 +97,9 @@ class TokenizerBase(abc.ABC):
     return self.encode_prompts([text])[0]
 
   def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-    """Encodes a conversation up to where the model answers.
+    """Encodes a conversation up to where the model answers, of messages with the texts `role` and `content`.
 
-    Args:
-      messages: The messages, each with the texts `role` and `content`.
-
-    Raises:
-      ValueError: The model has no chat template, or its template refuses the conversation.
+    Raises `ValueError` if the model has no chat template or its template refuses the conversation.
     """
     del messages
     raise ValueError('the model has no chat template: it continues texts, and takes no conversations')
@@ -149,11 +133,8 @@ class TokenizerBase(abc.ABC):
 def check_same_tokens(named: Sequence[tuple[str, TokenizerBase]]) -> None:
   """Checks that tokenizers agree on all ids that they share; some may know more ids than others.
 
-  Args:
-    named: The tokenizers, each with the name of its model; the target's first.
-
-  Raises:
-    ValueError: An id has two meanings; the message has the smallest such id.
+  `named` has each with the name of its model, the target's first. If an id has two meanings, a `ValueError` names the
+  smallest.
   """
   (name, first), *others = named
   for other_name, other in others:
@@ -169,15 +150,7 @@ def check_same_tokens(named: Sequence[tuple[str, TokenizerBase]]) -> None:
 
 
 class Tokenizer(TokenizerBase):
-  """The tokenizer of models that are trained here.
-
-  Attributes:
-    pad_id: 0, padding.
-    bos_id: 1, the beginning of a document.
-    eos_id: 2, the end of a document.
-    eos_ids: `eos_id` alone.
-    add_bos: True.
-  """
+  """The tokenizer of models that are trained here. Ids 0, 1 and 2 are padding and both ends of a document."""
 
   pad_id: int = 0
   bos_id: int = 1
@@ -199,17 +172,10 @@ class Tokenizer(TokenizerBase):
 
   @classmethod
   def train(cls, documents: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Learns merges from documents.
+    """Learns merges from documents, which are iterated over once: a tokenizer of exactly `vocab_size` ids.
 
-    Args:
-      documents: Texts; iterated over once.
-      vocab_size: Number of ids, including special and byte tokens.
-
-    Returns:
-      A tokenizer of exactly `vocab_size` ids.
-
-    Raises:
-      ValueError: `vocab_size` is too small or too large, or the documents yield fewer tokens.
+    Raises `ValueError` if `vocab_size`, special and byte tokens included, is too small or too large, or the documents
+    yield fewer tokens.
     """
     smallest = len(_SPECIAL_TOKENS) + len(_BYTE_TOKENS)
     if vocab_size <= smallest:
@@ -240,11 +206,7 @@ class Tokenizer(TokenizerBase):
 
   @classmethod
   def load(cls, path: epath.PathLike) -> Tokenizer:
-    """Reads a tokenizer that `save` wrote.
-
-    Raises:
-      ValueError: The file is missing, damaged or not a tokenizer.
-    """
+    """Reads a tokenizer that `save` wrote; `ValueError` if the file is missing, damaged or not a tokenizer."""
     path = epath.Path(path)
     if not path.exists():
       raise ValueError(f'no tokenizer at {path}: expected a file written by train.tokenizer')

@@ -18,7 +18,8 @@ import tokenizers
 from etils import epath
 
 from spectr_jax.io.backend import Backend, guarded
-from spectr_jax.io.foreign import (
+from spectr_jax.io.patterns import check_pattern
+from spectr_jax.io.untrusted import (
   ANYTHING,
   FLAG,
   TEXT,
@@ -34,7 +35,6 @@ from spectr_jax.io.foreign import (
   shown,
   whole,
 )
-from spectr_jax.io.patterns import check_pattern
 
 MOST_BYTES = 2**26  # the largest of public models has half of that
 MOST_TOKENS = 2**20
@@ -81,27 +81,14 @@ _MODEL = {
   'continuing_subword_prefix': _SHORT_TEXT,
   'end_of_word_suffix': _SHORT_TEXT,
   'max_input_chars_per_word': whole(1, _MOST_WORD),
-  'fuse_unk': FLAG,
-  'byte_fallback': FLAG,
-  'ignore_merges': FLAG,
+  **dict.fromkeys(('fuse_unk', 'byte_fallback', 'ignore_merges'), FLAG),
 }
-_ADDED = {
-  'id': TOKEN_ID,
-  'content': TOKEN,
-  'single_word': FLAG,
-  'lstrip': FLAG,
-  'rstrip': FLAG,
-  'normalized': FLAG,
-  'special': FLAG,
-}
+FLAGS_OF_ADDED = 'single_word', 'lstrip', 'rstrip', 'normalized', 'special'
+_ADDED = {'id': TOKEN_ID, 'content': TOKEN, **dict.fromkeys(FLAGS_OF_ADDED, FLAG)}
 _FILE = {
   'version': one_of('1.0'),
   'added_tokens': list_of(ANYTHING, _MOST_ADDED),
-  'normalizer': object_of({}),
-  'pre_tokenizer': object_of({}),
-  'post_processor': object_of({}),
-  'decoder': object_of({}),
-  'model': object_of({}),
+  **dict.fromkeys(('normalizer', 'pre_tokenizer', 'post_processor', 'decoder', 'model'), object_of({})),
 }
 
 _PATTERN = Kind(
@@ -157,8 +144,7 @@ _STEPS: Mapping[str, Mapping[str, Mapping[str, Kind]]] = {
     'WordPiece': {'prefix': _SHORT_TEXT, 'cleanup': FLAG},
     'BPEDecoder': {'suffix': _SHORT_TEXT},
     'CTC': {'pad_token': TOKEN, 'word_delimiter_token': TOKEN, 'cleanup': FLAG},
-    'Fuse': {},
-    'ByteFallback': {},
+    **dict.fromkeys(('Fuse', 'ByteFallback'), {}),
   },
 }
 _SEQUENCES = {
@@ -179,25 +165,25 @@ def read_backend(path: epath.PathLike) -> Backend:
   backend.no_truncation()
   backend.no_padding()
   for token, index in added.items():
-    found = backend.token_to_id(token)
-    if found != index:
-      raise ValueError(f'{path}: the added token {shown(token)} is to have the id {index}, but gets {found}')
+    given = backend.token_to_id(token)
+    if given != index:
+      raise ValueError(f'{path}: the added token {shown(token)} is to have the id {index}, but gets {given}')
   return backend
 
 
 def _check(content: Any, where: str) -> dict[str, int]:
-  """Checks the content of a file; the ids of the added tokens."""
+  """Checks the content of a file, and returns the ids of the added tokens."""
   spec = check_object(content, _FILE, where)
   _check_model(spec.get('model') or {}, f'{where}: model')
   steps = {section: list(_steps(spec.get(section), section, where)) for section in _STEPS}
-  for name, found in (
+  for name, applied in (
     ('the text to encode', steps['normalizer'] + steps['pre_tokenizer']),
     ('the text of a token', steps['decoder']),
   ):
-    growth = math.prod(map(_growth, found))
+    growth = math.prod(map(_growth, applied))
     if growth > _MOST_GROWTH:
       raise ValueError(f'{where} may make {name} more than {_MOST_GROWTH} times as long')
-    if sum('Regex' in (step.get('pattern') or {}) for step in found) > _MOST_PATTERNS:
+    if sum('Regex' in (step.get('pattern') or {}) for step in applied) > _MOST_PATTERNS:
       raise ValueError(f'{where} applies more than {_MOST_PATTERNS} regular expressions to {name}')
   return _check_added(spec.get('added_tokens') or [], f'{where}: added_tokens')
 
@@ -235,7 +221,7 @@ def _check_model(model: dict[str, Any], where: str) -> None:
 
 
 def check_merges(pairs: Sequence[Sequence[str]], tokens: Mapping[str, int], where: str, *, prefix: str = '') -> None:
-  """Checks that pairs join to a token, without the `prefix` of the second; the package crashes on some that do not."""
+  """Checks that pairs, the second without `prefix`, join to a token; the package crashes on some that do not."""
   if not prefix and all(map(tokens.__contains__, map(''.join, pairs))):
     return
   start = len(prefix)
@@ -292,9 +278,7 @@ def _check_template(step: dict[str, Any], where: str) -> None:
 
 
 def _check_charsmap(text: str, where: str) -> None:
-  """Checks the sizes in SentencePiece's map of characters: those of its index, a trie in numbers of 4 bytes, and behind
-  that what characters are replaced by, with a zero behind each.
-  """
+  """Checks SentencePiece's map of characters: an index in numbers of 4 bytes, then replacements that end in zeros."""
   try:
     content = base64.b64decode(text, validate=True)
   except (binascii.Error, ValueError) as error:

@@ -8,7 +8,7 @@ from typing import TypeAlias
 import jax
 import jax.numpy as jnp
 
-from spectr_jax.kernels import attention_kernel
+from spectr_jax.kernels import attention_kernel, native
 from spectr_jax.kernels.dispatch import launch, operation
 from spectr_jax.kernels.products import accumulation_dtype
 from spectr_jax.sharding import dividing_axes
@@ -19,17 +19,15 @@ Prefix: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]
 Rotation: TypeAlias = tuple[jax.Array, jax.Array]  # sines and cosines `[B, N, 1, F]`
 _BLOCK_SLOTS = 256  # slots of a cache that a CPU's attention of many queries visits at a time
 _MANY_QUERIES = 24
+_NATIVE_TYPES = jnp.float32, jnp.bfloat16
 CAUSAL_BLOCK = 128  # queries that read the same keys
 
 
 @operation
 def rotary_angles(positions: jax.Array, frequencies: jax.Array, *, magnitude: float = 1.0) -> Rotation:
-  """The angles of rotary position embedding, for `rotate` of all layers.
+  """The angles of rotary position embedding at positions `[B, N]`, for `rotate` of all layers.
 
-  Args:
-    positions: int32 `[B, N]`, absolute positions.
-    frequencies: float32 `[F]`, radians per position.
-    magnitude: Factor of the entries that are rotated.
+  `frequencies` `[F]` are in radians per position; `magnitude` is a factor of the entries that are rotated.
   """
   angles = positions[:, :, None, None].astype(jnp.float32) * frequencies
   return magnitude * jnp.sin(angles), magnitude * jnp.cos(angles)
@@ -64,9 +62,6 @@ def attend(
     prefix: None, or the keys, the values and the slots that each query attends to.
     scale: Factor of the queries; None for `head_dim ** -0.5`.
     soft_cap: The bound c of scores s, which become c tanh(s / c); None for no bound.
-
-  Returns:
-    `[B, N, H, head_dim]` in the query's dtype.
   """
   query = query * (query.shape[-1] ** -0.5 if scale is None else scale)
   return tree_attention(query, new_keys, new_values, mask, prefix, soft_cap=soft_cap)
@@ -110,6 +105,20 @@ def _attend_to_blocks(*arguments, soft_cap):
   return _by_heads(_attend_in_blocks, *arguments, soft_cap=soft_cap)
 
 
+def _is_native(query, new_keys, new_values, mask, prefix, *, soft_cap):
+  if prefix is None or soft_cap is not None or dividing_axes() or native.form() is None:
+    return False
+  is_wide = all(array.dtype == jnp.float32 for array in (new_keys, new_values, *prefix[:2]))
+  width = query.shape[-1]
+  return is_wide and query.dtype in _NATIVE_TYPES and width % native.PANEL == 0 and width <= native.WIDEST_HEAD
+
+
+@tree_attention.form('cpu', takes=_is_native)
+def _attend_natively(query, new_keys, new_values, mask, prefix, *, soft_cap):
+  del soft_cap
+  return native.attention(query, new_keys, new_values, mask, *prefix).astype(query.dtype)
+
+
 @tree_attention.form('tpu', takes=_takes_one_query)
 def _attend_as_eight(query, new_keys, new_values, mask, prefix, *, soft_cap):
   # The products of eight run on the matrix units. On the vector units a step would take twice the time.
@@ -147,10 +156,7 @@ def _by_heads(attend_fn, query, new_keys, new_values, mask, prefix, *, soft_cap)
 
 
 def attend_causally(query: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array) -> jax.Array:
-  """`attend` where no token attends to a later one: a block of queries reads the keys up to its last.
-
-  Arguments are those of `attend`, of the same N tokens; the mask is False for later ones.
-  """
+  """`attend` of the same N tokens where none attends to a later one: blocks of queries read keys up to their last."""
   blocks = []
   for start in range(0, query.shape[1], CAUSAL_BLOCK):
     end = start + CAUSAL_BLOCK

@@ -39,16 +39,11 @@ def attend_by_kernel(
   soft_cap: float | None,
   interpret: bool = False,
 ) -> jax.Array:
-  """Attention `[B, N, H, head_dim]` by the kernel; query head h reads key-value head h // (H / K).
+  """`attend` by the kernel, of sizes and types that `takes` names and of a `query` that is scaled.
 
-  Args:
-    query: `[B, N, H, head_dim]`, scaled, of a size and type that `takes` names.
-    new_keys, new_values: `[B, K, head_dim, M]` and `[B, K, M, head_dim]`, of pending tokens.
-    mask: bool `[B, N, M]`, the pending tokens that each query attends to; at least one.
-    keys, values: `[B, K, head_dim, S]` and `[B, K, S, head_dim]`, of the cache.
-    visible: bool `[B, 1 or N, S]`, the slots that each query attends to.
-    soft_cap: The bound c of scores s, which become c tanh(s / c); None for no bound.
-    interpret: Whether to run the kernel without a GPU, for tests.
+  `keys` and `values` are `[B, K, head_dim, S]` and `[B, K, S, head_dim]`, of the cache, and `visible`, bool
+  `[B, 1 or N, S]`, the slots that queries attend to. Each attends to at least one pending token. `interpret` runs it
+  without a GPU, for tests.
   """
   from jax.experimental import pallas as pl
   from jax.experimental.pallas import triton

@@ -164,6 +164,11 @@ def is_in_blocks(leaf: Any) -> bool:
   return isinstance(leaf, BlockKernel)
 
 
+def has_blocks(params: Any) -> bool:
+  """Whether some parameter of a tree is a kernel in blocks."""
+  return any(map(is_in_blocks, jax.tree.leaves(params, is_leaf=is_in_blocks)))
+
+
 def side_by_side(kernels: Sequence[BlockKernel]) -> BlockKernel:
   """Kernels of the same inputs as one. All but the last must have whole panels, and all blocks of one kind."""
   weights, scales, least = zip(*((each.weights, each.scales, each.least) for each in kernels), strict=True)
@@ -244,6 +249,24 @@ KINDS: dict[str, Callable[[np.ndarray], tuple[np.ndarray, np.ndarray, np.ndarray
   'Q4_K': _q4_k,
   'Q6_K': _q6_k,
 }
+
+
+def rounded_to_blocks(kernel: np.ndarray) -> BlockKernel:
+  """A kernel rounded to 8 bits, with a scale for every 32 weights of an output, as in blocks of type Q8_0.
+
+  Args:
+    kernel: float32 `[in, out]`, with `in` a multiple of 32.
+
+  Raises:
+    ValueError: A scale is not finite in float16.
+  """
+  blocks = kernel.T.reshape(kernel.shape[1], -1, 32)
+  with np.errstate(over='ignore'):
+    scales = (np.abs(blocks).max(axis=-1, keepdims=True) / _LARGEST).astype(np.float16)
+  steps = scales.astype(np.float32)
+  values = np.divide(blocks, steps, out=np.zeros_like(blocks), where=np.isfinite(steps) & (steps > 0))
+  values = values.round().clip(-_LARGEST, _LARGEST).astype(np.int8)
+  return packed(np.concatenate([scales.view(np.uint8), values.view(np.uint8)], axis=-1), 'Q8_0')
 
 
 def packed(stored: np.ndarray, kind: str) -> BlockKernel:

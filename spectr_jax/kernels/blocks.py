@@ -42,8 +42,7 @@ def on_each_device(values: jax.Array) -> jax.Array:
 def argmin(values: jax.Array) -> jax.Array:
   """The index of the smallest of `values` `[V]`, int32 scalar; of equal ones the lowest.
 
-  It takes the minimum of every block, then the index within the first block that has the smallest. An argmin over the
-  whole vocabulary is not vectorised on CPU.
+  An argmin over the whole vocabulary is not vectorised on CPU, so it takes the minimum of every block first.
   """
   blocks, first_of = in_blocks(values, jnp.inf)
   row = jnp.argmin(on_each_device(jnp.min(blocks, axis=-1)))

@@ -16,14 +16,9 @@ _MOST_SELECTED = 128  # entries; a prefill may write more, once
 
 @operation
 def write_slots(array: jax.Array, pending: jax.Array, path: jax.Array, slots: jax.Array, axis: int) -> jax.Array:
-  """The array with some pending entries in some of its slots.
+  """The array with pending entries `path`, int32 `[B, D]`, in `slots`, int32 `[B, D]`; those from S on are dropped.
 
-  Args:
-    array: `[B, H, ...]` of rank 4, with S slots along `axis`.
-    pending: The same with M pending entries along `axis`.
-    path: int32 `[B, D]`, indices of pending entries.
-    slots: int32 `[B, D]`, the slot of each; entries with slots from S on are dropped.
-    axis: The slot axis, 2 or 3.
+  `axis`, 2 or 3, is that of the S slots of the array `[B, H, ...]`, and of the M entries of `pending`.
   """
 
   # Row by row and not by indices of rows, so that the compiler sees that no row of another device is needed.

@@ -19,13 +19,7 @@ _SUMS_AT_ONCE = 16  # of a kernel, in registers
 
 @operation
 def sums_by_class(values: tuple[jax.Array, ...], classes: jax.Array, num_classes: int) -> jax.Array:
-  """The sums `[C, K]` of the values of each class.
-
-  Args:
-    values: K arrays `[V]`, not negative.
-    classes: int32 `[V]`, the class of each token.
-    num_classes: C.
-  """
+  """The sums `[C, K]` of K arrays `[V]`, not negative, over the tokens of each class int32 `[V]`."""
 
   def plain(*arrays):
     *values, classes = arrays

@@ -47,10 +47,7 @@ _is_on_one_device = jax.make_user_context(False)
 
 
 def default_platform() -> str:
-  """The platform of arrays and programs whose devices nobody has named: `cpu`, `gpu` or `tpu`.
-
-  It is that of `jax.default_device`, where that is set, and else of the default backend.
-  """
+  """The platform of arrays and programs whose devices nobody has named: `cpu`, `gpu` or `tpu`."""
   device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue], which it gets when JAX starts
   if device is None:
     return jax.default_backend()
@@ -58,11 +55,7 @@ def default_platform() -> str:
 
 
 def tracing_for(devices: str | Mesh | None) -> AbstractContextManager[None]:
-  """A context in which programs are traced that will run on one platform alone.
-
-  Args:
-    devices: `cpu`, `gpu` or `tpu`; or a mesh, for the platform of its devices; or None, for the default one.
-  """
+  """A context in which programs are traced for one platform, by its name or a mesh; None for the default."""
   if isinstance(devices, Mesh):
     devices = devices.devices.flat[0].platform
   return _platform(devices or default_platform())
@@ -82,12 +75,7 @@ def is_round_on_one_device() -> bool:
 
 
 class Operation(Generic[_P, _R]):
-  """A function with forms for platforms, see `operation`.
-
-  Attributes:
-    name: Its name in `OPERATIONS`.
-    plain: The form that defines its result, and the one of a platform without another that takes the arguments.
-  """
+  """A function with forms for platforms, see `operation`; `plain` defines its result, and serves without another."""
 
   def __init__(self, plain: Callable[_P, _R]):
     functools.update_wrapper(self, plain)
@@ -109,16 +97,10 @@ class Operation(Generic[_P, _R]):
   def register(
     self, platforms: str | tuple[str, ...], form: Callable[..., _R], *, takes: Callable[..., bool] | None = None
   ) -> None:
-    """Adds a form. Of those for a platform that take the arguments, the one that was added last is chosen.
+    """Adds a form for some platforms, with arguments and results of the plain one, and right on every platform.
 
-    Args:
-      platforms: `cpu`, `gpu` or `tpu`, or several.
-      form: Takes the arguments of the plain form and returns the same shapes and dtypes. It is right on every platform.
-      takes: Whether it takes some arguments; of their shapes, dtypes and static values, and of what is there where the
-        program is traced. None if it takes all.
-
-    Raises:
-      ValueError: There is no such platform.
+    Of the forms that take the arguments the one added last is chosen. `takes` says so of their shapes, dtypes and
+    static values, and of what is there where the program is traced; None takes all. ValueError for an unknown platform.
     """
     for platform in (platforms,) if isinstance(platforms, str) else platforms:
       if platform not in PLATFORMS:
@@ -135,13 +117,7 @@ class Operation(Generic[_P, _R]):
     return decorate
 
   def register_kernel(self, platform: str, name: str, *, takes: Callable[..., bool] | None = None) -> None:
-    """Registers a kernel, for the arguments that are arrays, and options by name; see `as_kernel`.
-
-    Args:
-      platform: `tpu` or `gpu`.
-      name: Where it is, see `lazy`.
-      takes: As for `register`.
-    """
+    """Registers the kernel that `lazy(name)` imports, for arrays as arguments and options by name; see `as_kernel`."""
 
     def form(*arrays, **options):
       plain, own = (functools.partial(each, **options) for each in (self.plain, lazy(name)))
@@ -155,14 +131,7 @@ class Operation(Generic[_P, _R]):
 
 
 def operation(plain: Callable[_P, _R]) -> Operation[_P, _R]:
-  """Makes a function an operation, whose name is the function's.
-
-  Args:
-    plain: The plain form.
-
-  Raises:
-    ValueError: Another module has an operation of this name.
-  """
+  """Makes a function an operation of its name; ValueError if another module has an operation of this name."""
   made = Operation(plain)
   other = OPERATIONS.setdefault(made.name, made)
   if other.plain.__module__ != plain.__module__:
@@ -171,11 +140,7 @@ def operation(plain: Callable[_P, _R]) -> Operation[_P, _R]:
 
 
 def lazy(name: str) -> Callable[..., Any]:
-  """A function of a module that its first call imports, since Pallas takes seconds to import.
-
-  Args:
-    name: `MODULE:FUNCTION` of `spectr_jax.kernels`.
-  """
+  """`MODULE:FUNCTION` of `spectr_jax.kernels`, imported by its first call, since Pallas takes seconds to import."""
   module, function = name.split(':')
 
   def call(*args, **kwargs):
@@ -221,12 +186,8 @@ for _name, _own in (('tpu', 'tpu'), ('cuda', 'gpu'), ('rocm', 'gpu')):
 def launch(plain: Callable[..., Any], kernel: Callable[..., Any], *arrays: jax.Array, platform: str = 'tpu') -> Any:
   """`plain(*arrays)` of the arrays of M entries, on one platform by one call of a kernel; entries of rows are entries.
 
-  Args:
-    plain: Takes arrays `[M, ...]` and returns arrays `[M, ...]`. It must not close over traced values.
-    kernel: Takes the same arrays and returns the same up to rounding. It may import Pallas, since it is called where
-      programs for its platform are lowered.
-    *arrays: The arguments of `plain`.
-    platform: That of the kernel, `tpu` or `gpu`.
+  Both take and return arrays `[M, ...]`, the same up to rounding. `plain` must not close over traced values. The kernel
+  may import Pallas, since it is called where programs for its platform are lowered.
   """
 
   @jax.custom_batching.custom_vmap
@@ -249,15 +210,10 @@ def launch(plain: Callable[..., Any], kernel: Callable[..., Any], *arrays: jax.A
 
 
 def as_kernel(plain: Callable[..., Any], kernel: Callable[..., Any], *arrays: jax.Array, platform: str = 'tpu') -> Any:
-  """`plain(*arrays)`; under `vmap`, on one platform, all entries by one call of a kernel.
+  """`plain(*arrays)`; under `vmap`, on one platform, all entries by one call of a kernel, see `launch`.
 
   On a mesh every device computes all of it. So the arrays should be small, or the same on all devices along the axes
   that the compiler divides work over.
-
-  Args:
-    plain: A function of arrays that returns arrays.
-    kernel: Takes the arrays of M entries, and returns the results of `plain` for each, up to rounding; see `launch`.
-    *arrays, platform: As for `launch`.
   """
 
   @jax.custom_batching.custom_vmap

@@ -19,11 +19,8 @@ _MOST_DRAWS = 16  # from one distribution that a kernel takes
 def first_above(weights: jax.Array, level: jax.Array) -> tuple[jax.Array, jax.Array]:
   """The first index of positive weight whose cumulative sum exceeds `level`, int32, and the sum before it.
 
-  If rounding leaves every sum at or below the level, it is the last index of positive weight.
-
-  Args:
-    weights: `[n]`, not negative; some hundreds, the same on all devices.
-    level: Scalar.
+  If rounding leaves every sum at or below the level, it is the last index of positive weight. `weights` `[n]` are some
+  hundreds, not negative, the same on all devices.
   """
   cumulative = jnp.cumsum(weights)
   # Rounding can leave every sum at or below the level, and a parallel sum can rise at a weight of 0. So only positive
@@ -46,12 +43,7 @@ first_above.register_kernel(
 
 @operation
 def draw_several(uniforms: jax.Array, weights: jax.Array) -> jax.Array:
-  """Draws K tokens, int32, from one distribution, with probability proportional to their weights; none of weight 0.
-
-  Args:
-    uniforms: `[K]`, in [0, 1).
-    weights: `[V]`, not negative, with any positive sum.
-  """
+  """Draws tokens by `uniforms` `[K]` in [0, 1), int32, in proportion to `weights` `[V]`; none of weight 0."""
   return jax.vmap(_draw, (0, None))(uniforms, weights)
 
 

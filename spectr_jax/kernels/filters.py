@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,36 +24,37 @@ MOST_TOKENS = 3 * 2**17
 keep_in_rows, find_in_rows = lazy('tpu.filter_rows:keep_in_rows'), lazy('tpu.filter_rows:find_in_rows')
 
 
-class Distributions(Protocol):
-  """Distributions as filters see them. All numbers of a distribution are columns `[..., 1]`."""
+@dataclasses.dataclass(frozen=True)
+class Distributions:
+  """Distributions `[..., V]` as filters see them; all numbers of a distribution are columns `[..., 1]`."""
+
+  probs: Any
 
   def zeros(self) -> jax.Array:
-    """A column of zeros."""
-    ...
+    return jnp.zeros((*self.probs.shape[:-1], 1), self.probs.dtype)
 
   def largest(self) -> jax.Array:
-    """The largest probability."""
-    ...
+    return jnp.max(self.probs, axis=-1, keepdims=True)
 
   def mass_from(self, threshold: jax.Array) -> jax.Array:
     """The mass of the tokens with probability at least a threshold."""
-    ...
+    return jnp.sum(jnp.where(self.probs < threshold, 0, self.probs), axis=-1, keepdims=True)
 
   def largest_threshold(
     self, goal: jax.Array, *, is_weighted: bool, above: tuple[jax.Array, jax.Array] | None = None
   ) -> jax.Array:
     """`thresholds.largest_threshold`, where all arguments are columns."""
-    ...
+    goal = jnp.broadcast_to(goal, (*self.probs.shape[:-1], 1))
+    above = None if above is None else (above[0], above[1][..., 0])
+    return largest_threshold(self.probs, goal[..., 0], is_weighted=is_weighted, above=above)
 
 
 @dataclasses.dataclass(frozen=True)
 class Filter:
-  """A filter, which keeps the tokens whose probability is at least a threshold.
+  """A filter, which keeps the tokens whose probability is at least a threshold; with `keeps_all` as its value, all.
 
-  Attributes:
-    keeps_all: The value with which it keeps all tokens.
-    find: The threshold `[..., 1]` of distributions by values `[..., 1]`, given the threshold of the filters before it,
-      or None if it is the first. It may be any number where the value keeps all.
+  `find` gives the threshold `[..., 1]` of distributions by values `[..., 1]` and the threshold of the filters before
+  it, or None if it is the first. It may be any number where the value keeps all.
   """
 
   keeps_all: float
@@ -89,9 +90,7 @@ FILTERS_BY_NAME = {
 def filtered(probs: jax.Array, values: Mapping[str, jax.Array | None]) -> jax.Array:
   """Distributions `[B, N, V]` after the filters of their rows. Rows that use none stay as they are, to the bit.
 
-  Args:
-    probs: `[B, N, V]`, distributions.
-    values: Those of B rows by name of a filter; None for a filter that no row uses.
+  `values` has those of B rows by name of a filter; None for a filter that no row uses.
   """
   names = tuple(name for name in FILTERS_BY_NAME if values[name] is not None)
   if not names:
@@ -104,13 +103,7 @@ def filtered(probs: jax.Array, values: Mapping[str, jax.Array | None]) -> jax.Ar
 
 @operation
 def apply_filters(probs: jax.Array, values: jax.Array, names: tuple[str, ...]) -> jax.Array:
-  """Distributions `[B, N, V]` after F filters, of which all rows use some or none.
-
-  Args:
-    probs: `[B, N, V]`.
-    values: `[B, 1, F]`.
-    names: The filters, in their order.
-  """
+  """Distributions `[B, N, V]` after filters `names` with `values` `[B, 1, F]`, of which all rows use some or none."""
   return _if_any(_keep_plainly, probs, values, names)
 
 
@@ -129,13 +122,9 @@ def _keep_without_asking(probs, values, names):  # a GPU waits for the host at a
 def _find(
   names: tuple[str, ...], distributions: Distributions, values: jax.Array, *, asks: bool = True
 ) -> tuple[jax.Array, jax.Array]:
-  """The threshold of F filters together and the mass from there on, columns; 0 and 1 for a row that uses none.
+  """The threshold of filters with `values` `[..., F]` and the mass from there on, columns; 0 and 1 for a row without.
 
-  Args:
-    names: The filters, in their order.
-    distributions: The distributions.
-    values: `[..., F]`.
-    asks: Whether a filter is left out if no row uses it.
+  A filter that no row uses is left out if `asks`.
   """
   threshold, is_filtered = None, False
   for i, name in enumerate(names):
@@ -157,29 +146,8 @@ def _keep(probs: jax.Array, threshold: jax.Array, mass: jax.Array) -> jax.Array:
   return jnp.where(probs < threshold, 0, probs) / mass
 
 
-@dataclasses.dataclass(frozen=True)
-class _PlainDistributions:
-  """`Distributions` of an array `[..., V]`."""
-
-  probs: jax.Array
-
-  def zeros(self):
-    return jnp.zeros((*self.probs.shape[:-1], 1), self.probs.dtype)
-
-  def largest(self):
-    return jnp.max(self.probs, axis=-1, keepdims=True)
-
-  def mass_from(self, threshold):
-    return jnp.sum(jnp.where(self.probs < threshold, 0, self.probs), axis=-1, keepdims=True)
-
-  def largest_threshold(self, goal, *, is_weighted, above=None):
-    goal = jnp.broadcast_to(goal, (*self.probs.shape[:-1], 1))
-    above = None if above is None else (above[0], above[1][..., 0])
-    return largest_threshold(self.probs, goal[..., 0], is_weighted=is_weighted, above=above)
-
-
 def _keep_plainly(find, probs, values):
-  return _keep(probs, *find(_PlainDistributions(probs), values))
+  return _keep(probs, *find(Distributions(probs), values))
 
 
 def _takes_rows(probs, values, names):
@@ -223,7 +191,7 @@ def _find_divided(find, axis, probs, values):
   values = jax.lax.dynamic_slice_in_dim(values, jax.lax.axis_index(axis) * own, own)
 
   def find_plainly(parts, values):
-    return jnp.concatenate(find(_PlainDistributions(parts.reshape(own, -1)), values), axis=-1)
+    return jnp.concatenate(find(Distributions(parts.reshape(own, -1)), values), axis=-1)
 
   columns = launch(find_plainly, functools.partial(find_in_rows, find), jnp.swapaxes(parts, 0, 1), values)
   return jax.lax.all_gather(columns, axis, tiled=True)[:num_rows]

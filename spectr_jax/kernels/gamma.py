@@ -15,13 +15,7 @@ _SECTIONS_LOG2 = 4  # of the sections of a bracket in a pass of an accelerator
 
 
 def overlap(draft_probs: jax.Array, target_probs: jax.Array, gamma: jax.Array) -> jax.Array:
-  """The probability beta(gamma) = sum_x min(p(x), q(x)/gamma) that one candidate is accepted.
-
-  Args:
-    draft_probs: `[V]`, p.
-    target_probs: `[V]`, q.
-    gamma: The threshold, scalar.
-  """
+  """The probability beta(gamma) = sum_x min(p(x), q(x)/gamma) that one candidate is accepted."""
   return jnp.sum(jnp.minimum(draft_probs, target_probs / gamma))
 
 
@@ -41,14 +35,8 @@ def solve_gamma(draft_probs: jax.Array, target_probs: jax.Array, num_candidates:
   It makes passes that each cut the bracket into equal sections and keep the one with the root. On a mesh a pass is one
   transfer between devices.
 
-  Args:
-    draft_probs: `[V]`.
-    target_probs: `[V]`.
-    num_candidates: n, scalar; may be traced.
-    num_rounds: Rounds of a bisection of the same accuracy: the bracket shrinks to (n - 1) / 2^num_rounds.
-
-  Returns:
-    Scalar in [1, n], 1 for n = 1.
+  `draft_probs` and `target_probs` are `[V]`; n may be traced. The bracket shrinks to (n - 1) / 2^num_rounds, as in so
+  many rounds of a bisection. The result is in [1, n], 1 for n = 1.
   """
   one, number = jnp.ones((), draft_probs.dtype), num_candidates.astype(draft_probs.dtype)
 
@@ -85,12 +73,8 @@ def sections(low: jax.Array, high: jax.Array, num_sections: int) -> jax.Array:
 def narrow_sections(betas: jax.Array, points: jax.Array, num_candidates: jax.Array) -> jax.Array:
   """The sections of the section in which the excess 1 - (1 - beta)^n - gamma beta changes its sign, `[S + 1]`.
 
-  Without an excess at the first point, as for n = 1, the root is there.
-
-  Args:
-    betas: `[S + 1]`, beta at the points.
-    points: `[S + 1]`, in ascending order, without an excess at the last.
-    num_candidates: n, scalar of the same dtype.
+  `betas` are those at `points` `[S + 1]`, which ascend, without an excess at the last. Without one at the first, as for
+  n = 1, the root is there.
   """
   return narrow_rows(betas, points, num_candidates[None], jnp.expm1)
 

@@ -56,37 +56,22 @@ def is_int8(leaf: Any) -> bool:
 
 
 def check_weights(weights: str | None) -> None:
-  """Checks how weights are to be held.
-
-  Raises:
-    ValueError: It is neither None nor `int8` nor `blocks`.
-  """
+  """ValueError if weights are to be held in another way than None, `int8` or `blocks`."""
   if weights not in (None, INT8, BLOCKS):
     raise ValueError(f'weights must be {INT8}, {BLOCKS}, or None for floating point numbers; got {weights!r}')
 
 
 def check_savable(params: Any) -> None:
-  """Checks that parameters can be written.
-
-  Raises:
-    ValueError: Some are in int8 or in blocks.
-  """
+  """ValueError if some parameters are in int8 or in blocks, which are not written."""
   if any(array.dtype in (jnp.int8, jnp.uint8) for array in jax.tree.leaves(params)):
     raise ValueError(f'a model with weights in {INT8} or in blocks is not saved; load it with weights=None to save it')
 
 
 def quantize(matrix: np.ndarray, channel_axis: int) -> tuple[np.ndarray, np.ndarray]:
-  """Rounds every channel to 255 numbers from minus to plus its largest magnitude.
+  """Rounds every channel of a matrix to 255 numbers from minus to plus its largest magnitude: int8, and scales `[out]`.
 
-  Args:
-    matrix: `[in, out]` for channel axis 1, `[out, in]` for 0, whole channels of float32 or float64.
-    channel_axis: The axis of the output channels.
-
-  Returns:
-    int8 values of the matrix's shape, and scales `[out]` of its dtype. An entry is off by half a scale at most.
-
-  Raises:
-    ValueError: A number is not finite.
+  Channels lie along `channel_axis`, whole and in float32 or float64. An entry is off by half a scale at most.
+  ValueError for numbers that are not finite.
   """
   scale = np.abs(matrix).max(axis=1 - channel_axis) / matrix.dtype.type(_LARGEST)
   if not np.isfinite(scale).all():

@@ -18,8 +18,7 @@ def _as_it_is(array):
 def in_rows(probs: jax.Array) -> jax.Array:
   """Distributions `[..., V]`, on a TPU with each in one piece, or with its part of each on a device.
 
-  The compiler may put the distributions of all nodes side by side, token by token. That suits one sum over all of them,
-  and costs copies wherever a few are read.
+  The compiler may put those of all nodes side by side, token by token, which costs copies wherever a few are read.
   """
   return probs
 

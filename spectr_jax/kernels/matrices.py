@@ -39,15 +39,10 @@ MOST_DOUBLED = 2**31  # bytes of kernels that a model keeps in both orders; with
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TransposedKernel:
-  """A kernel `[in, out]` that is stored in the other order.
+  """A kernel `[in, out]` that is stored in the other order."""
 
-  Attributes:
-    out_in: `[out, in]`, an array or an `Int8Kernel`.
-    in_out: `[in, out]`, for the products of a single token and of prompts, or None where `out_in` serves them too.
-  """
-
-  out_in: Any
-  in_out: Any = None
+  out_in: Any  # `[out, in]`
+  in_out: Any = None  # for single tokens and prompts; None where `out_in` serves
 
   @property
   def shape(self) -> tuple[int, ...]:
@@ -58,17 +53,11 @@ class TransposedKernel:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PackedKernel:
-  """A kernel `[in, out]` in the order in which `native.product` reads it.
+  """A kernel `[in, out]` in the order in which `native.product` reads it."""
 
-  Attributes:
-    panels: What `native.pack` returned.
-    num_out: The number of outputs.
-    scale: `[out]`, the scales of a kernel in int8; None for others.
-  """
-
-  panels: jax.Array
-  num_out: int = dataclasses.field(metadata={'static': True})
-  scale: jax.Array | None = None
+  panels: jax.Array  # what `native.pack` returned
+  num_out: int = dataclasses.field(metadata={'static': True})  # the number of outputs
+  scale: jax.Array | None = None  # `[out]`, the scales of a kernel in int8; None for others
 
   @property
   def shape(self) -> tuple[int, ...]:
@@ -82,10 +71,7 @@ Kernel: TypeAlias = jax.Array | Int8Kernel | BlockKernel | TransposedKernel | Pa
 def matmul(x: jax.Array, kernel: Kernel, *, axis: int = 0) -> jax.Array:
   """The product `[..., out]`, multiplied in the activations' dtype, accumulated in float32 or wider.
 
-  Args:
-    x: `[..., in]`, activations.
-    kernel: `[in, out]` for axis 0, `[out, in]` for axis 1, of any float dtype; or in another form.
-    axis: The kernel's input axis, where the kernel does not say.
+  The kernel is `[in, out]` for axis 0, `[out, in]` for axis 1, of any float dtype; or in another form.
   """
   if isinstance(kernel, BlockKernel):
     return kernel.product(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], kernel.num_out)
@@ -157,28 +143,22 @@ def _has_room_twice(arrays: Sequence[jax.Array]) -> bool:
 
 @operation
 def kernels_for_decoding(params: Mapping[str, Any]) -> Mapping[str, Any]:
-  """Parameters whose matrices are in the form that the default device multiplies fastest.
+  """Parameters, nested dicts, whose matrices are in the form that the default device multiplies fastest.
 
   For CPUs large matrices `kernel` and `unembedding` are joined, and packed or transposed. Kernels in both orders take
   twice the memory; a model with more than `MOST_DOUBLED` bytes of them keeps their order. For GPUs kernels are joined,
   if all parameters are on one device that could hold them twice.
-
-  Args:
-    params: A nested dict, which is returned as it is on TPUs, or if it is in this form.
   """
   return params
 
 
 @operation
 def params_for_decoding(params: Mapping[str, Any]) -> Mapping[str, Any]:
-  """The parameters of a network in the form that the default device decodes fastest.
+  """The parameters of a network, a nested dict with `embedding` `[V, D]`, in the form that decodes fastest.
 
   Beside `kernels_for_decoding`, on a CPU the output head becomes an array of its own if it is tied. And a bfloat16
   embedding becomes integers of the same bits: to take rows of bfloat16, XLA would convert all of them to float32, once
   in every program.
-
-  Args:
-    params: A nested dict with `embedding` `[V, D]` and perhaps `unembedding` `[D, V]`.
   """
   return kernels_for_decoding(params)
 
@@ -208,10 +188,9 @@ def _joined_for_gpu(params: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _is_packed(node: Any) -> bool:
-  """Whether products with a kernel are those of `native`.
+  """Whether products with a kernel are those of `native`: it is whole on one device, and in float32.
 
-  It is in float32, or in bfloat16 or int8 where the processor has no units for bfloat16, with which XLA is as fast; and
-  it is whole on one device.
+  It may also be in bfloat16 or int8 where the processor has no units for bfloat16, with which XLA is as fast.
   """
   values = node.values if is_int8(node) else node
   if not isinstance(values, jax.Array) or isinstance(values, Tracer) or len(values.devices()) > 1:

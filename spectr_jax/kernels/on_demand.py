@@ -35,14 +35,8 @@ def where_needed(is_needed: jax.Array, function: Callable[..., Any], otherwise: 
 
   A `lax.cond` under vmap computes both branches for every row. Here a CPU visits the rows one by one and skips those
   that do not need the function. An accelerator computes all rows together, or nothing if no row needs it: the loop in
-  `rows_where_needed` runs once or not at all. For example, with `is_needed` (False, True, False) a CPU calls `function`
-  once, for the second row. An accelerator calls it for three rows in one iteration and takes the second result.
-
-  Args:
-    is_needed: bool scalar.
-    function: A function of the operands. It must not close over traced values.
-    otherwise: Arrays of the shapes and dtypes that `function` returns.
-    *operands: Arrays or trees of arrays.
+  `rows_where_needed` runs once or not at all. The function must not close over traced values, and returns arrays of the
+  shapes and dtypes of `otherwise`.
   """
 
   @jax.custom_batching.custom_vmap
@@ -128,11 +122,9 @@ def _pick_for_rows(axis_size, in_batched, probs, rows):
 
 
 def _sum_over(is_own: jax.Array, values: jax.Array) -> jax.Array:
-  """The value of each of K places, `[K, ...]`; 0 or False for a place without one.
+  """The value of each of K places, of `values` `[M, ...]`; 0 or False for a place without one.
 
-  Args:
-    is_own: bool `[K, M]`, in every row at most one True: the entry at that place.
-    values: `[M, ...]`.
+  `is_own`, bool `[K, M]`, has in every row at most one True: the entry at that place.
   """
   is_own = is_own.reshape(*is_own.shape, *[1] * (values.ndim - 1))
   if values.dtype == bool:
@@ -163,16 +155,10 @@ def map_needed(
     function: Takes one distribution `[V]` of each array of `probs`, then one item; must not close over traced values.
     is_needed: bool `[M]`.
     otherwise: Arrays `[M, ...]` of the shapes and dtypes that `function` returns.
-    probs: Pairs of an array `[R, V]` and static int `[M]`, which names the row of the array that belongs to each entry.
-      Rows are read in place and not copied.
+    probs: Pairs of an array `[R, V]`, read in place, and static int `[M]`: the row that belongs to each entry.
     items: Arrays `[M, ...]`.
-    at_once: Entries that an accelerator computes together; None for all.
-    all_fn: `function` of all entries at once, for accelerators that compute all of them: takes the arrays of `probs`,
-      then the items. By default the `vmap` of `function`, whose distributions may be copied first.
-    is_heavy: Whether the work on an entry takes long for a small vocabulary as well.
-
-  Returns:
-    Arrays `[M, ...]`.
+    all_fn: `function` of all entries at once, of the arrays of `probs`, then the items; by default its `vmap`, for
+      which distributions may be copied.
   """
   arrays, places = zip(*probs)
   work = _Work(function, places, at_once, all_fn)

@@ -27,15 +27,9 @@ def attend_packed(
   The kernel for TPUs keeps scores on the chip, where XLA writes them to memory, and so do its gradients. It needs a
   multiple of 128 tokens; other lengths, float64 and other backends take `attend_causally`.
 
-  Args:
-    query: `[B, N, H, head_dim]`.
-    keys: `[B, H, head_dim, N]`.
-    values: `[B, H, N, head_dim]`.
-    documents: int32 `[B, 1, N]`, the document of each token.
-    mesh: The mesh that rows are sharded over, with heads over `model`; None for one device.
-
-  Returns:
-    `[B, N, H, head_dim]` in the query's dtype.
+  `query` is `[B, N, H, head_dim]`, like the result; `keys` and `values` are `[B, H, head_dim, N]` and
+  `[B, H, N, head_dim]`; `documents`, int32 `[B, 1, N]`, is the document of each token. Rows are sharded over the mesh,
+  with heads over `model`; None for one device.
   """
   places = jnp.arange(documents.shape[-1])
   mask = (jnp.swapaxes(documents, 1, 2) == documents) & (places[:, None] >= places)
@@ -60,13 +54,9 @@ def _attend_by_kernel(query, keys, values, documents, *, mesh=None):
 
 @operation
 def arrange_packed(qkv: jax.Array, *, mesh: Mesh | None = None) -> jax.Array:
-  """Puts the tokens side by side in memory on TPUs, as the kernel reads them, and those of the gradient.
+  """Puts the tokens of `qkv` `[B, N, H, 3 head_dim]` side by side on TPUs, as the kernel reads them, and of gradients.
 
   The compiler itself would put the gradients of a head's queries, keys and values side by side, each padded to 128.
-
-  Args:
-    qkv: `[B, N, H, 3 head_dim]`.
-    mesh: As for `attend_packed`.
   """
   return qkv
 
@@ -95,10 +85,7 @@ def _axis_of_heads(num_heads: int, mesh: Mesh | None) -> str | None:
 def by_kernel(
   query: jax.Array, keys: jax.Array, values: jax.Array, documents: jax.Array, *, interpret: bool = False
 ) -> jax.Array:
-  """`attend_packed` by the kernel, on one device, of a multiple of 128 tokens.
-
-  `interpret` runs it without a TPU, for tests.
-  """
+  """`attend_packed` by the kernel, on one device, of a multiple of 128 tokens; `interpret` runs it without a TPU."""
   # Takes seconds to import.
   from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
   from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask

@@ -45,10 +45,7 @@ def inverse_root(variance: jax.Array) -> jax.Array:
 def multiply(x: jax.Array, kernel: jax.Array, axis: int = 0) -> jax.Array:
   """The product `[..., out]`, multiplied in the activations' dtype, accumulated in float32 or wider.
 
-  Args:
-    x: `[..., in]`, activations.
-    kernel: `[in, out]` for axis 0, `[out, in]` for axis 1; of any float dtype, or int8.
-    axis: The kernel's input axis.
+  The kernel is `[in, out]` for axis 0, `[out, in]` for axis 1; of any float dtype, or int8.
   """
   if x.ndim == 3 and x.shape[1] >= MANY_TOKENS:
     return product(x, kernel, axis)

@@ -33,20 +33,15 @@ def fit_race(
   """The fitted weights of a race, and the distribution of the class that is picked with them.
 
   Each round computes the distribution that the weights give, and multiplies every weight by a power of the factor that
-  its class lacks. In the example of `_goal` each side of the cut holds one class. So every weight is the largest of its
-  side and stays 1, and the distribution is the goal from the start. Suppose instead that one of three classes above the
-  cut is picked half as often as the goal asks. Its log weight rises by `step` log 2, minus the rise of the largest of
-  the three.
-
-  Beside given candidates it is the factor that the odds lack with which a class is picked where it occurs. A single
-  drawn candidate has odds of w/W against the given ones. Where these are 9 and should be 99, the probability lacks a
-  tenth alone, and the weight eleven times.
+  its class lacks. Suppose that one of three classes above the cut is picked half as often as the goal asks. Its log
+  weight rises by `step` log 2, minus the rise of the largest of the three. Beside given candidates, whose class is the
+  first, it is the factor that the odds lack with which a class is picked where it occurs: where odds of 9 should be 99,
+  the probability lacks a tenth alone, and the weight eleven times.
 
   Args:
     masses: `[C, 2]`, the masses of draft and target by class, in ascending order of q/p.
     num_candidates: n, scalar above 1; with given candidates the number of the drawn ones, at least 1.
-    has_given: bool scalar, whether there are given candidates; their class is the first. None if there is no such
-      class.
+    has_given: bool scalar, whether there are given candidates; None if there is no such class.
     nodes, spacing: The points of the integral and their weights.
     num_rounds, step, log_range: As in `couplings.race.Race`.
 
@@ -80,20 +75,12 @@ def fit_race(
 
 @dataclasses.dataclass(frozen=True)
 class Sums:
-  """What the kernel computes in ways of its own.
+  """Operations on classes that the kernel computes in ways of its own."""
 
-  Attributes:
-    up_to: Cumulative sums over classes.
-    largest_up_to: The largest of the values up to each class; none is negative.
-    largest_from: The largest of the values from each class on.
-    power: Powers of numbers from 0 to 1.
-    expm1: e^x - 1.
-  """
-
-  up_to: Callable[[jax.Array], jax.Array]
-  largest_up_to: Callable[[jax.Array], jax.Array]
-  largest_from: Callable[[jax.Array], jax.Array]
-  power: Callable[[jax.Array, jax.Array], jax.Array]
+  up_to: Callable[[jax.Array], jax.Array]  # cumulative sums over classes
+  largest_up_to: Callable[[jax.Array], jax.Array]  # the largest of the values up to each class; none is negative
+  largest_from: Callable[[jax.Array], jax.Array]  # the largest of the values from each class on
+  power: Callable[[jax.Array, jax.Array], jax.Array]  # of numbers from 0 to 1
   expm1: Callable[[jax.Array], jax.Array]
 
 
@@ -104,15 +91,12 @@ def _occurs(sums: Sums, mass, number, has_given):
 
 
 def _goal(sums: Sums, mass, target, number, has_given=None):
-  """The best distribution of the picked class that any selection can reach, and the set of classes that it cuts off.
+  """The best distribution of the picked class, the classes picked wherever they occur, the draft's mass in the others.
 
   For example, with two candidates, p = (.75, .25) and q = (.5, .5) in two classes, both candidates lie in the lower
   class with probability .5625. So it is picked at least that often, .0625 more than the target wants, and the goal is
   (.5625, .4375), which overlaps with q by the optimum .9375. The lower class is cut off: a candidate of the upper one
   is picked wherever it occurs.
-
-  Returns:
-    The distribution; the classes that are picked wherever they occur; the draft's mass in the others.
   """
   place = jax.lax.broadcasted_iota(jnp.int32, mass.shape, 0)
   below = sums.up_to(mass)
@@ -131,10 +115,7 @@ def _goal(sums: Sums, mass, target, number, has_given=None):
 
 
 def fit(sums: Sums, probs_fn, mass, target, number, has_given=None, *, num_rounds, step, log_range) -> tuple[Any, ...]:
-  """The body of `fit_race`; `probs_fn` gives the distribution.
-
-  Its arguments are weights, masses of the draft, the classes above the cut and the mass below.
-  """
+  """The body of `fit_race`; `probs_fn` takes weights, the draft's masses, classes above the cut, the mass below."""
   goal, is_high, low_mass = _goal(sums, mass, target, number, has_given)
   is_possible = mass > 0 if has_given is None else (mass > 0).at[0].set(has_given)
   lowest = jnp.finfo(mass.dtype).min

@@ -13,12 +13,9 @@ from spectr_jax.kernels.dispatch import launch, lazy, operation
 
 @operation
 def softmax(logits: jax.Array, scale: jax.Array, is_greedy: jax.Array) -> jax.Array:
-  """The softmax `[B, N, V]` of logits divided by a scale, or a point mass; NaN where the largest logit is not finite.
+  """The softmax of logits `[B, N, V]` divided by a positive `scale` `[B, 1]`; NaN where the largest is not finite.
 
-  Args:
-    logits: `[B, N, V]`.
-    scale: `[B, 1]`, positive.
-    is_greedy: bool `[B, 1]`, the rows that get the point mass at the first largest logit.
+  Rows that are greedy, bool `[B, 1]`, get the point mass at the first largest logit.
   """
   # Only indices pass through the choice: one between distributions would copy them.
   none = functools.partial(jnp.full, logits.shape[:-1], -1, jnp.int32)

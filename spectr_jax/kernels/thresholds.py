@@ -40,17 +40,15 @@ def search(
 ) -> jax.Array:
   """The bits of the largest floats from which on there are enough tokens.
 
-  With 16 sections, 15 points lie between them. If 6 of these have enough, the bracket becomes that of points 6 and 7.
-  Rounded sums, too, do not grow as tokens are left out, so those with enough are the first ones.
+  With S = 16 sections, 15 points lie between them. If 6 of these have enough, the bracket becomes that of points 6 and
+  7. Rounded sums, too, do not grow as tokens are left out, so those with enough are the first ones.
 
   Args:
     measure: Takes a function from the numbers of points, from 1 to S - 1, to their bits, in ascending order, and the
       counts. Returns the number of points from which on there are enough, and the counts of the new bracket.
-    low: The bits of a float from which on there are enough tokens, or 0.
-    high: Those of a larger one from which on there are not enough.
+    low, high: The bits of a float from which on there are enough tokens, or 0, and of one from which on there are not.
     counts: The number of tokens from `low` on and that from `high` on; `()` with a number of passes.
-    num_sections: S, the sections of a bracket.
-    num_passes: How often it is cut; None as long as more than one token and a float lie within any bracket.
+    num_passes: How often a bracket is cut; None as long as more than one token and a float lie within any.
   """
 
   def cut(low, high, *counts):
@@ -86,16 +84,10 @@ def _bracket(probs, above):
 def largest_threshold(
   probs: jax.Array, goal: jax.Array, *, is_weighted: bool, above: tuple[jax.Array, jax.Array] | None = None
 ) -> jax.Array:
-  """The largest t `[..., 1]` such that the tokens with probability at least t have a total weight of `goal` or more.
+  """The largest t `[..., 1]` such that the tokens with probability at least t weigh `goal` `[...]` or more; 0 if none.
 
-  It is 0 where all tokens together weigh less.
-
-  Args:
-    probs: `[..., V]`, not negative; distributions if `is_weighted`.
-    goal: `[...]`.
-    is_weighted: Whether tokens weigh their probability; otherwise each weighs 1.
-    above: None, or a number `[..., 1]` that t is known to be no less than, which shortens the search, and the weight
-      `[...]` of the tokens with at least that probability.
+  Tokens weigh their probability if `is_weighted`, else 1. `above` shortens the search: a number `[..., 1]` that t is no
+  less than, and the weight `[...]` of the tokens with at least that probability.
   """
 
   def measure(point, low_count, high_count):

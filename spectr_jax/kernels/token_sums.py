@@ -36,12 +36,9 @@ def token_sums(
 
   Tokens may be divided over devices by the compiler. Then each adds up its own, and the sums are added.
 
-  Args:
-    plain: `plain(*values, params)`, or `plain(*values)` without parameters, computes the sums.
-    token_fns: For the kernel, each gives some of the sums, in order. Those of one are kept in registers at the same
-      time, so they should be about 16. They must not close over traced values.
-    values: Arrays `[V]`, one number for each token.
-    params: `[P]`, what the functions take besides; None for nothing.
+  `plain(*values, params)`, or `plain(*values)` without parameters `[P]`, computes the sums over arrays `[V]`. For the
+  kernel each of the functions gives some of them, in order; those of one are kept in registers at the same time, so
+  they should be about 16. They must not close over traced values.
   """
   return plain(*values) if params is None else plain(*values, params)
 
@@ -56,12 +53,7 @@ def _are_covered(*arrays: jax.Array) -> bool:
 
 
 def _on_each_part(sums, *arrays):
-  """`sums` of the tokens on each device, added up.
-
-  Args:
-    sums: A function of the arrays.
-    *arrays: Arrays `[..., V]`, and the parameters.
-  """
+  """`sums` of the tokens of arrays `[..., V]` on each device, added up; the last array holds the parameters."""
   axes = dividing_axes()
   if not axes:
     return sums(*arrays)
@@ -97,11 +89,8 @@ def sums_of_rows(
 ) -> jax.Array:
   """Sums `[M]` over the tokens of entries with a row of every table each; a TPU's kernel reads rows in place.
 
-  Args:
-    token_fn: Gives one number per token. It must not close over traced values.
-    tables: Arrays `[R, V]`, each with an R of its own.
-    rows: For each table static int `[M]`, the row of every entry.
-    params: `[M, P]`, what the function takes besides.
+  `token_fn` gives one number per token of tables `[R, V]`, each with an R of its own, and of `params` `[M, P]`; it must
+  not close over traced values. `rows` has for each table static int `[M]`, the row of every entry.
   """
   (numbers,) = token_fn(jnp.split(params, params.shape[1], axis=1))([*map(rows_at, tables, rows)])
   return jnp.sum(numbers, axis=1)

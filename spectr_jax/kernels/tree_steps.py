@@ -18,20 +18,12 @@ from spectr_jax.kernels.dispatch import operation
 
 @operation
 def race_credits(
-  is_candidate: jax.Array,
-  is_before: jax.Array,
-  is_sibling: jax.Array,
-  shares: jax.Array,
-  log_ratios: jax.Array,
+  is_candidate: jax.Array, is_before: jax.Array, is_sibling: jax.Array, shares: jax.Array, log_ratios: jax.Array
 ) -> jax.Array:
-  """The logarithms of the credits of race traversal by slot, `[L + 1, W]`, -inf for 0; see `verifiers.race_traversal`.
+  """The logarithms of the credits of race traversal by slot, `[L + 1, W]`, -inf for 0.
 
-  Args:
-    is_candidate: bool `[L, W, W]`, at `[d, i, j]` whether slot j of depth d + 1 is a candidate after context i.
-    is_before: bool `[L, W, W]`, at `[d, j, k]` whether context k of depth d + 1 is visited before its sibling j.
-    is_sibling: bool `[L, W, W]`, whether k and j follow the same context; each is its own sibling.
-    shares: `[L, W]`, the probability that the race above picks the token of a slot; 0 for a slot without a context.
-    log_ratios: `[L, W]`, log of q(x) / pt(x) of that token.
+  Arguments are those of `Contexts`, `Plan` and `_Races` in `spectr_jax.verifiers`; `shares` `[L, W]` is 0 for a slot
+  without a context.
   """
 
   def next_depth(log_credit, depth):
@@ -71,11 +63,8 @@ race_credits.register_kernel('tpu', 'tpu.recursions:race_credits', takes=lambda 
 def first_kept(is_child: jax.Array, is_before: jax.Array, is_kept: jax.Array, nodes: jax.Array) -> jax.Array:
   """The node, an int32 scalar, of the first kept context in the order of visits: children before parents.
 
-  Args:
-    is_child: bool `[L, W, W]`, at `[d, i, j]` whether context j of depth d + 1 stands below context i.
-    is_before: bool `[L, W, W]`, at `[d, j, k]` whether context k of depth d + 1 is visited before its sibling j.
-    is_kept: bool `[L + 1, W]`; the root's is True.
-    nodes: int32 `[L + 1, W]`, the nodes of the slots, from 0 to a number below (L + 1) W.
+  `is_child` and `is_before` are bool `[L, W, W]` as in `Contexts` and `Plan` of `spectr_jax.verifiers`; `is_kept`, bool
+  `[L + 1, W]`, is True at the root; `nodes`, int32 `[L + 1, W]`, are below (L + 1) W.
   """
   ranks = jnp.sum(is_before, axis=-1, dtype=jnp.int32)
   scale, none = ranked(nodes), nodes.shape[1] * ranked(nodes)

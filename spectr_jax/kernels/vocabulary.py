@@ -10,13 +10,7 @@ from spectr_jax.kernels.layouts import in_rows
 
 
 def over_vocabulary(logits: jax.Array, target_ids: jax.Array | None, vocab_size: int) -> jax.Array:
-  """Logits over the target's vocabulary, `[..., V]`; -inf for tokens that cannot be guessed.
-
-  Args:
-    logits: `[..., Vd]`, of the tokens that can be guessed.
-    target_ids: int32 `[Vd]`, these tokens; None if they are all, in order.
-    vocab_size: V.
-  """
+  """Logits `[..., V]` from those `[..., Vd]` of the tokens `target_ids`, or of all; -inf for all other tokens."""
   if target_ids is None:
     return logits
   return _spread(logits, target_ids, vocab_size)

@@ -19,19 +19,12 @@ from spectr_jax.sharding import fetch
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TextCache:
-  """The committed text of each row, and the pending tokens after it.
+  """The committed text of each row, and the pending tokens after it."""
 
-  Attributes:
-    tokens: int32 `[B, S]`; from a row's length on they are valid ids that no result depends on.
-    lengths: int32 `[B]`, the committed tokens of each row.
-    pending: int32 `[B, M]`, or `()` when nothing is pending.
-    num_pending: int32 scalar, the number of pending tokens already written.
-  """
-
-  tokens: jax.Array
-  lengths: jax.Array
-  pending: Any
-  num_pending: jax.Array
+  tokens: jax.Array  # int32 [B, S]; from a row's length on they are valid ids that no result depends on
+  lengths: jax.Array  # int32 [B], committed tokens
+  pending: Any  # int32 [B, M], or () when nothing is pending
+  num_pending: jax.Array  # int32 scalar, pending tokens already written
 
   def append(self, new: jax.Array, num_slots: int) -> TextCache:
     """The cache with a call's tokens `[B, N]` pending, of `num_slots` in the whole round."""
@@ -63,17 +56,12 @@ def _put(texts: jax.Array, places: jax.Array, tokens: jax.Array) -> jax.Array:
 
 
 def _fewest_texts(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-  """The fewest paths that hold the path of every token, and where in them the tokens stand.
+  """The fewest paths that hold the path of every token, by a mask bool `[N, M]`, and where in them the tokens stand.
 
   A causal network gives the logits after every token of a text at once, so the path of a node comes with that of any
-  node below it. Two chains of two after a root, whose rows are 1, 11, 101, 1101, 10101, take two paths of three.
-
-  Args:
-    mask: bool `[N, M]`, as for `Model.apply_fn`.
-
-  Returns:
-    int `[T, D]` pending tokens of each path in order, -1 after its end; and int `[N, 2]`, the path of each token and
-    its place there.
+  node below it. Two chains of two after a root, whose rows are 1, 11, 101, 1101, 10101, take two paths of three. The
+  results are int `[T, D]`, the pending tokens of each path, -1 after its end, and int `[N, 2]`, each token's path and
+  place.
   """
   own = [tuple(np.flatnonzero(row).tolist()) for row in mask]
   paths, place_of = [], {}
@@ -140,12 +128,10 @@ _COMPARED = 8  # tokens of the texts by which a network shows whether it is caus
 
 
 def _check_causal(network: Callable[[jax.Array], jax.Array], vocab_size: int, context_length: int | None) -> None:
-  """Compares the logits of a prefix that goes on in two ways, and those of the prefix alone.
+  """Compares the logits of a prefix that goes on in two ways, and of the prefix alone; ValueError if they differ, or
+  for NaN.
 
   Texts of one length are computed alike and differ by no rounding; the prefix alone may.
-
-  Raises:
-    ValueError: The logits after the same tokens differ, or those of the longer text are NaN.
   """
   size = _COMPARED if context_length is None else min(_COMPARED, context_length)
   half = size // 2

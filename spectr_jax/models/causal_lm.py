@@ -27,24 +27,13 @@ from spectr_jax.sharding import CAUSAL_LM_RULES
 
 
 def linear(params: Mapping[str, Any], x: jax.Array) -> jax.Array:
-  """The product with a kernel, and a bias if there is one; `[..., out]` in the dtype of `x`.
-
-  Args:
-    params: `kernel` `[in, out]` and perhaps `bias` `[out]`.
-    x: `[..., in]`.
-  """
+  """The product of `x` `[..., in]` with `kernel` `[in, out]`, and perhaps `bias` `[out]`, in the dtype of `x`."""
   out = matmul(x, params['kernel'])
   return (out + params['bias'] if 'bias' in params else out).astype(x.dtype)
 
 
 def linears(params: Mapping[str, Any], names: tuple[str, ...], x: jax.Array, widths: Sequence[int]) -> list[jax.Array]:
-  """The products of one input with several kernels, `[..., out]` each, which `params_for_decoding` may have made one.
-
-  Args:
-    params: Parameters by name, as for `linear`, or of all under the name that `JOINED` gives them.
-    names, widths: The products and their numbers of outputs.
-    x: `[..., in]`.
-  """
+  """The products `[..., out]` of one input with several kernels, which `params_for_decoding` may have joined."""
   joined = params.get(JOINED[names])
   if joined is None:
     return [linear(params[name], x) for name in names]
@@ -67,13 +56,10 @@ def norm(params: Mapping[str, Any], x: jax.Array, config: CausalLMConfig) -> jax
 
 
 def visible_tokens(window: int | None, mask: jax.Array) -> jax.Array:
-  """The pending tokens, bool `[1 or B, N, M]`, that each token attends to in a layer.
+  """The pending tokens, bool `[1 or B, N, M]`, that each token attends to in a layer; a mask of that shape without a
+  window.
 
   Those that a token sees are its ancestors in order, so their distances are differences of their ranks among them.
-
-  Args:
-    window: The layer's window, or None.
-    mask: bool `[1 or B, N, M]`, those that it attends to without a window.
   """
   if window is None:
     return mask
@@ -82,10 +68,7 @@ def visible_tokens(window: int | None, mask: jax.Array) -> jax.Array:
 
 
 def visible_slots(window: int | None, positions: jax.Array, cache: KVCache) -> jax.Array:
-  """The slots of a cache, bool `[B, 1 or N, S]`, that tokens at `positions` `[B, N]` attend to in a layer.
-
-  A committed token's position is its slot. `window` is the layer's, or None.
-  """
+  """The slots, bool `[B, 1 or N, S]`, that tokens at `positions` `[B, N]` attend to, by the layer's window."""
   num_slots = cache.keys[0].shape[-1]
   slots = layers.committed_slots(num_slots, cache.lengths)
   if window is None:
@@ -101,14 +84,7 @@ def rotation_of(rope: Rope | None, positions: jax.Array) -> Rotation | None:
 
 
 def project(params, config: CausalLMConfig, x: jax.Array, rotation: Rotation | None) -> tuple[jax.Array, ...]:
-  """Queries `[B, N, H, head_dim]`, and keys and values `[B, N, K, head_dim]`, normalized and rotated.
-
-  Args:
-    params: `q`, `k` and `v`, one by one or joined, and the gains of their norms if there are any.
-    config: The configuration.
-    x: `[B, N, in]`, the input of attention.
-    rotation: As `rotation_of` gives it.
-  """
+  """Queries `[B, N, H, head_dim]`, and keys and values `[B, N, K, head_dim]`, normalized and rotated."""
 
   widths = [heads * config.head_dim for heads in (config.num_heads, config.num_cached_heads, config.num_cached_heads)]
   products = linears(params, ('q', 'k', 'v'), x, widths)
@@ -123,13 +99,8 @@ def project(params, config: CausalLMConfig, x: jax.Array, rotation: Rotation | N
 def mix(config: CausalLMConfig, layer: int, query, key, value, visible, cache: KVCache | None):
   """The mixed values `[B, N, H, head_dim]`, and the layer's pending keys and values.
 
-  Args:
-    config: The configuration.
-    layer: The layer.
-    query, key, value: As of `project`.
-    visible: The pending tokens, bool `[1 or B, N, M]`, and the slots, bool `[B, 1 or N, S]`, that each token sees; None
-      for the slots if there is no cache or nothing is committed.
-    cache: The cache, or None.
+  `visible` are the pending tokens, bool `[1 or B, N, M]`, and the slots, bool `[B, 1 or N, S]`, that each token sees;
+  None for the slots if there is no cache or nothing is committed.
   """
   pending_mask, slots = visible
   if cache is None:
@@ -142,10 +113,7 @@ def mix(config: CausalLMConfig, layer: int, query, key, value, visible, cache: K
 
 
 def attention(params, config: CausalLMConfig, layer: int, x, rotation, visible, cache: KVCache | None):
-  """The output of attention `[B, N, embed_dim]` to `x` `[B, N, in]`, and the layer's pending keys and values.
-
-  `rotation` is as `rotation_of` gives it; other arguments are those of `mix`.
-  """
+  """The output `[B, N, embed_dim]` for `x` `[B, N, in]`, and the layer's pending keys and values; see `mix`."""
   query, key, value = project(params, config, x, rotation)
   mixed, keys, values = mix(config, layer, query, key, value, visible, cache)
   return linear(params['out'], mixed.reshape(*x.shape[:2], -1)), keys, values
@@ -168,10 +136,7 @@ def mlp(params, config: CausalLMConfig, x: jax.Array) -> jax.Array:
 
 
 def block(params, config: CausalLMConfig, layer: int, x, rotation, visible, cache: KVCache | None):
-  """The stream `[B, N, embed_dim]` after a block, given `x` before it, and the layer's pending keys and values.
-
-  Other arguments are those of `attention`.
-  """
+  """The stream `[B, N, embed_dim]` after a block, given `x` before it, and the layer's pending keys and values."""
 
   def post(name, out):
     return norm(params[name], out, config) if config.has_post_norms else out
@@ -195,10 +160,7 @@ def _unembed(params, features, *, config):
 
 
 def _streams(params, tokens, positions, mask, cache, *, config):
-  """The stream before and after every block and after the final norm, and the pending keys and values of all layers.
-
-  The cache may be None.
-  """
+  """The stream before and after every block and after the final norm, and the pending keys and values of all layers."""
   x = _embed(params, tokens, config=config)
   if config.rope is None:
     # Padding may stand at any position; a missing one would embed as NaN.
@@ -218,13 +180,7 @@ def _streams(params, tokens, positions, mask, cache, *, config):
 
 
 def hidden_states(params: Mapping[str, Any], config: CausalLMConfig, tokens: jax.Array) -> jax.Array:
-  """The inputs of the output head, `[B, T, embed_dim]`, after every token of whole texts; they have a gradient.
-
-  Args:
-    params: As of `init_params`, in `config.dtype`.
-    config: The sizes.
-    tokens: int32 `[B, T]`, texts from their first tokens on.
-  """
+  """The inputs of the output head, `[B, T, embed_dim]`, after all tokens `[B, T]` of whole texts, with a gradient."""
   size = tokens.shape[1]
   positions = jnp.broadcast_to(jnp.arange(size), tokens.shape)
   causal = jnp.tril(jnp.ones((1, size, size), bool))
@@ -282,9 +238,5 @@ def causal_lm(params: Mapping[str, Any], config: CausalLMConfig) -> Model:
 
 
 def config_of(model: Model) -> CausalLMConfig:
-  """The configuration that a model was made with.
-
-  Raises:
-    ValueError: The model was not made by `causal_lm`.
-  """
+  """The configuration that a model was made with; ValueError unless `causal_lm` made it."""
   return functions.config_of(model, _apply, 'causal_lm')

@@ -52,16 +52,7 @@ class Rope:
 
 
 def check_sizes(config: Any, *names: str, most: int | None = None) -> None:
-  """Checks that fields are positive integers.
-
-  Args:
-    config: An object with these fields.
-    *names: The fields.
-    most: The largest allowed value, or None.
-
-  Raises:
-    ValueError: One is not.
-  """
+  """Checks that fields are positive integers, at most `most`; ValueError if one is not."""
   for name in names:
     value = getattr(config, name)
     if type(value) is not int or value < 1:
@@ -192,11 +183,7 @@ class CausalLMConfig:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
 
   def for_mesh(self, mesh: Mesh | AbstractMesh) -> CausalLMConfig:
-    """The configuration with as many copies of key-value heads as the mesh's axis `model` needs.
-
-    Raises:
-      ValueError: The heads cannot be sharded over the axis.
-    """
+    """The configuration with as many copies of key-value heads as the mesh needs; ValueError if they do not fit."""
     num_shards, num_kv_heads = mesh.shape[MODEL], self.num_kv_heads
     if num_kv_heads % num_shards == 0:
       return self
@@ -229,10 +216,7 @@ class CausalLMConfig:
 
 
 def param_shapes(config: CausalLMConfig) -> dict[str, Any]:
-  """The shapes of all parameters, a nested dict of `jax.ShapeDtypeStruct`, and of `Int8Kernel` of these.
-
-  It is enough to compile for a model whose weights are not there.
-  """
+  """The shapes of all parameters, a nested dict of `jax.ShapeDtypeStruct`, and of `Int8Kernel` of these."""
 
   def array(*shape):
     return jax.ShapeDtypeStruct(shape, config.dtype)

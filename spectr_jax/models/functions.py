@@ -20,10 +20,8 @@ def _apply_fn(apply, config, feature_layers):
 def model_functions(config: Any, *, apply: Callable, **others: Callable | None) -> dict[str, Any]:
   """The functions of a `Model` by field: one object per configuration, so that equal models share compiled programs.
 
-  Args:
-    config: The sizes, hashable, with `num_layers`.
-    apply: `(params, tokens, positions, mask, cache, *, config, feature_layers) -> ModelOutput`.
-    **others: Other functions by name, without `_fn`, each with the keyword `config`; None for one that is missing.
+  `apply` is `(params, tokens, positions, mask, cache, *, config, feature_layers) -> ModelOutput`; the others, by name
+  without `_fn`, take the keyword `config`, or are None where one is missing.
   """
   functions = {
     f'{name}_fn': None if function is None else functools.partial(function, config=config)
@@ -36,11 +34,7 @@ def model_functions(config: Any, *, apply: Callable, **others: Callable | None) 
 
 
 def config_of(model: Model, apply: Callable, maker: str) -> Any:
-  """The configuration that a model was made with by the function `maker`, of the network's `apply`.
-
-  Raises:
-    ValueError: The model is of another network.
-  """
+  """The configuration of a model that `maker` made of the network's `apply`; ValueError for others."""
   if not isinstance(model.apply_fn, functools.partial) or model.apply_fn.func is not apply:
     raise ValueError(f'not a model made by {maker}')
   return model.apply_fn.keywords['config']

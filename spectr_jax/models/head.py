@@ -149,10 +149,7 @@ def param_shapes(config: HeadConfig) -> dict[str, Any]:
 
 
 def random_params(key: jax.Array, shapes: Mapping[str, Any]) -> dict[str, Any]:
-  """Random parameters of a nested dict of shapes, of a scale that keeps activations near unit variance.
-
-  The key is a typed one; `target_ids` are the first Vd ids.
-  """
+  """Random parameters of a nested dict of shapes; activations are near unit variance, `target_ids` the first ids."""
   leaves, structure = jax.tree_util.tree_flatten_with_path(shapes)
 
   def draw(key, path, shape):
@@ -173,11 +170,7 @@ def init_params(key: jax.Array, config: HeadConfig) -> dict[str, Any]:
 
 
 def hidden_of_features(params: Mapping[str, Any], config: HeadConfig, features: jax.Array) -> jax.Array:
-  """The hidden state h of tokens that the target has seen, `[..., embed_dim]`.
-
-  Args:
-    features: `[..., F, target_dim]`, the target's hidden states of the token before.
-  """
+  """The hidden state h `[..., embed_dim]`, by the target's `[..., F, target_dim]` of the token before."""
   features = features.astype(config.block.dtype)
   if config.features_norm == 'each':
     each = [params['features_norm'][f'{i}'] for i in range(features.shape[-2])]
@@ -239,19 +232,11 @@ def advance(
 ) -> tuple[jax.Array, jax.Array, Kept]:
   """A head of one block: the next hidden states, the input of the output head, and what `attend_fn` keeps.
 
-  Args:
-    embedded: `[B, N, embedding_dim]`, the embedded tokens.
-    hidden: `[B, N, embed_dim]`, the hidden states h of what stands before each; results have this shape.
-    positions: int32 `[B, N]`; any origin will do.
-    attend_fn: Attention over these tokens and those before them.
+  It takes embedded tokens `[B, N, embedding_dim]`, hidden states h `[B, N, embed_dim]` of what stands before each,
+  whose shape results have, and positions `[B, N]` from any origin.
   """
   x, kept = _first_block(params, config, embedded, hidden, positions, attend_fn)
   return *_finish(params, config, x), kept
-
-
-def init_cache(config: HeadConfig, batch_size: int, cache_size: int) -> KVCache:
-  """An empty cache of the head's keys and values, see `KVCache.empty`."""
-  return config.block.empty_cache(batch_size, cache_size)
 
 
 def apply(
@@ -265,12 +250,8 @@ def apply(
 ) -> tuple[jax.Array, jax.Array, KVCache]:
   """`advance` through all blocks after the committed tokens of a cache, which is returned with the tokens pending.
 
-  Args:
-    embedded: `[B, N, embedding_dim]`.
-    hidden: `[B, N, embed_dim]`.
-    positions: int32 `[B, N]`, the committed tokens' slots continued.
-    mask: bool `[N, M]` or `[B, N, M]`, the pending tokens that each token attends to.
-    cache: The cache.
+  `positions` `[B, N]` continue the slots of committed tokens; `mask`, bool `[N, M]` or `[B, N, M]`, says which pending
+  tokens each attends to.
   """
   block = config.block
   mask = mask[None] if mask.ndim == 2 else mask
@@ -290,17 +271,7 @@ def apply(
 
 
 def check_target_ids(params: Mapping[str, Any], is_reduced: bool, num_ids: int, vocab_size: int) -> None:
-  """Checks that what a head guesses are tokens of the target.
-
-  Args:
-    params: The parameters, with `target_ids` int32 `[Vd]` if the head is reduced; ids without values are not checked.
-    is_reduced: Whether it guesses some of the target's tokens only.
-    num_ids: Vd, the tokens that it guesses.
-    vocab_size: V, the target's.
-
-  Raises:
-    ValueError: An id is not in the vocabulary, or a head that is not reduced guesses more or fewer tokens.
-  """
+  """Checks that the `num_ids` tokens which a head guesses are the target's; ids without values are not checked."""
   if not is_reduced:
     if num_ids != vocab_size:
       raise ValueError(f'the head guesses {num_ids} tokens, but the target has {vocab_size}')

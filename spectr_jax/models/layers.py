@@ -19,12 +19,7 @@ from spectr_jax.kernels.products import accumulation_dtype, inverse_root
 
 
 def take_rows(embedding: jax.Array | Int8Kernel | BlockKernel, rows: jax.Array) -> jax.Array:
-  """Rows `[..., embed_dim]` of an embedding, in its dtype or in that of its scale.
-
-  Args:
-    embedding: `[V, embed_dim]`, of any float dtype, in int8, or uint16, the bits of bfloat16; or in blocks.
-    rows: Integers `[...]`.
-  """
+  """Rows `[..., embed_dim]` of an embedding, in its dtype or that of its scale; uint16 are bits of bfloat16."""
   if isinstance(embedding, BlockKernel):
     return embedding.columns(jnp.clip(rows, 0, embedding.num_out - 1))
   if isinstance(embedding, Int8Kernel):
@@ -34,20 +29,14 @@ def take_rows(embedding: jax.Array | Int8Kernel | BlockKernel, rows: jax.Array) 
 
 
 def rms_norm(x: jax.Array, gain: jax.Array, *, epsilon: float = 1e-6) -> jax.Array:
-  """Root-mean-square normalization of `x` `[..., D]` with gains `[D]`, computed in float32 or wider.
-
-  `epsilon` is added to the mean square. The result has the dtype of `x`, and is NaN where the sum of squares overflows.
-  """
+  """Root-mean-square norm of `x` `[..., D]` with gains `[D]`, in float32 or wider; NaN where squares overflow."""
   wide = x.astype(accumulation_dtype(x.dtype))
   scale = inverse_root(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + epsilon)
   return (wide * scale * gain).astype(x.dtype)
 
 
 def layer_norm(x: jax.Array, gain: jax.Array, bias: jax.Array, *, epsilon: float) -> jax.Array:
-  """Layer normalization of `x` `[..., D]` with gains and biases `[D]`, computed in float32 or wider.
-
-  `epsilon` is added to the variance. The result has the dtype of `x`, and is NaN where the sum of squares overflows.
-  """
+  """Layer norm of `x` `[..., D]` with gains and biases `[D]`, in float32 or wider; NaN where squares overflow."""
   wide = x.astype(accumulation_dtype(x.dtype))
   centered = wide - jnp.mean(wide, axis=-1, keepdims=True)
   scale = inverse_root(jnp.mean(jnp.square(centered), axis=-1, keepdims=True) + epsilon)
@@ -55,10 +44,7 @@ def layer_norm(x: jax.Array, gain: jax.Array, bias: jax.Array, *, epsilon: float
 
 
 def rotate(x: jax.Array, rotation: Rotation) -> jax.Array:
-  """Rotary position embedding of queries or keys `x` `[B, N, H, head_dim]`, in their dtype.
-
-  It pairs entry i of a head with entry F + i; entries from 2 F on are not rotated.
-  """
+  """Rotary positions of `x` `[B, N, H, head_dim]`: entries i and F + i are a pair, those from 2 F on stay."""
   sin, cos = rotation
   width = 2 * sin.shape[-1]
   first, second = jnp.split(x[..., :width].astype(accumulation_dtype(x.dtype)), 2, axis=-1)
@@ -72,12 +58,7 @@ def committed_slots(num_slots: int, lengths: jax.Array) -> jax.Array:
 
 
 def unembed(params: Mapping[str, Any], features: jax.Array) -> jax.Array:
-  """Logits `[..., V]` in float32 or wider, by the output head or, where there is none, by the embedding.
-
-  Args:
-    params: `unembedding` `[embed_dim, V]` or `embedding` `[V, embed_dim]`.
-    features: `[..., embed_dim]`, the final norm's output.
-  """
+  """Logits `[..., V]` in float32 or wider, by the output head or, where there is none, by the embedding."""
   if 'unembedding' in params:
     return matmul(features, params['unembedding'])
   return matmul(features, params['embedding'], axis=1)
@@ -94,12 +75,7 @@ def _cast(arrays: list[jax.Array], types: tuple[jnp.dtype, ...]) -> list[jax.Arr
 
 
 def converted(params: Any, dtype_of: Callable[[Any], DTypeLike]) -> Any:
-  """Parameters as arrays of other dtypes, those that change by one program.
-
-  Args:
-    params: Any pytree of arrays; kernels in int8 or in blocks stay as they are.
-    dtype_of: Gives the dtype of an array.
-  """
+  """Parameters in the dtypes that `dtype_of` gives, changed by one program; kernels in int8 or in blocks stay."""
   arrays, structure = jax.tree.flatten(params, is_leaf=is_quantized)
   types = {i: jnp.dtype(dtype_of(x)) for i, x in enumerate(arrays) if not is_quantized(x)}
   changed = [i for i, dtype in types.items() if arrays[i].dtype != dtype]
@@ -111,15 +87,7 @@ def converted(params: Any, dtype_of: Callable[[Any], DTypeLike]) -> Any:
 
 
 def check_feature_layers(feature_layers: tuple[int, ...], num_layers: int) -> None:
-  """Checks layers whose hidden states are asked for, numbered as in `Model.features_fn`.
-
-  Args:
-    feature_layers: The layers.
-    num_layers: Blocks of the network; the inputs of the final norm and of the output head come after theirs.
-
-  Raises:
-    ValueError: There is no such layer.
-  """
+  """Checks layers whose hidden states are asked for, numbered as in `Model.features_fn`; ValueError if none such."""
   num_streams = num_layers + 2
   if any(not -num_streams <= layer < num_streams for layer in feature_layers):
     raise ValueError(
@@ -129,15 +97,7 @@ def check_feature_layers(feature_layers: tuple[int, ...], num_layers: int) -> No
 
 
 def check_params(params: Mapping[str, Any], shapes: Mapping[str, Any]) -> None:
-  """Checks a network's parameters.
-
-  Args:
-    params: A nested dict of arrays.
-    shapes: The same with shapes.
-
-  Raises:
-    ValueError: A parameter is missing, surplus, or of another shape.
-  """
+  """Checks nested dicts of parameters; ValueError if one is missing, surplus, or of another shape."""
 
   def shape_of(path, leaf):
     # In blocks an embedding stands as the output head that it may be.

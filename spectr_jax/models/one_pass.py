@@ -80,11 +80,6 @@ def param_shapes(config: OnePassConfig) -> dict[str, Any]:
   return shapes
 
 
-def init_cache(config: OnePassConfig, batch_size: int, cache_size: int) -> KVCache:
-  """An empty cache of the keys and values of the context, see `KVCache.empty`."""
-  return config.backbone.empty_cache(batch_size, cache_size)
-
-
 def _rotations(config: OnePassConfig, positions: jax.Array) -> list[Any]:
   """The angles of rotary positions of every layer."""
   backbone = config.backbone
@@ -95,13 +90,7 @@ def _rotations(config: OnePassConfig, positions: jax.Array) -> list[Any]:
 def read_context(
   params: Mapping[str, Any], config: OnePassConfig, features: jax.Array, positions: jax.Array, cache: KVCache
 ) -> KVCache:
-  """The cache with the keys and values of some tokens' context pending.
-
-  Args:
-    features: `[B, N, F, target_dim]`, the target's hidden states at these tokens.
-    positions: int32 `[B, N]`, their positions.
-    cache: The cache, with nothing pending.
-  """
+  """The cache with the keys and values pending of tokens `[B, N]` with the target's states `[B, N, F, target_dim]`."""
   backbone, num_new = config.backbone, features.shape[1]
   joined = features.astype(backbone.dtype).reshape(*features.shape[:2], -1)
   context = causal_lm.norm(params['features_norm'], causal_lm.linear(params['features'], joined), backbone)
@@ -128,13 +117,7 @@ def _visible(config: OnePassConfig, window: int | None, positions: jax.Array, ca
 
 
 def _convolve(x: jax.Array, base: jax.Array, dynamic: jax.Array) -> jax.Array:
-  """`[B, W, embed_dim]`, slots mixed with those before them, see `Convolution`.
-
-  Args:
-    x: `[B, W, embed_dim]`.
-    base: `[T, embed_dim]`, the fixed kernel b.
-    dynamic: `[B, W, T, G]`, the kernel d of every slot, a number per group.
-  """
+  """Slots `[B, W, embed_dim]` mixed by b `[T, embed_dim]` and d `[B, W, T, G]`, see `Convolution`."""
   mixed, group_size = jnp.zeros_like(x), x.shape[-1] // dynamic.shape[-1]
   for tap in range(len(base)):
     before = jnp.pad(x[:, : x.shape[1] - tap], ((0, 0), (tap, 0), (0, 0)))
@@ -175,14 +158,10 @@ def run_slots(
   visible_fn: Callable[[int | None], Visible],
   cache: KVCache,
 ) -> jax.Array:
-  """The outputs of slots, `[B, N, embed_dim]`, the inputs of the output head.
+  """The inputs of the output head `[B, N, embed_dim]` for embedded tokens of that shape; the cache stays as it is.
 
-  Args:
-    embedded: `[B, N, embed_dim]`, the embedded tokens of the slots.
-    positions: int32 `[B, N]`, their positions.
-    visible_fn: What each slot attends to in layers with a window, or without one: pending tokens, bool
-      `[1 or B, N, M]`, and slots of the cache, bool `[B, 1 or N, S]`, or None if nothing is committed.
-    cache: The context; it stays as it is.
+  `visible_fn` gives what each slot attends to in layers with a window, or without one: pending tokens, bool `[1 or B,
+  N, M]`, and slots of the cache, bool `[B, 1 or N, S]`, or None if nothing is committed.
   """
   backbone = config.backbone
   visible = {window: visible_fn(window) for window in map(backbone.window, range(backbone.num_layers))}
@@ -194,12 +173,7 @@ def run_slots(
 
 
 def run_block(params: Mapping[str, Any], config: OnePassConfig, embedded: jax.Array, cache: KVCache) -> jax.Array:
-  """The outputs of all slots of one block, `[B, W, embed_dim]`.
-
-  Args:
-    embedded: `[B, W, embed_dim]`, the embedded last token and mask tokens.
-    cache: The context of all tokens before the last one; it stays as it is.
-  """
+  """The outputs `[B, W, embed_dim]` of a block: the embedded last token and mask tokens, behind the context."""
   positions = cache.lengths[:, None] + jnp.arange(config.num_slots)
   return run_slots(
     params, config, embedded, positions, lambda window: _visible(config, window, positions, cache), cache
@@ -207,29 +181,18 @@ def run_block(params: Mapping[str, Any], config: OnePassConfig, embedded: jax.Ar
 
 
 def embed_before(params: Mapping[str, Any], config: OnePassConfig, tokens: jax.Array) -> jax.Array:
-  """The embeddings e of the tokens before, `[..., rank]`, of a network with a sequential part.
-
-  Args:
-    tokens: Integers `[...]`.
-  """
+  """The embeddings e of the tokens before, `[..., rank]`, of a network with a sequential part."""
   return layers.take_rows(params['markov']['embedding'], tokens).astype(config.backbone.dtype)
 
 
 def read_before(
   params: Mapping[str, Any], config: OnePassConfig, before: jax.Array, output: jax.Array, state: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None]:
-  """What W of the sequential part is applied to for the bias of a slot's logits, see `Markov`.
+  """What W of the sequential part is applied to for the bias of a slot's logits, `[..., rank]`, and s after it; see
+  `Markov`.
 
-  Args:
-    before: `[..., rank]`, from `embed_before`.
-    output: `[..., embed_dim]`, the outputs of the slot.
-    state: `[..., rank]`, s before the slot, 0 before the first. Only `rnn` reads it; None for others.
-
-  Returns:
-    `[..., rank]`, and s after the slot.
-
-  Raises:
-    ValueError: The network has no sequential part of this kind, or one with a state gets none.
+  `before` is from `embed_before`, `output` `[..., embed_dim]` that of the slot. Only `rnn` reads the state `[...,
+  rank]`, which is 0 before the first slot; ValueError if it is missing, or the network has no such part.
   """
   if config.markov is None:
     raise ValueError('this network has no Markov chain')
@@ -255,14 +218,7 @@ def select(
   tokens: jax.Array,
   output: jax.Array,
 ) -> jax.Array:
-  """The logits `[B, N, V]` of a slot after the tokens before it; -inf where no candidate is. See `Selector`.
-
-  Args:
-    logits: `[B, V]`, the slot's logits U.
-    candidates: int32 `[B, C]`, the tokens that are candidates.
-    tokens: int32 `[B, N]`, the tokens before.
-    output: `[B, embed_dim]`, the outputs of the slot.
-  """
+  """The logits `[B, N, V]` of a slot after tokens `[B, N]`; -inf for what is no candidate `[B, C]`. See `Selector`."""
   own = params['selector']
   before = layers.take_rows(own['before'], tokens).astype(output.dtype) * causal_lm.linear(own, output)[:, None]
   after = layers.take_rows(own['after'], candidates).astype(output.dtype)
@@ -280,14 +236,8 @@ def confidence_logits(
 ) -> jax.Array:
   """Logits `[...]` of the estimated chance that a slot's guess is accepted, in float32 or wider (DSpark, section 3).
 
-  They read neither that guess nor a later one.
-
-  Args:
-    output: `[..., embed_dim]`, the outputs of the slot.
-    before: `[..., rank]`, from `embed_before`; only read if `config.confidence` is `markov`, else it may be None.
-
-  Raises:
-    ValueError: The embeddings of the tokens before are missing.
+  They read neither that guess nor a later one, but `embed_before` if `config.confidence` is `markov`; else it may be
+  None.
   """
   if config.confidence == 'markov':
     if before is None:
@@ -298,31 +248,18 @@ def confidence_logits(
 
 
 class Block(NamedTuple):
-  """What one pass has for the L depths of a tree, whatever is guessed.
+  """What one pass has for the L depths of a tree, whatever is guessed."""
 
-  Attributes:
-    outputs: `[B, L, embed_dim]`, the outputs of the slots that guess the tokens at depth 1, 2, ..., L.
-    logits: `[B, L, Vd]`, their logits U.
-    candidates: int32 `[B, L, C]`, the tokens that a selector chooses among; None without one.
-    state: `[B, 1, rank]`, s before the first of these slots, of a sequential part that has one; else None.
-  """
-
-  outputs: jax.Array
-  logits: jax.Array
-  candidates: jax.Array | None
-  state: jax.Array | None
+  outputs: jax.Array  # [B, L, embed_dim], of the slots that guess the tokens at depth 1, 2, ..., L
+  logits: jax.Array  # [B, L, Vd], their logits U
+  candidates: jax.Array | None  # int32 [B, L, C], the tokens that a selector chooses among
+  state: jax.Array | None  # [B, 1, rank], s before the first of these slots, of a part that has one
 
 
 def begin(
   params: Mapping[str, Any], config: OnePassConfig, outputs: jax.Array, root: jax.Array, num_depths: int
 ) -> Block:
-  """The part of a pass that a tree of some depth needs.
-
-  Args:
-    outputs: `[B, W, embed_dim]`, from `run_block`.
-    root: int32 `[B, 1]`, the last token of the text.
-    num_depths: L, at most `config.max_depth`.
-  """
+  """The part of a pass, of outputs `[B, W, embed_dim]`, that trees of a depth need; `root` is `[B, 1]`."""
   first = config.num_slots - config.max_depth
   own = outputs[:, first : first + num_depths]
   logits, candidates, state = layers.unembed(params, own), None, None
@@ -349,14 +286,7 @@ def logits_after(
   tokens: jax.Array,
   states: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array | None]:
-  """The logits after nodes of one depth, `[B, N, Vd]`, and s after the slot that guesses their children.
-
-  Args:
-    block: The pass.
-    depth: int32 scalar, the depth of the nodes, 0 for the root.
-    tokens: int32 `[B, N]`, the nodes' tokens.
-    states: `[B, N, rank]`, s before that slot, or None, as in `block`.
-  """
+  """The logits `[B, N, Vd]` after tokens `[B, N]` at one depth, and s after the slot that guesses their children."""
   num_nodes = tokens.shape[1]
   logits, outputs = _at(block.logits, depth, num_nodes), _at(block.outputs, depth, num_nodes)
   if block.candidates is not None:
@@ -371,10 +301,6 @@ def logits_after(
 def confidence_after(
   params: Mapping[str, Any], config: OnePassConfig, block: Block, depth: jax.Array, tokens: jax.Array
 ) -> jax.Array:
-  """The estimated chance that a guess after nodes of one depth is accepted, `[B, N]`; see `confidence_logits`.
-
-  Args:
-    params, config, block, depth, tokens: As for `logits_after`.
-  """
+  """The estimated chance that a guess after nodes of one depth is accepted, `[B, N]`; see `confidence_logits`."""
   before = None if config.markov is None else embed_before(params, config, tokens)
   return jax.nn.sigmoid(confidence_logits(params, config, _at(block.outputs, depth, tokens.shape[1]), before))

@@ -88,25 +88,15 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-  """Maps tokens to float32 logits `[B, N, V]`, features `[B, N, F, embed_dim]` of F layers or None, and the new cache.
-
-  Attributes:
-    config: The sizes.
-    remat: Whether a gradient recomputes the activations inside blocks instead of keeping them.
-    constrain_fn: Constrains activations `[B, ...]` to their sharding.
-    dropout: Probability of dropping an entry of what a block adds, in training; needs the rng `dropout` unless 0.
-    feature_layers: The F layers whose hidden states are returned, numbered as in `Model.features_fn`.
-    attend_fn: Attention where there is no cache, of queries, keys, values and the mask that the network is called with.
-    arrange_fn: Arranges the queries, keys and values `[B, N, num_heads, 3 head_dim]` of all heads in memory.
-  """
+  """Maps tokens to float32 logits `[B, N, V]`, features `[B, N, F, embed_dim]` or None, and the new cache."""
 
   config: TransformerConfig
-  remat: bool = False
-  constrain_fn: Callable[[jax.Array], jax.Array] = lambda x: x
-  dropout: float = 0.0
-  feature_layers: tuple[int, ...] = ()
-  attend_fn: Callable[..., jax.Array] = attend_causally
-  arrange_fn: Callable[[jax.Array], jax.Array] = lambda x: x
+  remat: bool = False  # whether a gradient recomputes the activations inside blocks instead of keeping them
+  constrain_fn: Callable[[jax.Array], jax.Array] = lambda x: x  # constrains activations to their sharding
+  dropout: float = 0.0  # of entries of what a block adds; needs the rng `dropout` unless 0
+  feature_layers: tuple[int, ...] = ()  # numbered as in `Model.features_fn`
+  attend_fn: Callable[..., jax.Array] = attend_causally  # of queries, keys, values and mask, without a cache
+  arrange_fn: Callable[[jax.Array], jax.Array] = lambda x: x  # arranges [B, N, num_heads, 3 head_dim] in memory
 
   @nn.compact
   def __call__(self, tokens, positions, mask, cache: KVCache | None = None):
@@ -241,9 +231,5 @@ def transformer_model(params: Any, config: TransformerConfig) -> Model:
 
 
 def config_of(model: Model) -> TransformerConfig:
-  """The configuration that a model was made with.
-
-  Raises:
-    ValueError: The model was not made by `transformer_model`.
-  """
+  """The configuration that a model was made with; ValueError unless `transformer_model` made it."""
   return functions.config_of(model, transformer_call, 'transformer_model')

@@ -38,14 +38,9 @@ class ChiSquare:
   pooled_mass: float = 0.0
 
   def detectable_bias(self, level: float = 1e-3, power: float = 0.95) -> float:
-    """The total variation at which a bias of any shape fails the test with this sample size.
+    """The total variation at which a bias of any shape fails the test with this sample size; see `detectable_bias`.
 
-    A bias inside the pooled cell is invisible to the test. So the cell's mass is added to `detectable_bias` of the
-    compared cells.
-
-    Args:
-      level: The test fails below this p-value.
-      power: The least probability that the test fails.
+    A bias inside the pooled cell is invisible to the test. So the cell's mass is added to that of the compared cells.
     """
     return self.pooled_mass + detectable_bias(self.num_cells, self.num_samples, level=level, power=power)
 
@@ -58,17 +53,8 @@ def detectable_bias(num_cells: int, num_samples: int, *, level: float = 1e-3, po
   variation d = sum |delta| / 2 has noncentrality at least 4 n d^2, with equality where |delta| is proportional to pi.
   So every bias of total variation d or more is detected with at least the power that 4 n d^2 gives.
 
-  Args:
-    num_cells: Number of cells compared.
-    num_samples: n.
-    level: The test fails below this p-value.
-    power: The least probability that the test fails.
-
-  Returns:
-    d, at most 1. It is also 1 if there is a single cell, which leaves nothing to compare.
-
-  Raises:
-    ValueError: `level` and `power` are not probabilities with level < power, or there are no samples.
+  The test fails below the p-value `level`. d is at most 1, also for a single cell, which leaves nothing to compare.
+  ValueError unless `level` and `power` are probabilities with level < power, and there are samples.
   """
   if not 0 < level < power < 1 or num_samples < 1:
     raise ValueError(f'need 0 < level < power < 1 and samples, got {level}, {power} and {num_samples} samples')
@@ -89,12 +75,7 @@ def detectable_bias(num_cells: int, num_samples: int, *, level: float = 1e-3, po
 def chi_square(counts: np.ndarray, law: np.ndarray) -> ChiSquare:
   """Tests counts against a distribution over the same cells.
 
-  Args:
-    counts: Counts of the outcomes, of any shape.
-    law: Probabilities of the outcomes, of the same shape; normalized here.
-
-  Raises:
-    ValueError: The shapes differ, or there is nothing to compare.
+  `counts` and `law`, which is normalized here, have one shape, any, and something to compare, else ValueError.
   """
   from scipy import stats
 
@@ -169,12 +150,9 @@ def table_of(checks: Sequence[Check]) -> str:
 
 
 def worst_of(part: str, compared: str, results: Sequence[ChiSquare], level: float = LEVEL / 2) -> Check:
-  """The smallest p-value of several tests as one comparison.
+  """The smallest p-value of several tests as one comparison; ValueError if there are too few samples.
 
-  They share `level`, by default half of the whole, since two parts of a proof can fail by chance.
-
-  Raises:
-    ValueError: There are too few samples to compare anything.
+  They share `level`, by default half of a proof's, since two of its parts can fail by chance.
   """
   level /= len(results)
   worst = min(results, key=lambda result: result.p_value)

@@ -22,15 +22,10 @@ _ERRORS = {np.dtype(np.float64): 1e-10, np.dtype(np.float32): 1e-5}  # limits of
 
 @dataclasses.dataclass(frozen=True)
 class Conformance:
-  """The results of a verifier's comparisons. Print it, and `LEGEND`, which explains the table.
+  """The results of a verifier's comparisons. Print it, and `LEGEND`, which explains the table."""
 
-  Attributes:
-    name: The function's name.
-    checks: The comparisons, one for every kind of rows.
-  """
-
-  name: str
-  checks: tuple[Check, ...]
+  name: str  # the function's
+  checks: tuple[Check, ...]  # one for every kind of rows
 
   @property
   def is_passed(self) -> bool:

@@ -85,10 +85,7 @@ class CreditNotDivided(RaceTraversal):
 
 @dataclasses.dataclass(frozen=True)
 class LikelierKeptFirst(RaceTraversal):
-  """Race traversal that takes the branch with the largest share among those in which a context is kept.
-
-  The order of visits then depends on the acceptances, while the credit is that of an order fixed before.
-  """
+  """Race traversal that takes the likeliest of the branches where a context is kept; the credit is of a fixed order."""
 
   def _first_kept(self, tree, contexts, races, is_kept):
     return super()._first_kept(tree, contexts, self._reversed(races), is_kept)

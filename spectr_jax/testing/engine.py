@@ -25,15 +25,8 @@ def tiny_transformers(seed: int = 12, *, vocab_size: int = 5, width: int = 16) -
 
   The two differ enough that tokens are accepted, rejected and cut by top-k and top-p. With the default seed, a
   vocabulary of four tokens and the sampling of `spectr_jax.testing.proof`, the distributions of the first token differ
-  by .2 to .35 in total variation and have an entropy of about 1.4 bits.
-
-  Args:
-    seed: Seed of the parameters.
-    vocab_size: V.
-    width: Width of the residual stream, a multiple of 4.
-
-  Returns:
-    Target and draft.
+  by .2 to .35 in total variation and have an entropy of about 1.4 bits. `width`, a multiple of 4, is that of the
+  residual stream.
   """
   from spectr_jax.models import transformer  # needs Flax, as nothing else of the proofs does
 
@@ -64,14 +57,8 @@ _to_probs = jax.jit(logits_to_probs)
 def ordinary_law(model: Model, prompt: Sequence[int], num_tokens: int, **sampling) -> np.ndarray:
   """The joint distribution of the first tokens under ordinary sampling, computed without a cache.
 
-  Args:
-    model: The model.
-    prompt: int `[P]`.
-    num_tokens: T. All `V^(T - 1)` texts are evaluated.
-    **sampling: `temperature`, `top_k`, `top_p`, `min_p`.
-
-  Returns:
-    float64 `[V] * num_tokens`.
+  It is float64 `[V] * num_tokens`, for a prompt `[P]` and `temperature`, `top_k`, `top_p` and `min_p`. All texts, V to
+  the power of `num_tokens - 1`, are evaluated.
   """
   vocab_size = model.vocab_size
   texts = np.array(list(itertools.product(range(vocab_size), repeat=num_tokens - 1)), np.int32)
@@ -99,13 +86,7 @@ def engine_counts(
   """Counts of the first tokens that `generate` emits after each prompt; all prompts are decoded in one ragged batch.
 
   Args:
-    rng_key: One typed key.
-    target: The target.
-    draft: The draft.
     prompts: One or more prompts, each of one token or more.
-    method: The method.
-    tree: The tree.
-    num_tokens: T.
     num_samples: Rows to decode per prompt, rounded up to whole batches.
     batch_size: Rows per prompt in a batch. Batches that do not fit into a CPU's cache take longer per row.
     **sampling: `temperature`, `top_k`, `top_p`, `min_p`.
@@ -167,12 +148,8 @@ def simulated_rejections(
   counted. `theory.expected_rejections` is the expectation for `speculative`, and for `batch` with any number of drafts.
 
   Args:
-    rng_key: One typed key.
-    chains: Draft and target.
-    method: The method.
     num_drafts: M.
-    num_runs: N, number of texts to decode.
-    batch_size: Number of texts decoded together.
+    num_runs: N, number of texts to decode, `batch_size` of them together.
 
   Returns:
     int64 `[N]`. The mean estimates the expectation; its standard error is the standard deviation over sqrt(N).

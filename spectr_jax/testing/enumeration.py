@@ -68,16 +68,9 @@ def _all_rounds(
 ):
   """All outcomes of one round after a committed prefix, for each of the G ways to fill the tree.
 
-  Args:
-    draft_table, target_table: `[C, V]`, the distributions after each context.
-    prefix, length: The prefix as a number in base V, and its number of tokens.
-    state: The verifier's state.
-    method, tree, grow_fn, guess_fn, drawn_nodes: As in `joint_law`, static.
-
-  Returns:
-    `[G, N + 1]`, the tokens down to each node as a number in base V; `[G, N + 1, V]`, the joint probability of these
-    guesses, of stopping at this node and of emitting this token; `[G, N + 1, V, ...]`, the verifier's states
-    afterwards; scalar, the largest amount by which the verifier's law fails to be a distribution.
+  Tables are `[C, V]`; `prefix` is a number in base V. Returns the tokens down to each node, such numbers `[G, N + 1]`;
+  the joint probability of these guesses, of stopping at a node and emitting a token, `[G, N + 1, V]`; the states
+  afterwards, `[G, N + 1, V, ...]`; and the most by which the verifier's law fails to be a distribution.
   """
   vocab_size = draft_table.shape[1]
   lowest = -1 if method.proposal_rule.may_run_out or tree.is_grown else 0
@@ -203,19 +196,14 @@ def joint_law(
   """The exact joint distribution of the first tokens that a method emits, over as many rounds as they take.
 
   Args:
-    method: The method.
     tree: The tree of every round, or the bounds of grown trees. `V^N` drafts are enumerated.
-    tables: Distributions for contexts up to `num_tokens + L - 1` tokens.
-    num_tokens: T.
+    tables: Distributions for contexts up to `num_tokens + L - 1` tokens, else ValueError.
     grow_fn: The rule by which a row shapes its own tree, if the tree is grown.
     guess_fn: The rule that gives tokens, for texts of up to 8 tokens; None for drawn tokens.
     drawn_nodes: Nodes whose tokens are drawn, independently, where `guess_fn` gives the others.
 
   Returns:
     float64 `[V] * num_tokens`.
-
-  Raises:
-    ValueError: The tables are too small.
   """
   shape = {'grow_fn': grow_fn, 'guess_fn': guess_fn, 'drawn_nodes': drawn_nodes}
   return _joint_law(method, tree, tables, num_tokens, **shape)[0]
@@ -274,12 +262,9 @@ def enumeration_error(
 ) -> float:
   """The largest difference between a method's joint distribution of the first tokens and the target's.
 
-  A verifier's law of a round, given the guesses, must be a distribution. So negative entries and a deviation of its sum
-  from 1 count as a difference as well. Otherwise negative weights, which no draw can have, could hide an acceptance
-  probability above 1 in the average over the guesses.
-
-  Args:
-    method, tree, tables, num_tokens, grow_fn, guess_fn, drawn_nodes: As in `joint_law`.
+  A verifier's law of a round, given the guesses, must be a distribution. So negative entries and a deviation of its
+  sum from 1 count as a difference as well. Otherwise negative weights, which no draw can have, could hide an acceptance
+  probability above 1 in the average over the guesses. Arguments are those of `joint_law`.
   """
   shape = {'grow_fn': grow_fn, 'guess_fn': guess_fn, 'drawn_nodes': drawn_nodes}
   law, flaw = _joint_law(method, tree, tables, num_tokens, **shape)
@@ -289,13 +274,7 @@ def enumeration_error(
 def expected_acceptance(method: Method, tree: TokenTree, tables: ContextTables) -> np.ndarray:
   """The exact probability that the first round accepts at least d tokens.
 
-  Args:
-    method: The method.
-    tree: The tree, of depth L.
-    tables: Distributions for contexts up to L tokens.
-
-  Returns:
-    float64 `[L]`; entry d - 1 is the probability of at least d tokens.
+  It is float64 `[L]`, for a tree of depth L and tables of contexts up to L tokens; entry d - 1 is that of d tokens.
   """
   with jax.enable_x64(True):
     start = _start(method, tree)
@@ -312,13 +291,10 @@ def enumerated_rejections(method: Method, num_drafts: int, tables: ContextTables
   A round rejects a token of the text if it accepts fewer tokens than the text has left.
 
   Args:
-    method: The method. It must keep no state between rounds.
+    method: One that keeps no state between rounds, else ValueError.
     num_drafts: M, drafts of T tokens per round. `V^(M T)` combinations are enumerated.
-    tables: Distributions for contexts up to `2 T - 1` tokens.
+    tables: Distributions for contexts up to `2 T - 1` tokens, else ValueError.
     num_tokens: T.
-
-  Raises:
-    ValueError: The tables are too small, or the method keeps state.
   """
   tree = TokenTree.chains(num_drafts, num_tokens)
   needed = 2 * num_tokens - 1

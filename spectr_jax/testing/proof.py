@@ -51,12 +51,7 @@ _SAMPLING = {'temperature': 0.8, 'top_k': 3, 'top_p': 0.95}
 
 @dataclasses.dataclass(frozen=True)
 class Proof:
-  """The results of all checks of a method. Print it, and `LEGEND`, which explains the table.
-
-  Attributes:
-    method: The method.
-    checks: The comparisons.
-  """
+  """The results of all checks of a method. Print it, and `LEGEND`, which explains the table."""
 
   method: Method
   checks: tuple[Check, ...]
@@ -154,11 +149,7 @@ def _trace(method: Method, tree: TokenTree) -> None:
 
 
 def _check_shapes(method: Method, trees: Iterable[TokenTree]) -> None:
-  """Compares, by tracing alone, the shapes of what a method's rule and verifier return with what they must return.
-
-  Raises:
-    ValueError: A type or a shape differs.
-  """
+  """ValueError, by tracing alone, if a method's rule or verifier returns other types or shapes than it must."""
   for tree in trees:
     jax.eval_shape(functools.partial(_trace, method, tree))
 
@@ -272,15 +263,11 @@ def prove(
   which bias they find with probability `POWER`.
 
   Args:
-    method: A name of `METHODS`, or a `Method`.
     num_samples: Rows of the second part, rounded up to whole batches. The third part draws a twentieth of them for each
       of three prompts. None draws a million. For a slow method None draws as many as fit into two minutes (one minute
       for the third part), but at least 50,000.
     seed: Seed of tables and samples.
     notify: Called with the current activity, the steps done and the steps in total.
-
-  Returns:
-    The checks and their results.
 
   Raises:
     ValueError: There is no such method; `num_samples` is not from 10,000 to 10**9; the seed is not from 0 to 2**31 - 1;

@@ -66,21 +66,13 @@ def plain_law(logits, temperature, top_k, top_p) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Laws:
-  """All kinds in one table, for rows `[B]` of these kinds in turn.
-
-  Attributes:
-    kinds: The kinds.
-    vocab_size: V.
-    num_contexts: C, of each kind.
-    logits: float32, of draft and of target, `[kinds * C, V]`.
-    probs: float32, the distributions that follow from them and from the kinds' parameters.
-  """
+  """All kinds in one table, for rows `[B]` of these kinds in turn."""
 
   kinds: list[Kind]
   vocab_size: int
-  num_contexts: int
-  logits: tuple[np.ndarray, np.ndarray]
-  probs: tuple[np.ndarray, np.ndarray]
+  num_contexts: int  # C, of each kind
+  logits: tuple[np.ndarray, np.ndarray]  # float32, of draft and of target, `[kinds * C, V]`
+  probs: tuple[np.ndarray, np.ndarray]  # float32, the distributions that follow from them and the parameters
 
   @classmethod
   def make(cls, kinds: list[Kind], plain_fn: PlainFn) -> Laws:

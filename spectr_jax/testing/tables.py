@@ -55,7 +55,6 @@ def random_tables(
   """Random distributions for every context up to `max_length`; some have zeros, some are equal for draft and target.
 
   Args:
-    seed: Seed of numpy's generator.
     vocab_size: V, at least 2.
     max_length: Length of the longest contexts. A proof of T tokens with drafts of L tokens needs T + L - 1.
     zero_share: Probability that an entry is 0, independently for draft and target. Disjoint supports occur.
@@ -71,13 +70,7 @@ def random_tables(
 
 
 def constant_tables(draft_probs, target_probs, max_length: int) -> ContextTables:
-  """Tables with the same two distributions after every context, for comparison with closed forms.
-
-  Args:
-    draft_probs: `[V]`.
-    target_probs: `[V]`.
-    max_length: Length of the longest contexts.
-  """
+  """Tables with the same two distributions after every context, for comparison with closed forms."""
   count = first_context(len(draft_probs), max_length + 1)
   return ContextTables(
     np.tile(np.asarray(draft_probs, np.float64), (count, 1)),

@@ -47,16 +47,8 @@ def kseq_gamma(
   Source: SpecTr (Sun et al. 2023), Theorem 2 and equation (6). Left side minus right side falls in gamma; the paper
   says that it rises.
 
-  Args:
-    draft_probs, target_probs: `[..., V]`, distributions p and q.
-    num_drafts: n.
-    coupling: The coupling. `KSeq(num_rounds=60)` gives all digits of float64.
-
-  Returns:
-    `[...]`, from 1 to n.
-
-  Raises:
-    ValueError: The distributions differ in shape or have no axis, or n is below 1.
+  It is `[...]`, from 1 to n, for distributions p and q, `[..., V]`; ValueError for other shapes or n below 1.
+  `KSeq(num_rounds=60)` gives all digits of float64.
   """
   return coupling.gamma(draft_probs, target_probs, jnp.asarray(num_drafts))
 
@@ -71,16 +63,7 @@ def kseq_acceptance(
 
   Source: SpecTr (Sun et al. 2023), Algorithm 2 and Theorem 2.
 
-  Args:
-    draft_probs, target_probs: `[..., V]`, distributions p and q.
-    num_drafts: n.
-    coupling: The coupling.
-
-  Returns:
-    `[...]`.
-
-  Raises:
-    ValueError: The distributions differ in shape or have no axis, or n is below 1.
+  It is `[...]` for distributions p and q, `[..., V]`; ValueError for other shapes or n below 1.
   """
   num_candidates = jnp.asarray(num_drafts)
   gamma = coupling.gamma(draft_probs, target_probs, num_candidates)
@@ -94,15 +77,7 @@ def recursive_acceptance(draft_probs: jax.Array, target_probs: jax.Array, num_dr
   The residual of the target after each rejection does not depend on which tokens were rejected. So the acceptance
   probability follows from the two distributions alone.
 
-  Args:
-    draft_probs, target_probs: `[..., V]`, distributions p and q.
-    num_drafts: n.
-
-  Returns:
-    `[...]`.
-
-  Raises:
-    ValueError: The distributions differ in shape or have no axis, or n is below 1.
+  It is `[...]` for distributions p and q, `[..., V]`; ValueError for other shapes or n below 1.
   """
 
   def try_next(_, carry):
@@ -124,16 +99,7 @@ def race_acceptance(
 
   The winner is coupled maximally with q.
 
-  Args:
-    draft_probs, target_probs: `[..., V]`, distributions p and q.
-    num_drafts: n.
-    selection: The race.
-
-  Returns:
-    `[...]`.
-
-  Raises:
-    ValueError: The distributions differ in shape or have no axis, or n is below 1.
+  It is `[...]` for distributions p and q, `[..., V]`; ValueError for other shapes or n below 1.
   """
   candidates = jnp.zeros(num_drafts, jnp.int32)  # the winner's distribution does not depend on the tokens
   winner = selection(draft_probs, target_probs, candidates, jnp.ones(num_drafts, bool)).probs

@@ -11,13 +11,7 @@ TOLERANCE = 1e-5
 def as_probs(probs, name: str, *, tolerance: float = TOLERANCE) -> np.ndarray:
   """The distributions `[..., V]` in float64, normalized again along the last axis.
 
-  Args:
-    probs: `[..., V]`, V at least 1.
-    name: The name of the argument, for error messages.
-    tolerance: The largest allowed deviation of a sum from 1.
-
-  Raises:
-    ValueError: There is no last axis, an entry is negative or NaN, or a distribution does not sum to 1.
+  ValueError, with the argument's `name`, for other shapes, negative or NaN entries and sums off by `tolerance`.
   """
   checked = np.asarray(probs, np.float64)
   if checked.ndim == 0 or not checked.size:
@@ -33,16 +27,7 @@ def as_probs(probs, name: str, *, tolerance: float = TOLERANCE) -> np.ndarray:
 
 
 def as_pair(draft_probs, target_probs, *, tolerance: float = TOLERANCE) -> tuple[np.ndarray, np.ndarray]:
-  """Two distributions of equal length in float64, their leading axes broadcast against each other.
-
-  Args:
-    draft_probs: `[..., V]`, p.
-    target_probs: `[..., V]`, q.
-    tolerance: The largest allowed deviation of a sum from 1.
-
-  Raises:
-    ValueError: An argument is not a distribution, or the shapes do not fit.
-  """
+  """Two distributions `[..., V]` in float64, leading axes broadcast against each other; ValueError as `as_probs`."""
   draft = as_probs(draft_probs, 'draft_probs', tolerance=tolerance)
   target = as_probs(target_probs, 'target_probs', tolerance=tolerance)
   if draft.shape[-1] != target.shape[-1]:
@@ -52,15 +37,7 @@ def as_pair(draft_probs, target_probs, *, tolerance: float = TOLERANCE) -> tuple
 
 
 def as_joint_probs(draft_law, target_law) -> tuple[np.ndarray, np.ndarray]:
-  """Two joint distributions of L tokens in float64, normalized again.
-
-  Args:
-    draft_law: `[V] * L`, p.
-    target_law: `[V] * L`, q.
-
-  Raises:
-    ValueError: An argument is not a joint distribution, or the shapes differ.
-  """
+  """Two joint distributions of L tokens, `[V] * L`, in float64, normalized again; ValueError as `as_probs`."""
   shapes = np.shape(draft_law), np.shape(target_law)
   if shapes[0] != shapes[1] or not shapes[0] or len(set(shapes[0])) > 1:
     raise ValueError(f'draft_law and target_law must both be [V] * L, got shapes {shapes[0]} and {shapes[1]}')
@@ -92,14 +69,7 @@ def whole_numbers(values, name: str) -> np.ndarray:
 def total_variation(draft_probs, target_probs) -> np.ndarray:
   """The total variation TV(p, q) = 1/2 sum |p - q| = 1 - sum min(p, q).
 
-  Args:
-    draft_probs, target_probs: `[..., V]`, distributions p and q.
-
-  Returns:
-    float64 `[...]`.
-
-  Raises:
-    ValueError: An argument is not a distribution, or the shapes do not fit.
+  It is float64 `[...]` for distributions p and q, `[..., V]`; ValueError for other arguments.
   """
   draft, target = as_pair(draft_probs, target_probs)
   return np.abs(draft - target).sum(axis=-1) / 2

@@ -36,15 +36,8 @@ def published_block_bound(draft_law, target_law, num_drafts) -> np.ndarray:
 
   Source: SpecTr-GBV, "Multi-Draft Block Verification Accelerating Speculative Decoding", Lemma 5.1 and Definition 4.1.
 
-  Args:
-    draft_law, target_law: `[V] * L`, the joint distributions p of a draft and q of the target's next L tokens.
-    num_drafts: K, an integer or an array of them.
-
-  Returns:
-    float64 of K's shape: a number of tokens, from 0 to L.
-
-  Raises:
-    ValueError: An argument is not a joint distribution, the shapes differ, or K is below 1.
+  It is a number of tokens from 0 to L, float64 of K's shape, for joint distributions p of a draft and q of the target's
+  next L tokens, `[V] * L`, and `num_drafts` K, an integer or an array of them; ValueError for other arguments.
   """
 
   def maximal_coupling(p, q):
@@ -59,15 +52,7 @@ def independent_block_acceptance(draft_law, target_law, num_drafts) -> np.ndarra
   For K > 1 this is the most that couplings of Definition 4.1 of SpecTr-GBV attain with the same conditional
   distribution for every draft (see `published_block_bound`).
 
-  Args:
-    draft_law, target_law: `[V] * L`, the joint distributions p of a draft and q of the target's next L tokens.
-    num_drafts: K, an integer or an array of them.
-
-  Returns:
-    float64 of K's shape: tokens, from 0 to L.
-
-  Raises:
-    ValueError: An argument is not a joint distribution, the shapes differ, or K is below 1.
+  Arguments and the result are those of `published_block_bound`.
   """
   return _expected_matches(draft_law, target_law, num_drafts, lambda p, q: p)
 
@@ -77,16 +62,8 @@ def conditional_coupling_error(draft_law, target_law, num_drafts: int) -> float:
 
   Drafts are drawn from p^K. So if this is above 0, the coupling that Lemma 5.1 of SpecTr-GBV assumes does not exist.
 
-  Args:
-    draft_law, target_law: `[V] * L`, the joint distributions p of a draft and q of the target's next L tokens.
-    num_drafts: K.
-
-  Returns:
-    A number from 0 to 1.
-
-  Raises:
-    ValueError: An argument is not a joint distribution, the shapes differ, K is below 1, or there are too many
-      combinations.
+  It is a number from 0 to 1, for arguments of `published_block_bound` with one K; ValueError for others, and for too
+  many combinations.
   """
   p, q = (joint_probs.reshape(-1) for joint_probs in as_joint_probs(draft_law, target_law))
   num_drafts = int(whole_numbers(num_drafts, 'num_drafts'))
@@ -114,17 +91,8 @@ def optimal_block_acceptance(draft_law, target_law, num_drafts: int) -> float:
   followed by ordinary sampling, has the target's distribution. For L = 1 it is `optimal_acceptance`, and for K = 1
   greedy block verification attains it. For several drafts of longer blocks it may be out of reach.
 
-  Args:
-    draft_law, target_law: `[V] * L`, the joint distributions p of a draft and q of the target's next L tokens.
-    num_drafts: K.
-
-  Returns:
-    A number of tokens, from 0 to L.
-
-  Raises:
-    ValueError: An argument is not a joint distribution, the shapes differ, K is below 1, or there are too many
-      combinations.
-    RuntimeError: The solver failed.
+  It is a number of tokens from 0 to L, for arguments of `published_block_bound` with one K; ValueError for others, and
+  for too many combinations; RuntimeError if the solver fails.
   """
   from scipy import sparse
 

@@ -65,13 +65,7 @@ def random_chains(seed: int, *, num_tokens: int, vocab_size: int = 7) -> MarkovC
   Appendix F): 7 states, a uniform prompt, T = 50 or 100. The paper does not say how it draws rows. The rows here are
   about 1/3 apart in total variation, which gives the paper's 16.4 rejections in 50 tokens.
 
-  Args:
-    seed: Seed of numpy's generator.
-    num_tokens: T.
-    vocab_size: V.
-
-  Raises:
-    ValueError: T or V is below 1.
+  `num_tokens` is T and `vocab_size` V, both at least 1, else ValueError.
   """
   if num_tokens < 1 or vocab_size < 1:
     raise ValueError(f'num_tokens and vocab_size must be at least 1, got {num_tokens} and {vocab_size}')

@@ -12,11 +12,7 @@ _TOLERANCE = 1e-10
 
 
 def check_size(num_combinations: int) -> None:
-  """Refuses a program that would take too long to solve.
-
-  Raises:
-    ValueError: There are more than `MAX_PROGRAM_SIZE` combinations.
-  """
+  """ValueError for a program of more than `MAX_PROGRAM_SIZE` combinations, which would take too long to solve."""
   if num_combinations > MAX_PROGRAM_SIZE:
     raise ValueError(
       f'at most {MAX_PROGRAM_SIZE} combinations of guesses and texts are allowed, got {num_combinations}'
@@ -24,18 +20,10 @@ def check_size(num_combinations: int) -> None:
 
 
 def maximize(values, matrix, limits) -> tuple[float, np.ndarray]:
-  """The largest `values . x` over x >= 0 with `matrix x <= limits`, where x and the limits are probabilities.
+  """The largest `values . x` over x >= 0 with `matrix x <= limits`, and such an x, float64 `[X]`.
 
-  Args:
-    values: `[X]`, the objective.
-    matrix: `[C, X]`, sparse, the constraints.
-    limits: `[C]`, the constraints' right sides.
-
-  Returns:
-    The value, and an x that attains it, float64 `[X]`.
-
-  Raises:
-    RuntimeError: The solver failed.
+  `values` is `[X]`, `matrix` `[C, X]`, sparse, and `limits` `[C]`; x and limits are probabilities. RuntimeError if the
+  solver fails.
   """
   from scipy import optimize
 

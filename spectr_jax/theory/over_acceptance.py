@@ -12,15 +12,8 @@ def over_acceptance(draft_probs, target_probs, epsilon) -> np.ndarray:
 
   Source: "A Theoretical Perspective for Speculative Decoding Algorithm" (Yin et al. 2024), section 4.1.
 
-  Args:
-    draft_probs, target_probs: `[..., V]`, distributions p and q.
-    epsilon: The over-acceptance, at least 0: a number, or an array that broadcasts against the leading axes.
-
-  Returns:
-    float64 `[..., V]`; 1 where p is 0.
-
-  Raises:
-    ValueError: An argument is not a distribution, the shapes do not fit, or epsilon is negative.
+  It is float64 `[..., V]`, 1 where p is 0, for distributions p and q, `[..., V]`, and an `epsilon` of at least 0 that
+  broadcasts against the leading axes; ValueError for other arguments.
   """
   draft, target = as_pair(draft_probs, target_probs)
   epsilon = np.asarray(epsilon, np.float64)[..., None]
@@ -40,15 +33,7 @@ def _checked(draft_probs, target_probs, accept_probs):
 def rejection_prob(draft_probs, accept_probs) -> np.ndarray:
   """The probability of rejection, P(reject) = sum_x (1 - b(x)) p(x) (Yin et al. 2024, Theorem 5).
 
-  Args:
-    draft_probs: `[..., V]`, distributions p.
-    accept_probs: `[..., V]`, b.
-
-  Returns:
-    float64 `[...]`.
-
-  Raises:
-    ValueError: An argument is not a distribution, or a probability is not between 0 and 1.
+  It is float64 `[...]` for distributions p and probabilities b, both `[..., V]`; ValueError for other arguments.
   """
   draft, _, accept = _checked(draft_probs, draft_probs, accept_probs)
   return ((1 - accept) * draft).sum(axis=-1)
@@ -59,16 +44,7 @@ def emitted_law(draft_probs, accept_probs, rejection_law) -> np.ndarray:
 
   It is b p + P(reject) P, the distribution of one step of Algorithm 2 of Yin et al. 2024.
 
-  Args:
-    draft_probs: `[..., V]`, distributions p.
-    accept_probs: `[..., V]`, b.
-    rejection_law: `[..., V]`, distributions P.
-
-  Returns:
-    float64 `[..., V]`.
-
-  Raises:
-    ValueError: An argument is not a distribution, or a probability is not between 0 and 1.
+  It is float64 `[..., V]` for distributions p and P and probabilities b, all `[..., V]`; ValueError for others.
   """
   draft, rejection, accept = _checked(draft_probs, as_probs(rejection_law, 'rejection_law'), accept_probs)
   return accept * draft + ((1 - accept) * draft).sum(axis=-1, keepdims=True) * rejection
@@ -83,15 +59,8 @@ def best_rejection_law(draft_probs, target_probs, accept_probs) -> np.ndarray:
 
   Source: Yin et al. 2024, Theorem 4.
 
-  Args:
-    draft_probs, target_probs: `[..., V]`, distributions p and q.
-    accept_probs: `[..., V]`, b.
-
-  Returns:
-    float64 `[..., V]`. If nothing is rejected every distribution is best, and q is returned.
-
-  Raises:
-    ValueError: An argument is not a distribution, or a probability is not between 0 and 1.
+  It is float64 `[..., V]` for distributions p and q and probabilities b, all `[..., V]`; ValueError for others.
+  If nothing is rejected every distribution is best, and q is returned.
   """
   draft, target, accept = _checked(draft_probs, target_probs, accept_probs)
   missing = np.maximum(target - accept * draft, 0)
@@ -106,15 +75,7 @@ def minimal_bias(draft_probs, target_probs, accept_probs) -> np.ndarray:
 
   Source: Yin et al. 2024, Theorems 4 and 5.
 
-  Args:
-    draft_probs, target_probs: `[..., V]`, distributions p and q.
-    accept_probs: `[..., V]`, b.
-
-  Returns:
-    float64 `[...]`.
-
-  Raises:
-    ValueError: An argument is not a distribution, or a probability is not between 0 and 1.
+  It is float64 `[...]` for distributions p and q and probabilities b, all `[..., V]`; ValueError for other arguments.
   """
   draft, target, accept = _checked(draft_probs, target_probs, accept_probs)
   # This is the mass accepted in excess. It equals Loss*(b), since |a| = 2 [-a]+ + a and q - b p sums to P(reject), and
@@ -129,14 +90,7 @@ def pareto_bias(draft_probs, target_probs, rejection) -> np.ndarray:
 
   Source: Yin et al. 2024, Theorem 5 and Figure 4.
 
-  Args:
-    draft_probs, target_probs: `[..., V]`, distributions p and q.
-    rejection: P(reject), from 0 to 1: a number, or an array that broadcasts against the leading axes.
-
-  Returns:
-    float64 `[...]`.
-
-  Raises:
-    ValueError: An argument is not a distribution, the shapes do not fit, or a probability is not between 0 and 1.
+  It is float64 `[...]` for distributions p and q, `[..., V]`, and a P(reject) from 0 to 1 that broadcasts against the
+  leading axes; ValueError for other arguments.
   """
   return np.maximum(total_variation(draft_probs, target_probs) - in_unit(rejection, 'rejection'), 0)

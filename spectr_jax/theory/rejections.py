@@ -49,15 +49,8 @@ def rejection_probs(chains: MarkovChains, num_drafts=1) -> np.ndarray:
   Theorem 3 with equation (22); F is the sum of the latter over the earlier tokens. In the limit of many drafts
   (Proposition 1) u is q where p = 0. The paper omits this term, which is not 0 if p does not cover q.
 
-  Args:
-    chains: Draft and target.
-    num_drafts: M, a whole number or `math.inf`, or an array of such numbers. 1 is speculative decoding.
-
-  Returns:
-    float64 of M's shape with a last axis `[T]` added.
-
-  Raises:
-    ValueError: A number of drafts is not whole, or below 1.
+  `num_drafts` is M, whole and at least 1 or `math.inf`, or an array of such numbers, else ValueError; 1 is speculative
+  decoding. The result is float64 of M's shape with a last axis `[T]` added.
   """
   numbers = _numbers(num_drafts)
   draft, target = chains.draft_probs, chains.target_probs
@@ -79,15 +72,7 @@ def expected_rejections(chains: MarkovChains, num_drafts=1) -> np.ndarray:
   token by token can reject fewer (Theorem 2). Rules that look at later tokens first, such as block verification, are
   not covered by that theorem.
 
-  Args:
-    chains: Draft and target.
-    num_drafts: M, a whole number or `math.inf`, or an array of such numbers.
-
-  Returns:
-    float64 of M's shape.
-
-  Raises:
-    ValueError: A number of drafts is not whole, or below 1.
+  `num_drafts` is M as for `rejection_probs`; the result is float64 of its shape.
   """
   return rejection_probs(chains, num_drafts).sum(axis=-1)
 
@@ -97,15 +82,7 @@ def expected_target_calls(chains: MarkovChains, num_drafts=1) -> np.ndarray:
 
   The paper (Yin et al. 2024, section 2.2) counts one call per rejection and omits the call that ends the text.
 
-  Args:
-    chains: Draft and target.
-    num_drafts: M, a whole number or `math.inf`, or an array of such numbers.
-
-  Returns:
-    float64 of M's shape.
-
-  Raises:
-    ValueError: A number of drafts is not whole, or below 1.
+  `num_drafts` is M as for `rejection_probs`; the result is float64 of its shape.
   """
   probs = rejection_probs(chains, num_drafts)
   return probs.sum(axis=-1) + 1 - probs[..., -1]
@@ -117,15 +94,8 @@ def batch_improvement(draft_probs, target_probs, num_drafts) -> np.ndarray:
   Source: Yin et al. 2024, Theorem 3 and Figure 3. For Ber(u) and Ber(v), u >= v, it is (u - v)(1 - u^{M-1}); for
   U(V) and U(V/r) it is (1 - 1/r) - (1 - 1/r)^M.
 
-  Args:
-    draft_probs, target_probs: `[..., V]`, distributions p and q.
-    num_drafts: M, a whole number or `math.inf`, or an array of such numbers.
-
-  Returns:
-    float64 of M's shape followed by the leading axes.
-
-  Raises:
-    ValueError: An argument is not a distribution, the shapes do not fit, or a number of drafts is not whole or below 1.
+  p and q are distributions `[..., V]` and `num_drafts` is M as for `rejection_probs`, else ValueError. The result is
+  float64 of M's shape followed by the leading axes.
   """
   draft, target = as_pair(draft_probs, target_probs)
   numbers = _numbers(num_drafts)

@@ -19,14 +19,7 @@ def race_match_prob(draft_probs, target_probs) -> np.ndarray:
   (Moulton and Jiang 2018). It is at least `race_match_bound` and at most 1 - TV(p, q), the acceptance of speculative
   decoding.
 
-  Args:
-    draft_probs, target_probs: `[..., V]`, distributions p and q.
-
-  Returns:
-    float64 `[...]`.
-
-  Raises:
-    ValueError: An argument is not a distribution, or the shapes do not fit.
+  It is float64 `[...]` for distributions p and q, `[..., V]`; ValueError for other arguments.
   """
   draft, target = as_pair(draft_probs, target_probs)
   # This increases in p/q and is defined unless both are 0. The place of tokens that neither model can draw is
@@ -48,14 +41,7 @@ def race_match_bound(draft_probs, target_probs) -> np.ndarray:
   Source: "Speculative Decoding via Exponential Races", Lemma 3.1, from the Poisson matching lemma (Li and Anantharam
   2021): given the draft's winner x, the target's is the same with probability at least 1 / (1 + p(x)/q(x)).
 
-  Args:
-    draft_probs, target_probs: `[..., V]`, distributions p and q.
-
-  Returns:
-    float64 `[...]`.
-
-  Raises:
-    ValueError: An argument is not a distribution, or the shapes do not fit.
+  It is float64 `[...]` for distributions p and q, `[..., V]`; ValueError for other arguments.
   """
   draft, target = as_pair(draft_probs, target_probs)
   total = draft + target

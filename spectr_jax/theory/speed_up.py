@@ -12,15 +12,7 @@ def expected_chain_tokens(acceptance_rate, draft_length) -> np.ndarray:
 
   This is 1 + a + ... + a^L. It is exact for a constant rate. Source: Leviathan et al. 2023, equation (1).
 
-  Args:
-    acceptance_rate: a, from 0 to 1.
-    draft_length: L, at least 0. It broadcasts against a.
-
-  Returns:
-    float64 of the broadcast shape.
-
-  Raises:
-    ValueError: A rate is not between 0 and 1, or L negative.
+  It is float64 of the shape of a, from 0 to 1, and L, at least 0, together; ValueError for other arguments.
   """
   rate, length = in_unit(acceptance_rate, 'acceptance_rate'), np.asarray(draft_length, np.float64)
   if not (length >= 0).all():

@@ -78,15 +78,8 @@ def log_presence(tree: TokenTree, draft_log_probs) -> np.ndarray:
   g(w)) for the others, D is g of the root. For K chains it is 1 - (1 - p(x^d))^K. The computation uses logarithms
   throughout, so that D is accurate however small the probabilities are.
 
-  Args:
-    tree: The tree, of depth L. Children of a node are independent draws from the draft's distribution.
-    draft_log_probs: `[..., L]`, log p of each of a text's first L tokens given the ones before it; -inf is allowed.
-
-  Returns:
-    float64 `[..., L]`.
-
-  Raises:
-    ValueError: The texts do not have L tokens, or an entry is not the logarithm of a probability.
+  It is float64 `[..., L]` for a tree of depth L whose siblings are independent draws, and `draft_log_probs` `[..., L]`:
+  log p of each of a text's first L tokens given the ones before it, -inf allowed. ValueError for other arguments.
   """
   log_probs = _log_probs(draft_log_probs, 'draft_log_probs', tree)
   presence = np.empty_like(log_probs)
@@ -109,16 +102,8 @@ def stateless_kept_bound(tree: TokenTree, draft_log_probs, target_log_probs) -> 
   Source: re-derived. For a single chain it is the optimum in "Block Verification Accelerates Speculative Decoding" (Sun
   et al. 2024).
 
-  Args:
-    tree: The tree, of depth L. Children of a node are independent draws from the draft's distribution.
-    draft_log_probs: `[..., L]`, log p of each of a text's first L tokens given the ones before it.
-    target_log_probs: `[..., L]`, log q of the same tokens.
-
-  Returns:
-    float64 `[..., L]`, never rising along a text. If q(x^d) is 0, the entry equals the previous one.
-
-  Raises:
-    ValueError: The texts do not have L tokens, the shapes differ, or an entry is not the logarithm of a probability.
+  It is float64 `[..., L]`, never rising along a text, for `tree` and `draft_log_probs` of `log_presence` and log q of
+  the same tokens; ValueError for other arguments. If q(x^d) is 0, the entry equals the previous one.
   """
   presence = log_presence(tree, draft_log_probs)
   target = _log_probs(target_log_probs, 'target_log_probs', tree)
@@ -197,18 +182,9 @@ def stateless_optimum(tree: TokenTree, draft_law, target_law) -> float:
   For L = 1 the value is `optimal_acceptance`, and for a single chain `block` attains it. Rules that carry state over to
   the next round may keep more. On chains they keep at most `optimal_block_acceptance`.
 
-  Args:
-    tree: The tree, of depth L. Children of a node are independent draws from the draft's distribution.
-    draft_law: `[V] * L`, the joint distribution p of L tokens.
-    target_law: `[V] * L`, the joint distribution q of the target's next L tokens.
-
-  Returns:
-    A number of tokens, from 0 to L.
-
-  Raises:
-    ValueError: An argument is not a joint distribution, the shapes differ or do not fit the tree, or there are too many
-      combinations of guesses.
-    RuntimeError: The solver failed.
+  It is a number of tokens from 0 to L for a tree of depth L whose siblings are independent draws, and joint
+  distributions p and q of L tokens, `[V] * L`; ValueError for other arguments, and for too many combinations of
+  guesses; RuntimeError if the solver fails.
   """
   from scipy import sparse
 

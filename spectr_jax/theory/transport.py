@@ -55,9 +55,6 @@ class TransportCoupling(Coupling):
   candidates are valid. It does not compare the distributions of a call with the plan's. A token held by several
   candidates is credited to the first of them. If some candidates are invalid or the tuple cannot be drawn, no candidate
   is accepted and the token is drawn from the target.
-
-  Attributes:
-    transport: The plan.
   """
 
   transport: TransportPlan
@@ -106,16 +103,8 @@ def optimal_transport(draft_probs, target_probs, num_drafts: int) -> TransportPl
   It runs on the host in float64, for small vocabularies, and serves proofs and figures. `optimal_acceptance` gives the
   value for any V.
 
-  Args:
-    draft_probs, target_probs: `[V]`, the distributions p and q.
-    num_drafts: n.
-
-  Returns:
-    An optimal plan. If there are several, any of them.
-
-  Raises:
-    ValueError: An argument is not a distribution, the lengths differ, n is below 1, or the plan would be too large.
-    RuntimeError: The solver failed.
+  It is any of the optimal plans, for distributions p and q, `[V]`, and n of at least 1; ValueError for other arguments,
+  and for plans too large; RuntimeError if the solver fails.
   """
   from scipy import sparse
 
@@ -164,15 +153,8 @@ def transport_bound(draft_probs, target_probs, num_drafts: int) -> float:
 
   Source: SpecTr (Sun et al. 2023), Theorem 1.
 
-  Args:
-    draft_probs, target_probs: `[V]`, the distributions p and q.
-    num_drafts: n.
-
-  Returns:
-    A number from 0 to 1.
-
-  Raises:
-    ValueError: An argument is not a distribution, the lengths differ, n is below 1, or there are too many sets.
+  It is a number from 0 to 1, for distributions p and q, `[V]`, and n of at least 1; ValueError for other arguments, and
+  for too many sets.
   """
   draft_probs, target_probs = _check(draft_probs, target_probs, num_drafts)
   vocab_size = len(draft_probs)

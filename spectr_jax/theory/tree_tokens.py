@@ -66,14 +66,8 @@ def acceptance_entropy(acceptance) -> np.ndarray:
 
   Source: "Speculative Decoding via Exponential Races", equations (5) and (6).
 
-  Args:
-    acceptance: `[W]`, the probability that the first, second, ... child is the accepted one.
-
-  Returns:
-    float64 scalar, in bits.
-
-  Raises:
-    ValueError: `acceptance` has another shape, values outside [0, 1] or a sum above 1.
+  It is float64, in bits. `acceptance` `[W]` has the probability that the first, second, ... child is the accepted one,
+  of a sum of at most 1; ValueError for other arguments.
   """
   rates = _rates(acceptance, (1,))
   return _information(np.append(rates, max(1 - rates.sum(), 0))).sum()
@@ -88,16 +82,9 @@ def tunstall_bound(acceptance, num_nodes) -> np.ndarray:
 
   Source: "Speculative Decoding via Exponential Races", Theorem 4.1, whose trees are those of Tunstall's codes (1967).
 
-  Args:
-    acceptance: `[W]`, the probability that a node's first, second, ... child is the accepted one. If the sum is below
-      1, the rest is one more symbol.
-    num_nodes: N, an integer or an array of them.
-
-  Returns:
-    float64 of N's shape, in tokens. If H(a) is 0, it is N + 1, which no tree exceeds.
-
-  Raises:
-    ValueError: `acceptance` has another shape, values outside [0, 1] or a sum above 1, or N is below 1.
+  `acceptance` is that of `acceptance_entropy`; if the sum is below 1, the rest is one more symbol. `num_nodes` is N, an
+  integer from 1 on or an array of them; ValueError for other arguments. The result is float64 of N's shape, in tokens;
+  if H(a) is 0, it is N + 1, which no tree exceeds.
   """
   rates, numbers = _rates(acceptance, (1,)), whole_numbers(num_nodes, 'num_nodes')
   entropy = acceptance_entropy(rates)
@@ -116,16 +103,8 @@ def few_children_bound(acceptance, num_nodes, num_rest=None) -> np.ndarray:
 
   Source: "Speculative Decoding via Exponential Races", Lemma 4.2; re-derived.
 
-  Args:
-    acceptance: `[W]`, the probability that a node's first, second, ... child is the accepted one.
-    num_nodes: N, an integer or an array of integers. The best tree of N nodes, `TokenTree.optimal`, gives m.
-    num_rest: s, or None for the smallest bound over many s from 1 to a million.
-
-  Returns:
-    float64 of N's shape, in tokens.
-
-  Raises:
-    ValueError: `acceptance` has another shape, values outside [0, 1] or a sum above 1, or N or s is below 1.
+  Arguments and the result are those of `tunstall_bound`; the best tree of N nodes, `TokenTree.optimal`, gives m.
+  `num_rest` is s, at least 1, or None for the smallest bound over many s from 1 to a million.
   """
   rates, numbers = _rates(acceptance, (1,)), whole_numbers(num_nodes, 'num_nodes')
   if num_rest is not None and not num_rest >= 1:

@@ -19,19 +19,12 @@ from spectr_jax.verifiers.verifier import Decisions, Record, RecordedVerifier, V
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Step:
-  """The possible outcomes at one depth of a path that has been picked down to a node.
+  """The possible outcomes at one depth of a path that has been picked down to a node."""
 
-  Attributes:
-    position: The candidates of the next position.
-    pick: The pick among them.
-    accept: Scalar, the probability that the path is kept down to here, given that nothing deeper is kept.
-    residual: `[V]`, weights of the next token in that case.
-  """
-
-  position: Position
-  pick: Pick
-  accept: jax.Array
-  residual: jax.Array
+  position: Position  # the candidates of the next position
+  pick: Pick  # the pick among them
+  accept: jax.Array  # the probability that the path is kept down to here, given that nothing deeper is kept
+  residual: jax.Array  # `[V]`, weights of the next token in that case
 
 
 @dataclasses.dataclass(frozen=True)

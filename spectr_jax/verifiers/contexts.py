@@ -36,41 +36,25 @@ def preferences(tree: Tree, proposal: Proposal) -> jax.Array:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Position:
-  """The candidates after an accepted node.
+  """The candidates after an accepted node."""
 
-  Attributes:
-    node: int32 scalar, the node to stop at if no candidate is accepted. It spells the same as the accepted node, and it
-      has children if any such node has.
-    draft_probs: `[V]`, the distribution that the candidates were drawn from; arbitrary if none was drawn.
-    target_probs: `[V]`, the target's distribution.
-    nodes: int32 `[W]`, nodes of the next depth.
-    tokens: int32 `[W]`, their tokens; 0 where `is_valid` is False.
-    is_valid: bool `[W]`, which of them are candidates.
-    is_given: bool `[W]`, which candidates are given; None if no row has given candidates.
-  """
-
-  node: jax.Array
-  draft_probs: jax.Array
-  target_probs: jax.Array
-  nodes: jax.Array
-  tokens: jax.Array
-  is_valid: jax.Array
-  is_given: jax.Array | None = None
+  node: jax.Array  # int32, to stop at if no candidate is accepted; it has children if any that spells the same has
+  draft_probs: jax.Array  # `[V]`, that candidates were drawn from; arbitrary if none was
+  target_probs: jax.Array  # `[V]`
+  nodes: jax.Array  # int32 `[W]`, nodes of the next depth
+  tokens: jax.Array  # int32 `[W]`, their tokens; 0 where `is_valid` is False
+  is_valid: jax.Array  # bool `[W]`, which of them are candidates
+  is_given: jax.Array | None = None  # bool `[W]`; None if no row has given candidates
 
 
 def next_position(
   tree: Tree, proposal: Proposal, target_probs: jax.Array, node: jax.Array, *, is_pooled: bool = True
 ) -> Position:
-  """The candidates after an accepted node.
+  """The candidates after an accepted node, of a tree that has any: the children of `node` alone unless `is_pooled`.
 
   All nodes that spell the accepted prefix are active, and their children, pooled, are the candidates (SpecTr,
   Algorithm 3). A rejected duplicate of an accepted token thus keeps its descendants in play, and with children drawn
   i.i.d. the pool is i.i.d. given the prefix.
-
-  Args:
-    tree, proposal, target_probs: As for `Verifier.verify`; the tree has at least one node.
-    node: int32 scalar, the accepted node.
-    is_pooled: Whether the children of all active nodes are candidates, or those of `node` alone.
   """
   if is_pooled:
     spelled = spellings(jnp.asarray(tree.paths), proposal.tokens)
@@ -97,21 +81,13 @@ def next_position(
 
 @dataclasses.dataclass(frozen=True)
 class Slots:
-  """The places of a tree's nodes in a table `[L + 1, W]` of its depths; NumPy arrays, the same for all rows.
+  """The places of a tree's nodes in a table `[L + 1, W]` of its depths; NumPy arrays, the same for all rows."""
 
-  Attributes:
-    nodes: `[L + 1, W]`, the nodes of each depth; 0 where there is none.
-    is_node: bool `[L + 1, W]`.
-    laws: `[L + 1, W]`, the row of each node in `Proposal.probs`; -1 for nodes that cannot have children.
-    of_nodes: `[N + 1]`, the slot of each node in its depth.
-    of_laws: Two arrays `[R]`, the depth and the slot of the node that each row of `Proposal.probs` follows.
-  """
-
-  nodes: np.ndarray
-  is_node: np.ndarray
-  laws: np.ndarray
-  of_nodes: np.ndarray
-  of_laws: tuple[np.ndarray, np.ndarray]
+  nodes: np.ndarray  # `[L + 1, W]`, the nodes of each depth; 0 where there is none
+  is_node: np.ndarray  # bool `[L + 1, W]`
+  laws: np.ndarray  # `[L + 1, W]`, each node's row of `Proposal.probs`; -1 for nodes that cannot have children
+  of_nodes: np.ndarray  # `[N + 1]`, the slot of each node in its depth
+  of_laws: tuple[np.ndarray, np.ndarray]  # two `[R]`, depth and slot of the node before each row
 
 
 @functools.lru_cache(maxsize=64)
@@ -138,19 +114,12 @@ def slots_of(tree: Tree) -> Slots:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Contexts:
-  """The contexts of a row's tree: nodes that spell the same are one context, and one of them stands for it.
+  """The contexts of a row's tree: nodes that spell the same are one context, and one of them stands for it."""
 
-  Attributes:
-    stands: bool `[L + 1, W]`, whether the node of a slot stands for its context.
-    above: int32 `[L + 1, W]`, the slot that stands for the context above, in the depth above.
-    is_candidate: bool `[L, W, W]`, at `[d, i, j]` whether slot j of depth d + 1 is a candidate after context i.
-    is_same: bool `[L + 1, W, W]`, at `[d, i, j]` whether slots i and j of depth d spell the same.
-  """
-
-  stands: jax.Array
-  above: jax.Array
-  is_candidate: jax.Array
-  is_same: jax.Array
+  stands: jax.Array  # bool `[L + 1, W]`, whether the node of a slot stands for its context
+  above: jax.Array  # int32 `[L + 1, W]`, the slot that stands for the context above, in the depth above
+  is_candidate: jax.Array  # bool `[L, W, W]`, at `[d, i, j]` whether slot j of depth d + 1 is a candidate after i
+  is_same: jax.Array  # bool `[L + 1, W, W]`, at `[d, i, j]` whether slots i and j of depth d spell the same
 
   @property
   def num_candidates(self) -> jax.Array:

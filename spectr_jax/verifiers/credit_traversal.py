@@ -27,16 +27,10 @@ _ORDER_STEPS = 256
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Plan:
-  """How the contexts of a row share their credit; entries of slots that stand for no context are arbitrary.
+  """How the contexts of a row share their credit; entries of slots that stand for no context are arbitrary."""
 
-  Attributes:
-    is_before: bool `[L, W, W]`, at `[d, j, k]` whether context k of depth d + 1 is visited before its sibling j.
-    num_contestants: int32 `[R]`, the candidates that share, by row of `Proposal.probs`; 0 for nodes without candidates
-      and for those that stand for no context.
-  """
-
-  is_before: jax.Array
-  num_contestants: jax.Array
+  is_before: jax.Array  # bool `[L, W, W]`, at `[d, j, k]` whether k of depth d + 1 is visited before its sibling j
+  num_contestants: jax.Array  # int32 `[R]`, candidates that share; 0 for rows that stand for no context
 
 
 AnyPlan = TypeVar('AnyPlan', bound=Plan)
@@ -49,9 +43,9 @@ def siblings(contexts: Contexts) -> jax.Array:
 
 
 def ascending(values: jax.Array, is_sibling: jax.Array) -> jax.Array:
-  """bool, whether k comes before j: the smaller value first, rounded to 1/256, and of equal ones the lower slot.
+  """bool, whether k comes before j: the smaller of `values` `[..., W]` in [0, 1], and of equal ones the lower slot.
 
-  Candidates whose values `[..., W]` in [0, 1] are equal up to rounding keep their order whatever the batch.
+  Values are rounded to 1/256, so that those equal up to rounding keep their order whatever the batch.
   """
   place, values = jnp.arange(values.shape[-1]), jnp.round(_ORDER_STEPS * values)
   mine, other = values[..., :, None], values[..., None, :]

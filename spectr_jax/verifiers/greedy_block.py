@@ -26,30 +26,20 @@ class Modifications:
 
   For example, with one level v = 2, p = (.5, .5) and q = (.25, .75), the distribution is [2q - p]+ = (0, 1): token 1
   follows, and v becomes 2 * .75 / .5 = 3 for the position after it.
-
-  Attributes:
-    log_ratio: `[M]`, log v of each level, oldest first.
-    left: int32 `[M]`, the number of positions that a level still applies to; 0 or less for a dead level.
   """
 
-  log_ratio: jax.Array
-  left: jax.Array
+  log_ratio: jax.Array  # `[M]`, log v of each level, oldest first
+  left: jax.Array  # int32 `[M]`, the number of positions that a level still applies to; 0 or less for a dead level
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Context:
-  """The state of the method at a node of a draft's path.
+  """The state of the method at a node of a draft's path."""
 
-  Attributes:
-    modifications: The modifications, advanced along the path.
-    log_ratio: log v, where v is the product of q/p over the path, with q as modified, not clipped.
-    log_draft: The logarithm of the path's probability under the draft.
-  """
-
-  modifications: Modifications
-  log_ratio: jax.Array
-  log_draft: jax.Array
+  modifications: Modifications  # advanced along the path
+  log_ratio: jax.Array  # log v, where v is the product of q/p over the path, with q as modified, not clipped
+  log_draft: jax.Array  # the logarithm of the path's probability under the draft
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,8 +93,7 @@ class GreedyBlock(RecordedVerifier):
   def _law(self, num_drafts: int, modifications: Modifications, draft_probs, target_probs, token):
     """The modified distribution after a context, and the modifications once `token` follows.
 
-    Level by level, oldest first: each turns the distribution that the older ones left into the next, and its own v
-    grows by the factor q(token) / p(token), with q as that level found it.
+    Each level, oldest first, turns the distribution into the next, and its v grows by q(token) / p(token), q as found.
     """
     levels = modifications.left.shape[0]
 

@@ -25,38 +25,22 @@ RACES_AT_ONCE = 8
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _GivenRows:
-  """The given candidates by row of `Proposal.probs`; their shares are in units of q.
+  """The given candidates by row of `Proposal.probs`; their shares are in units of q."""
 
-  Attributes:
-    tokens: int32 `[R, W]`, the given candidates of each row; V elsewhere.
-    scale: `[R]`, pt(x) / q(x) of each of them.
-    is_alone: bool `[R]`, rows whose candidates are all given.
-  """
-
-  tokens: jax.Array
-  scale: jax.Array
-  is_alone: jax.Array
+  tokens: jax.Array  # int32 `[R, W]`; V where no candidate is given
+  scale: jax.Array  # `[R]`, pt(x) / q(x) of each of them
+  is_alone: jax.Array  # bool `[R]`, rows whose candidates are all given
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Races(Plan):
-  """The results of the races, before any acceptance.
+  """The results of the races, before any acceptance, among the drawn candidates and one more if any is given."""
 
-  The contestants are the drawn candidates, and one more if any is given.
-
-  Attributes:
-    shares: `[L, W]`, s of the contexts from depth 1 on: the probability that the race above picks their token.
-    log_ratios: `[L, W]`, log of q(x) / pt(x) of that token.
-    scale: `[R, C]`, the distributions pt by row of `Proposal.probs`, as `Race.picked_probs` takes them.
-    is_sibling: bool `[L, W, W]`, whether k and j follow the same context; each is its own sibling.
-    given: The given candidates, or None if no row has any.
-  """
-
-  shares: jax.Array
-  log_ratios: jax.Array
-  scale: jax.Array
-  is_sibling: jax.Array
+  shares: jax.Array  # `[L, W]`, the probability s that the race above picks the token of a context, from depth 1 on
+  log_ratios: jax.Array  # `[L, W]`, log of q(x) / pt(x) of that token
+  scale: jax.Array  # `[R, C]`, the distributions pt as `Race.picked_probs` takes them
+  is_sibling: jax.Array  # bool `[L, W, W]`, whether k and j follow the same context; each is its own sibling
   given: _GivenRows | None
 
 

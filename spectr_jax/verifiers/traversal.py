@@ -30,18 +30,12 @@ class _Values:
   After its rejected children, the target's distribution below a node is [q - c p]+ / z, since each rejection subtracts
   a multiple of p. With children drawn without replacement, a rejected token keeps the c that it had when it was removed
   from p.
-
-  Attributes:
-    log_value: `[N + 1]`, log P of the nodes entered so far.
-    c: `[N + 1]`, c of the distribution below each node.
-    z: `[N + 1]`, z of the distribution below each node.
-    rejected_c: `[N + 1]`, the parent's c when the node was rejected, -1 for nodes that were not.
   """
 
-  log_value: jax.Array
+  log_value: jax.Array  # log P of the nodes entered so far
   c: jax.Array
   z: jax.Array
-  rejected_c: jax.Array
+  rejected_c: jax.Array  # the parent's c when the node was rejected, -1 for nodes that were not
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,17 +21,11 @@ from spectr_jax.verifiers.credit_traversal import CreditTraversal, Plan, ascendi
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Shared(Plan):
-  """The credit as it is shared; the distribution of a drawn candidate is p' = p / `left` outside of D.
+  """The credit as it is shared; the distribution of a drawn candidate is p' = p / `left` outside of D."""
 
-  Attributes:
-    masses: `[L, W]`, m of the contexts from depth 1 on.
-    given: int32 `[R, W]`, the tokens of D by row of `Proposal.probs`; V elsewhere.
-    left: `[R]`, the probability p outside of D; 1 if D is empty, or all of p.
-  """
-
-  masses: jax.Array
-  given: jax.Array
-  left: jax.Array
+  masses: jax.Array  # `[L, W]`, m of the contexts from depth 1 on
+  given: jax.Array  # int32 `[R, W]`, the tokens of D by row of `Proposal.probs`; V elsewhere
+  left: jax.Array  # `[R]`, the probability p outside of D; 1 if D is empty, or all of p
 
 
 @dataclasses.dataclass(frozen=True)

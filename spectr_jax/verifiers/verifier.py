@@ -249,13 +249,7 @@ def uniforms_of_nodes(keys: jax.Array, tree: Tree, dtype: jnp.dtype) -> jax.Arra
 def stop_at(
   tree: Tree, node: ArrayLike, weights: jax.Array, uniform: jax.Array, state: Any, decisions: dict[str, Decisions]
 ) -> tuple[Verdict, Record]:
-  """The verdict that accepts everything down to a node and draws the next token, and its record.
-
-  Args:
-    tree, state: As for `Verifier.verify`.
-    node: int32 scalar, the deepest accepted node; the root, 0, without guesses.
-    weights, uniform, decisions: As in `Record`.
-  """
+  """The verdict that accepts all down to `node` and draws the next token from `weights`, and its record."""
   node = jnp.asarray(node, jnp.int32)
   return Verdict.at(tree, node, draw(uniform, weights), state), Record(decisions, node, weights, uniform)
 
@@ -268,20 +262,10 @@ def run_steps(
   num_steps: int,
   describe: Callable[..., Any] | None = None,
 ) -> tuple[Any, Any]:
-  """Repeats `step` while `is_going`, and describes every step if a description is asked for.
+  """Repeats `step`, `carry -> (next carry, seen)`, while `is_going`; `verify` and `explain` both run their steps here.
 
-  `verify` and `explain` of a verifier both run their steps here, so they make the same decisions.
-
-  Args:
-    is_going: `carry -> bool scalar`.
-    step: `carry -> (next carry, seen)`, with a second value `seen` for `describe`.
-    carry: The first carry.
-    num_steps: The largest number of steps, and one more if the carry after the last is to be described.
-    describe: `(number, carry, next carry, seen) -> arrays` for step `number`. Steps after the last are described too,
-      with a carry that does not change any more. None to run without descriptions.
-
-  Returns:
-    The last carry, and the descriptions with a leading axis `[num_steps]`, or None.
+  Returns the last carry, and `describe(number, carry, next carry, seen)` of `num_steps` steps, stacked, or None. Steps
+  after the last are described too, with a carry that does not change any more.
   """
   if describe is None:
     return jax.lax.while_loop(is_going, lambda carry: step(carry)[0], carry), None

@@ -97,10 +97,7 @@ class Walk(RecordedVerifier):
     )
 
   def _step(self, tree: Tree, proposal: Proposal, target_probs, node, is_walking=True) -> tuple[Position, Outcome]:
-    """The candidates after an accepted node, and the possible outcomes: the target's own token if there are none.
-
-    A row whose walk has ended has no candidates, so that it adds no work while other rows walk on.
-    """
+    """The candidates after an accepted node, and the outcomes; no candidates, and so no work, for a walk that ended."""
     position = next_position(tree, proposal, target_probs, node, is_pooled=self.is_pooled)
     position = dataclasses.replace(position, is_valid=position.is_valid & is_walking)
     outcome = self._outcome(position)
@@ -192,8 +189,7 @@ class Walk(RecordedVerifier):
   def _by_table(self, coupling: ThresholdCoupling, tree: Tree, proposal: Proposal, target_probs, uniforms):
     """The node where the walk stops, its depth, and the residual there, by a table of what follows each node.
 
-    An accelerator takes no longer for the positions after all nodes than for one. So the thresholds are found together,
-    for nodes that the walk does not reach as well.
+    An accelerator takes no longer for all nodes than for one, so all thresholds are found together.
     """
     all_nodes = jnp.arange(tree.num_nodes + 1)
 
@@ -247,10 +243,7 @@ class Walk(RecordedVerifier):
     size = tree.num_nodes + 1
 
     def at_node(reach, node):
-      """Passes the probability of reaching `node` on to its candidates; also returns that of stopping there, `[V]`.
-
-      `reach` `[N + 1]` holds the probability that the walk reaches each node.
-      """
+      """Passes `reach` `[N + 1]` of `node` on to its candidates; also returns the probability of a stop, `[V]`."""
       position, outcome = self._step(tree, proposal, target_probs, node)
       into = jnp.where(position.is_valid, position.nodes, size)
       stop = reach[node] * (1 - jnp.sum(outcome.accept_probs))

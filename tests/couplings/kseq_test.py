@@ -5,15 +5,7 @@ import functools
 import jax
 import numpy as np
 import pytest
-from enumerated import (
-  BERNOULLI,
-  EXACT,
-  AtGamma,
-  assert_close,
-  emitted_law,
-  law_pairs,
-  optimal_by_sets,
-)
+from enumerated import BERNOULLI, EXACT, AtGamma, assert_close, emitted_law, law_pairs, optimal_by_sets
 
 from spectr_jax.couplings import KSeq
 from spectr_jax.couplings.kseq import any_accepted, overlap
@@ -47,12 +39,6 @@ def test_gamma_is_the_root_from_above(form, num_candidates, num_rounds):
     # ... and no further above than the bisection's last bracket. The bracket's end of 1 was never tried.
     if gamma - (num_candidates - 1) / 2**num_rounds > 1:
       assert excess_below >= -1e-15
-
-
-@pytest.mark.parametrize('form', _FORMS.values(), ids=_FORMS)
-def test_gamma_of_one_candidate_is_one(form):
-  for p, q in law_pairs():
-    assert float(_solve(form, p, q, 1, 16)[0]) == 1
 
 
 @pytest.mark.parametrize('form', _FORMS.values(), ids=_FORMS)

@@ -22,8 +22,8 @@ from tests.slow import slow
 
 def _statistics(tree, accepted, *, visits=1000):
   """Statistics of one prompt: `visits` times at depth 1, `accepted` of them on the same child at every depth."""
-  found = Statistics.zeros(1, tree)
-  counts, accepts, children = (np.array(x) for x in (found.visits, found.accepts, found.accepted_child))
+  zeros = Statistics.zeros(1, tree)
+  counts, accepts, children = (np.array(x) for x in (zeros.visits, zeros.accepts, zeros.accepted_child))
   for depth in range(tree.max_depth):
     n = int(tree.num_children[0])
     counts[0, depth, n] = visits
@@ -32,37 +32,30 @@ def _statistics(tree, accepted, *, visits=1000):
   return Statistics(counts, accepts, children, np.zeros(1))
 
 
-def test_calibration_trees_fit_the_budget():
+def test_rates_are_shares_of_visits_that_are_not_rare():
   trees = optimal_trees.calibration_trees(METHODS['race_block'], 20)
   assert list(trees) == [1, 2, 3, 4, 6, 8]
   assert trees[2] == TokenTree.prefix((2, 2, 2))  # 14 nodes; one depth more would have 30
   assert all(tree.num_nodes <= 20 for tree in trees.values())
   assert list(optimal_trees.calibration_trees(METHODS['block'], 20)) == [1]
-
-
-def test_rates_are_shares_of_visits():
   rates = {1: 0.5, 2: 0.7, 3: 0.8, 4: 0.8, 6: 0.8, 8: 0.8}
-  found = measure_acceptance(METHODS['race'], 16, lambda tree: _statistics(tree, [rates[int(tree.num_children[0])]]))
-  assert found[0] == [0.5, 0.7, 0.8, 0.8, None, 0.8, None, 0.8]
-  assert found[-1] == found[0]  # what was measured at fewer depths goes on
-  assert len(found) == 16
-
-
-def test_rare_positions_count_as_not_measured():
-  found = measure_acceptance(METHODS['race'], 4, lambda tree: _statistics(tree, [0.5], visits=49))
-  assert {rate for row in found for rate in row} == {None}
-
-
-def test_siblings_without_replacement_have_rates_of_their_own():
-  found = measure_acceptance(METHODS['gsd'], 8, lambda tree: _statistics(tree, [0.5, 0.25, 0.125]))
-  assert found == [[0.5, 0.25, 0.125, 0, 0, 0, 0, 0]] * 2
+  rates_by_depth = measure_acceptance(
+    METHODS['race'], 16, lambda tree: _statistics(tree, [rates[int(tree.num_children[0])]])
+  )
+  assert rates_by_depth[0] == [0.5, 0.7, 0.8, 0.8, None, 0.8, None, 0.8]
+  assert rates_by_depth[-1] == rates_by_depth[0]  # what was measured at fewer depths goes on
+  assert len(rates_by_depth) == 16
+  rates_by_depth = measure_acceptance(METHODS['race'], 4, lambda tree: _statistics(tree, [0.5], visits=49))
+  assert {rate for row in rates_by_depth for rate in row} == {None}
+  rates_by_depth = measure_acceptance(METHODS['gsd'], 8, lambda tree: _statistics(tree, [0.5, 0.25, 0.125]))
+  assert rates_by_depth == [[0.5, 0.25, 0.125, 0, 0, 0, 0, 0]] * 2
 
 
 def _chosen(method, budget, rates):
   return choose_tree(Setting(METHODS[method], spec=TreeSpec('optimal', (budget,))), rates)
 
 
-def test_the_best_shapes():
+def test_the_best_shapes_and_chains():
   # 2,1,1: .8 + .8 * .5 + .8 * .25 = 1.4 in six nodes; 1 x 6: below 1; 2,2: .8 + .64 = 1.44.
   chosen = _chosen('race', 6, [[0.5, 0.8]])
   assert (chosen.tree, chosen.shape) == (TokenTree.prefix((2, 2)), 'prefix:2,2')
@@ -73,9 +66,6 @@ def test_the_best_shapes():
   chosen = _chosen('gsd', 64, [[0.6, 0.0], [0.5, 0.0]])
   assert chosen.tree.is_chain
   assert chosen.tree.max_depth == 24
-
-
-def test_the_best_chains():
   assert [name for name, method in METHODS.items() if optimal_trees.is_chosen_by_bound(method)] == ['race_traversal']
   # 1 x 4: .8 + .5 + .1 + .1 = 1.5; 2 x 2: .9 + .7 = 1.6; 4 x 1: .95.
   rates = [[0.8, 0.9, None, 0.95], [0.5, 0.7, None, 0.9], [0.1, 0.2, None, 0.4], [0.1, 0.1, None, 0.1]]
@@ -86,9 +76,6 @@ def test_the_best_chains():
   # The same rates as chances per depth: branching everywhere would seem best.
   assert _chosen('race', 6, rates).shape == 'prefix:2,2'
   assert _chosen('race_traversal', 6, rates).shape == 'prefix:2,1,1'
-
-
-def test_rates_are_of_a_way_to_draw_children():
   assert optimal_trees.rates_name(METHODS['traversal']) == 'traversal'
   method = with_children(METHODS['traversal'], 'without_replacement')
   assert optimal_trees.rates_name(method) == 'traversal, without_replacement'
@@ -106,7 +93,7 @@ def test_useless_drafts_have_no_tree(method, rate, message):
     _chosen(method, 6, [[rate, rate]])
 
 
-# What the laws allow to be kept.
+# What the distributions allow to be kept.
 
 
 def _texts(seed, num_texts=40, length=9):
@@ -123,27 +110,27 @@ def _texts(seed, num_texts=40, length=9):
 )
 def test_every_place_has_the_bound_of_what_follows(tree):
   draft, target = _texts(0)
-  found = kept_bounds(tree, draft, target)
-  assert found.shape == (*draft.shape, tree.max_depth)
+  bounds = kept_bounds(tree, draft, target)
+  assert bounds.shape == (*draft.shape, tree.max_depth)
   ends = np.isfinite(target).sum(axis=1)
   for text, end in enumerate(ends):
     for place in range(draft.shape[1]):
       length = max(min(end - place, tree.max_depth), 0)
-      assert np.isnan(found[text, place, length:]).all()
+      assert np.isnan(bounds[text, place, length:]).all()
       if length:
         # Of a shallower tree, which holds no more than the tokens that are there.
         cut = TokenTree.from_parents(tree.parents[: np.count_nonzero(tree.depths <= length) - 1])
         window = slice(place, place + length)
         expected = stateless_kept_bound(cut, draft[text, window], target[text, window])
-        np.testing.assert_allclose(found[text, place, :length], expected, rtol=1e-12)
+        np.testing.assert_allclose(bounds[text, place, :length], expected, rtol=1e-12)
 
 
 def test_rates_are_means_over_all_places():
   draft, target = _texts(1)
-  found = bound_kept(draft, target)
-  assert (len(found), len(found[0])) == (9, 16)
+  rates = bound_kept(draft, target)
+  assert (len(rates), len(rates[0])) == (9, 16)
   ends = np.isfinite(target).sum(axis=1)
-  for depth, row in enumerate(found):
+  for depth, row in enumerate(rates):
     assert row[6] is None  # 7 chains
     for number in (1, 3, 16):
       bounds = []
@@ -158,18 +145,20 @@ def test_rates_are_means_over_all_places():
 
 
 def _tables(prompts, **options):
-  """A workload on two Markov chains of three tokens, and their laws."""
-  laws = {
+  """A workload on two Markov chains of three tokens, and their distributions."""
+  probs = {
     'target': np.array([[0.6, 0.3, 0.1], [0.2, 0.5, 0.3], [0.1, 0.2, 0.7]]),
     'draft': np.array([[0.3, 0.3, 0.4], [0.5, 0.1, 0.4], [0.2, 0.7, 0.1]]),
   }
-  models = {name: table.table_model(np.log(law).astype(np.float32)) for name, law in laws.items()}
+  models = {name: table.table_model(np.log(each).astype(np.float32)) for name, each in probs.items()}
+  options = DecodeOptions(batch_size=400, **options)
   workload = Workload(
-    options=DecodeOptions(batch_size=400, **options), tokenizer=SimpleNamespace(eos_ids=()), info={}, sharding=None,
+    options=options, sampling=options.sampling, max_new_tokens=options.max_new_tokens, info={},
+    batch_size=min(400, len(prompts)), tokenizer=SimpleNamespace(eos_ids=()),
     prompts=[Prompt('x', index, index) for index in range(len(prompts))], tokens=np.array(prompts, np.int32)[:, None],
     lengths=np.ones(len(prompts), np.int32), **models,
   )  # fmt: skip
-  return workload, laws
+  return workload, probs
 
 
 @pytest.mark.parametrize(
@@ -180,13 +169,13 @@ def _tables(prompts, **options):
   ],
   ids=str,
 )  # fmt: skip
-def test_the_bound_is_that_of_the_laws_tokens_are_drawn_from(options):
+def test_the_bound_is_that_of_the_distributions_tokens_are_drawn_from(options):
   """Markov chains: the expectation over two tokens of the target in closed form."""
   number, num_prompts = 2, 800
-  workload, laws_by_role = _tables([0] * num_prompts, max_new_tokens=2, **options)
+  workload, probs_by_role = _tables([0] * num_prompts, max_new_tokens=2, **options)
   params = SamplingParams.make(1, **options)
   p, q = (
-    np.asarray(logits_to_probs(np.log(laws_by_role[role]).astype(np.float32)[None], params)[0], np.float64)
+    np.asarray(logits_to_probs(np.log(probs_by_role[role]).astype(np.float32)[None], params)[0], np.float64)
     for role in ('draft', 'target')
   )
   texts = distributions.target_texts(workload, seed=3)
@@ -194,23 +183,23 @@ def test_the_bound_is_that_of_the_laws_tokens_are_drawn_from(options):
   with np.errstate(divide='ignore'):
     np.testing.assert_allclose(draft, np.log([[p[0, a], p[a, b]] for a, b in texts]), rtol=1e-5)
     np.testing.assert_allclose(target, np.log([[q[0, a], q[a, b]] for a, b in texts]), rtol=1e-5)
-  found = np.array(kept_bounds(TokenTree.chains(number, 2), draft, target))[:, 0]
+  bounds = np.array(kept_bounds(TokenTree.chains(number, 2), draft, target))[:, 0]
   joint_p, joint_q = p[0, :, None] * p, q[0, :, None] * q
   with np.errstate(invalid='ignore', divide='ignore'):
     first = np.minimum(1, (1 - (1 - p[0]) ** number) / q[0])[:, None]
     second = np.minimum(first, (1 - (1 - joint_p) ** number) / joint_q)
   expected = [np.nansum(joint_q * first), np.nansum(joint_q * second)]
-  error = found.std(axis=0) / np.sqrt(num_prompts)
+  error = bounds.std(axis=0) / np.sqrt(num_prompts)
   assert (error < 0.02).all()
-  np.testing.assert_array_less(np.abs(found.mean(axis=0) - expected), 4 * error + 1e-6)
+  np.testing.assert_array_less(np.abs(bounds.mean(axis=0) - expected), 4 * error + 1e-6)
 
 
-def test_tokens_after_the_end_have_no_law():
-  workload, laws_by_role = _tables([0, 1], max_new_tokens=3)
+def test_tokens_after_the_end_have_no_distribution():
+  workload, probs_by_role = _tables([0, 1], max_new_tokens=3)
   tokens = np.array([[1, 2, 2], [0, -1, -1]], np.int32)
-  [found] = distributions.written_log_probs(workload, (workload.draft,), tokens)
-  p = np.log(laws_by_role['draft'])
-  np.testing.assert_allclose(found, [[p[0, 1], p[1, 2], p[2, 2]], [p[1, 0], np.nan, np.nan]], rtol=1e-5)
+  [log_probs] = distributions.written_log_probs(workload, (workload.draft,), tokens)
+  p = np.log(probs_by_role['draft'])
+  np.testing.assert_allclose(log_probs, [[p[0, 1], p[1, 2], p[2, 2]], [p[1, 0], np.nan, np.nan]], rtol=1e-5)
   broken = dataclasses.replace(workload, draft=table.table_model(np.full((3, 3), np.nan, np.float32)))
   with pytest.raises(ValueError, match='prompt 0: the logits of a model are not finite'):
     distributions.written_log_probs(broken, (broken.draft,), tokens)
@@ -229,7 +218,6 @@ def test_files_without_rates_are_refused(tmp_path, content):
 
 @pytest.fixture
 def repeated(pair, tmp_path):
-  """Options of a pair, and of one prompt twelve times."""
   prompts = tmp_path / 'prompts.txt'
   prompts.write_text('the quick brown fox\n' * 12)
   return {**pair, 'prompts': str(prompts), 'batch_size': 12, 'max_new_tokens': 40, 'temperature': 3.0}
@@ -255,31 +243,31 @@ def test_a_bound_chooses_chains_and_can_be_used_again(repeated, tmp_path, monkey
   seen, seeds = [], []
   own = optimal_trees.target_texts
   monkeypatch.setattr(optimal_trees, 'target_texts', lambda workload, seed: seeds.append(seed) or own(workload, seed))
-  found = run_decode(DecodeOptions(**common, tree=('optimal:8', 'optimal:3')), lambda what, *_: seen.append(what))
+  run = run_decode(DecodeOptions(**common, tree=('optimal:8', 'optimal:3')), lambda what, *_: seen.append(what))
   assert seeds == [6]
   assert [what for what in seen if 'own texts' in what] == [
     "race_traversal: bounding what is kept of chains, on the target's own texts"
   ]
-  workload = Workload.load(found.options)
+  workload = Workload.load(run.options)
   texts = distributions.target_texts(workload, 6)
   rates = bound_kept(*distributions.written_log_probs(workload, (workload.draft, workload.target), texts))
-  assert found.acceptance == {'race_traversal': rates}
-  for setting, budget in zip(found.settings, (8, 3)):
+  assert run.acceptance == {'race_traversal': rates}
+  for setting, budget in zip(run.settings, (8, 3)):
     kept = np.array(rates, float)
     assert setting.tree == TokenTree.optimal_chains(kept, budget, tolerance=optimal_trees.TOLERANCE)
     assert setting.draft_length == setting.tree.max_depth
     shape = setting.shape
     assert shape == f'prefix:{",".join(map(str, setting.tree.num_children[:1]))}' + ',1' * (setting.draft_length - 1)
   path = tmp_path / 'rates.json'
-  path.write_text(json.dumps({'acceptance': found.acceptance}))
+  path.write_text(json.dumps({'acceptance': run.acceptance}))
   monkeypatch.setattr(optimal_trees, 'target_texts', None)
   again = run_decode(DecodeOptions(**common, tree=('optimal:8',), acceptance=str(path)))
-  assert again.settings == found.settings[:1]
-  np.testing.assert_array_equal(again.measurements[0].tokens, found.measurements[0].tokens)
+  assert again.settings == run.settings[:1]
+  np.testing.assert_array_equal(again.measurements[0].tokens, run.measurements[0].tokens)
   # What was printed gives the same run.
   monkeypatch.undo()
   pasted = run_decode(DecodeOptions(**common, tree=(shape,)))
-  np.testing.assert_array_equal(pasted.measurements[0].tokens, found.measurements[1].tokens)
+  np.testing.assert_array_equal(pasted.measurements[0].tokens, run.measurements[1].tokens)
 
 
 def test_files_must_have_the_method(pair, prompt_file, tmp_path):

@@ -29,7 +29,6 @@ def _num_entries(model):
   [('llama_3_8b', 8_030_261_248, 8), ('llama_3_70b', 70_553_706_496, 8), ('qwen_3_8b', 8_190_735_360, 8)],
 )
 def test_shapes_of_public_models(name, num_params, num_kv_heads):
-  """The numbers of parameters are those that the models' authors count."""
   config = aot.read_config(str(_HUB / name), 'bfloat16')
   assert isinstance(config, CausalLMConfig)
   assert (config.num_params, config.num_kv_heads, config.dtype) == (num_params, num_kv_heads, 'bfloat16')
@@ -38,10 +37,25 @@ def test_shapes_of_public_models(name, num_params, num_kv_heads):
   assert {type(leaf) for leaf in jax.tree.leaves(model.params)} == {jax.ShapeDtypeStruct}
 
 
-def test_files_of_sizes_are_read_as_before():
+def test_sizes_of_files_and_of_heads_for_a_target():
   config = aot.read_config(str(commands.ROOT / 'configs/lm1b.py:6m'), 'float32')
   assert isinstance(config, TransformerConfig)
   assert config.dtype == 'float32'
+  target = aot.read_config(str(_HUB / 'llama_3_8b'), 'bfloat16')
+  head_file = commands.ROOT / 'configs/head.py'
+  dspark = aot.read_draft(f'{head_file}:dspark', target, 'bfloat16')
+  assert (dspark.max_depth, dspark.backbone.vocab_size, dspark.is_reduced) == (7, 8192, True)
+  drafter = aot.abstract_head(dspark, target.vocab_size)
+  assert {type(leaf) for leaf in jax.tree.leaves(drafter.params)} == {jax.ShapeDtypeStruct}
+  assert (drafter.estimates, drafter.max_depth, drafter.feature_layers) == (True, 7, (2, 16, 29))
+  eagle = aot.read_draft(f'{head_file}:eagle3', target, 'bfloat16')
+  assert (eagle.block.vocab_size, aot.abstract_head(eagle, target.vocab_size).vocab_size) == (8192, target.vocab_size)
+  with pytest.raises(ValueError, match='configs/head.py:medusa is not compiled here; of heads eagle3, dspark'):
+    aot.read_draft(f'{head_file}:medusa', target, 'bfloat16')
+  small = aot.read_config(str(commands.ROOT / 'configs/lm1b.py:6m'), 'float32')
+  with pytest.raises(ValueError, match='is for public models, and the target is not one'):
+    aot.read_draft(f'{head_file}:dspark', small, 'bfloat16')
+  assert aot.read_draft(str(_HUB / 'draft_of_llama_3'), target, 'bfloat16').vocab_size == target.vocab_size
 
 
 def test_products_are_counted_once_per_parameter():
@@ -54,24 +68,6 @@ def test_products_are_counted_once_per_parameter():
   gains = config.embed_dim * (2 * config.num_layers + 1)
   embedding = config.vocab_size * config.embed_dim
   assert aot.matmul_flops(untied, 5) == 2 * 5 * (_num_entries(untied) - gains - embedding)
-
-
-def test_heads_of_a_targets_sizes():
-  target = aot.read_config(str(_HUB / 'llama_3_8b'), 'bfloat16')
-  head_file = commands.ROOT / 'configs/head.py'
-  found = aot.read_draft(f'{head_file}:dspark', target, 'bfloat16')
-  assert (found.max_depth, found.backbone.vocab_size, found.is_reduced) == (7, 8192, True)
-  drafter = aot.abstract_head(found, target.vocab_size)
-  assert {type(leaf) for leaf in jax.tree.leaves(drafter.params)} == {jax.ShapeDtypeStruct}
-  assert (drafter.estimates, drafter.max_depth, drafter.feature_layers) == (True, 7, (2, 16, 29))
-  eagle = aot.read_draft(f'{head_file}:eagle3', target, 'bfloat16')
-  assert (eagle.block.vocab_size, aot.abstract_head(eagle, target.vocab_size).vocab_size) == (8192, target.vocab_size)
-  with pytest.raises(ValueError, match='configs/head.py:medusa is not compiled here; of heads eagle3, dspark'):
-    aot.read_draft(f'{head_file}:medusa', target, 'bfloat16')
-  small = aot.read_config(str(commands.ROOT / 'configs/lm1b.py:6m'), 'float32')
-  with pytest.raises(ValueError, match='is for public models, and the target is not one'):
-    aot.read_draft(f'{head_file}:dspark', small, 'bfloat16')
-  assert aot.read_draft(str(_HUB / 'draft_of_llama_3'), target, 'bfloat16').vocab_size == target.vocab_size
 
 
 @pytest.mark.parametrize(
@@ -124,5 +120,5 @@ def test_a_pair_gets_one_vocabulary_and_copies_of_heads():
   for is_divided, width in ((False, 8), (True, 16)):
     target, small = aot.abstract_pair(config, draft, DecodeSharding(mesh, is_draft_divided=is_divided))
     assert small.vocab_size == target.vocab_size == 32
-    found = [model.params['layer_0']['attention']['k']['kernel'].shape for model in (target, small)]
-    assert found == [(16, 16), (16, width)]
+    shapes = [model.params['layer_0']['attention']['k']['kernel'].shape for model in (target, small)]
+    assert shapes == [(16, 16), (16, width)]

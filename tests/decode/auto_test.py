@@ -26,7 +26,6 @@ def _options(**changes):
 
 @pytest.fixture(scope='module')
 def settings():
-  """The whole grid."""
   return auto_choice.grid(_options())
 
 
@@ -40,10 +39,20 @@ def test_the_grid_has_every_lossless_method_and_no_setting_twice(settings):
   assert len(set(map(str, settings))) == len(settings)
 
 
-def test_a_tree_that_some_methods_cannot_use_is_for_the_others():
+def test_trees_that_a_method_or_a_draft_cannot_use_are_left_out():
   settings = auto_choice.grid(_options(tree=('prefix:2,1', 'specinfer'), draft_length=(4,)))
   assert {str(s) for s in settings if s.method.name == 'spectr'} == {'spectr prefix:2,1', 'spectr specinfer'}
   assert not any(setting.method.name == 'block' for setting in settings)
+  trees = 'chains', 'likeliest:2,2', 'confident:2,1'
+  settings = auto_choice.grid(_options(tree=trees, num_drafts=(2,), draft_length=(2,)))
+  assert _trees(settings, 'race_traversal') == set(trees)
+  assert _trees(settings, 'traversal') == {'chains', 'confident:2,1'}  # takes no guesses that are not drawn
+  assert _trees(settings, 'block') == {'chains'}
+  from_one = auto_choice.grid(_options(tree=trees, growth_threshold=0.1, num_drafts=(2,), draft_length=(2,)))
+  assert _trees(from_one, 'spectr') == {'chains', 'likeliest:2,2 from 0.1', 'confident:2,1 from 0.1'}
+  assert {setting.draft_length for setting in auto_choice.grid(_options(), 4)} == {0, 2, 4}
+  with pytest.raises(ValueError, match='^the draft guesses 1 tokens ahead, and all trees are deeper$'):
+    auto_choice.grid(_options(), 1)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +73,7 @@ def _trees(settings, name):
   return {setting.tree_name for setting in settings if setting.method.name == name}
 
 
-def test_greedy_decoding_is_compared_with_trees_of_likeliest_guesses_and_single_drafts():
+def test_greedy_decoding_alone_is_compared_with_trees_of_likeliest_guesses():
   settings = auto_choice.grid(_options(temperature=0.0))
   # One method stands for all, since they keep the same.
   first = next(
@@ -78,9 +87,6 @@ def test_greedy_decoding_is_compared_with_trees_of_likeliest_guesses_and_single_
   assert _trees(settings, 'speculative') == {'chains'}
   several = auto_choice.grid(_options(temperature=0.0, num_drafts=(1, 3)))
   assert {setting.num_drafts for setting in several if setting.spec and setting.spec.name == 'chains'} == {1, 3}
-
-
-def test_no_other_grid_has_them():
   for changes in (
     {'temperature': 0.5},
     {'temperature': 0.0, 'draft': 'lookup'},
@@ -89,30 +95,14 @@ def test_no_other_grid_has_them():
     assert not any(setting.growth for setting in auto_choice.grid(_options(**changes)))
 
 
-def test_growing_trees_are_compared_with_others_where_methods_take_them():
-  trees = 'chains', 'likeliest:2,2', 'confident:2,1'
-  settings = auto_choice.grid(_options(tree=trees, num_drafts=(2,), draft_length=(2,)))
-  assert _trees(settings, 'race_traversal') == set(trees)
-  assert _trees(settings, 'traversal') == {'chains', 'confident:2,1'}  # takes no guesses that are not drawn
-  assert _trees(settings, 'block') == {'chains'}
-  from_one = auto_choice.grid(_options(tree=trees, growth_threshold=0.1, num_drafts=(2,), draft_length=(2,)))
-  assert _trees(from_one, 'spectr') == {'chains', 'likeliest:2,2 from 0.1', 'confident:2,1 from 0.1'}
-
-
-def test_trees_that_are_deeper_than_the_draft_guesses_are_left_out():
-  assert {setting.draft_length for setting in auto_choice.grid(_options(), 4)} == {0, 2, 4}
-  with pytest.raises(ValueError, match='^the draft guesses 1 tokens ahead, and all trees are deeper$'):
-    auto_choice.grid(_options(), 1)
-
-
 def test_the_fastest_growing_tree_is_tuned():
   settings = auto_choice.grid(_options(tree=('chains', 'confident:4,4'), num_drafts=(2,), draft_length=(2,)))
   ordered = sorted(settings, key=lambda setting: str(setting) != 'spectr confident:4,4')
-  found = auto_setting.tuned(ordered)
-  assert [str(setting) for setting in found] == [f'spectr confident:4,4 from {t:g}' for t in auto_setting._THRESHOLDS]
-  assert [setting.growth.threshold for setting in found] == list(auto_setting._THRESHOLDS)
+  tuned = auto_setting.tuned(ordered)
+  assert [str(setting) for setting in tuned] == [f'spectr confident:4,4 from {t:g}' for t in auto_setting._THRESHOLDS]
+  assert [setting.growth.threshold for setting in tuned] == list(auto_setting._THRESHOLDS)
   assert not auto_setting.tuned([setting for setting in ordered if setting.growth is None])
-  assert not auto_setting.tuned(found[:1])  # a threshold that the user chose
+  assert not auto_setting.tuned(tuned[:1])  # a threshold that the user chose
   with pytest.raises(ValueError, match='autoregressive grows no trees'):
     settings[0].with_threshold(0.1)
 
@@ -140,13 +130,13 @@ def test_seconds_of_a_group_are_those_of_the_first_groups_time():
     return seconds, seconds / 100, Generation(calls, 2 * calls, calls, calls[:, None], calls, 0 * calls)
 
   runs = [batch(3.0, [5, 6]), batch(5.0, [7, 7])]  # the last row is a copy
-  found = measurement.observation_of(runs, 3, num_passes=1, pace=2)
-  assert (found.prefill_seconds, found.round_seconds) == (2.0, 0.02)
-  assert (found.row_calls, found.num_tokens, found.kept) == ([5, 6, 7], 36, [18])
+  observation = measurement.observation_of(runs, 3, num_passes=1, pace=2)
+  assert (observation.prefill_seconds, observation.round_seconds) == (2.0, 0.02)
+  assert (observation.row_calls, observation.num_tokens, observation.kept) == ([5, 6, 7], 36, [18])
   # The same prompts twice, and a machine that was slow once.
-  found = measurement.observation_of([*runs, batch(100.0, [1, 2]), batch(5.0, [3, 3])], 3, num_passes=2, pace=1)
-  assert (found.num_batches, found.prefill_seconds, found.round_seconds) == (4, 5.0, 0.05)
-  assert (found.row_calls, found.num_tokens, found.kept) == ([5, 6, 7, 1, 2, 3], 48, [24])
+  observation = measurement.observation_of([*runs, batch(100.0, [1, 2]), batch(5.0, [3, 3])], 3, num_passes=2, pace=1)
+  assert (observation.num_batches, observation.prefill_seconds, observation.round_seconds) == (4, 5.0, 0.05)
+  assert (observation.row_calls, observation.num_tokens, observation.kept) == ([5, 6, 7, 1, 2, 3], 48, [24])
 
 
 @pytest.mark.slow
@@ -172,15 +162,15 @@ def test_a_machine_that_slows_down_between_groups(small_options, monkeypatch):
   monkeypatch.setattr(measurement, 'time', types.SimpleNamespace(perf_counter=look))
   monkeypatch.setattr(measurement, 'in_groups', groups)
   trial = auto_choice.trial_of(Workload.load(options))
-  found = measurement.Measurer(*trial, alone, lambda *_: None).observe([spectr])
-  assert set(found) == {str(alone), str(spectr)}
-  assert [each.prefill_seconds for each in found.values()] == [1.0, 1.0]
-  assert all(0.25 <= each.round_seconds <= 1 for each in found.values())
+  observations = measurement.Measurer(*trial, alone, lambda *_: None).observe([spectr])
+  assert set(observations) == {str(alone), str(spectr)}
+  assert [each.prefill_seconds for each in observations.values()] == [1.0, 1.0]
+  assert all(0.25 <= each.round_seconds <= 1 for each in observations.values())
 
 
 def test_predictions_are_those_of_the_closed_form(settings):
-  found = {str(p.setting): p for p in prediction.predict(_calibration(settings), settings)}
-  alone = found['autoregressive']
+  predicted = {str(p.setting): p for p in prediction.predict(_calibration(settings), settings)}
+  alone = predicted['autoregressive']
   assert alone.tokens_per_call == 1
   assert alone.tokens_per_second == pytest.approx(100 / (2e-3 + 100 * 4e-3))
   for name, length, nodes, is_observed in (
@@ -189,17 +179,14 @@ def test_predictions_are_those_of_the_closed_form(settings):
   ):  # fmt: skip
     tokens = sum(0.8**depth for depth in range(length + 1))
     seconds = 0.5e-3 * length + 3e-3 + 0.1e-3 * nodes + 1e-3 * (1 + 0.01 * nodes)
-    assert found[name].tokens_per_call == pytest.approx(tokens, rel=1e-3)
-    assert found[name].round_seconds == pytest.approx(seconds, rel=1e-6)
+    assert predicted[name].tokens_per_call == pytest.approx(tokens, rel=1e-3)
+    assert predicted[name].round_seconds == pytest.approx(seconds, rel=1e-6)
     # Shorter drafts take more rounds for the same tokens.
     source_tokens = tokens if is_observed else sum(0.8**depth for depth in range(9))
     per_batch = 100 * source_tokens
     rounds = per_batch / tokens
-    assert found[name].tokens_per_second == pytest.approx(per_batch / (2e-3 + rounds * seconds), rel=1e-3)
-    assert found[name].is_observed == is_observed
-
-
-def test_the_round_of_shorter_drafts_is_that_of_the_reference_and_its_own_share():
+    assert predicted[name].tokens_per_second == pytest.approx(per_batch / (2e-3 + rounds * seconds), rel=1e-3)
+    assert predicted[name].is_observed == is_observed
   settings = auto_choice.grid(_options(num_drafts=(4,), draft_length=(2, 8)))
   by_name = {str(setting): setting for setting in settings}
   longest, short = by_name['specinfer K=4 L=8'], by_name['specinfer K=4 L=2']
@@ -209,14 +196,14 @@ def test_the_round_of_shorter_drafts_is_that_of_the_reference_and_its_own_share(
   for name, seconds in (('spectr K=4 L=2', 0.030), ('spectr K=4 L=8', 0.050), ('specinfer K=4 L=8', 0.058)):
     observation = measured.observations[name]
     measured.observations[name] = dataclasses.replace(observation, round_seconds=seconds)
-  found = {str(p.setting): p.round_seconds for p in prediction.predict(measured, settings)}
-  assert found['specinfer K=4 L=8'] == pytest.approx(0.058)
-  assert found['specinfer K=4 L=2'] == pytest.approx(0.030 + 0.008 / 4)
+  predicted = {str(p.setting): p.round_seconds for p in prediction.predict(measured, settings)}
+  assert predicted['specinfer K=4 L=8'] == pytest.approx(0.058)
+  assert predicted['specinfer K=4 L=2'] == pytest.approx(0.030 + 0.008 / 4)
 
 
 def test_the_fastest_is_chosen_and_speculation_left_where_it_does_not_pay(settings):
   predictions = prediction.predict(_calibration(settings), settings)
-  assert predictions == sorted(predictions, key=lambda found: -found.tokens_per_second)
+  assert predictions == sorted(predictions, key=lambda each: -each.tokens_per_second)
   assert prediction.choose(predictions) == predictions[0].setting
   assert predictions[0].setting.tree.num_nodes
   # Where every node costs as much as a call, as at large batches, nothing is better than no guess.
@@ -236,8 +223,8 @@ def test_processes_whose_clocks_differ_choose_alike(monkeypatch, settings):
 
   monkeypatch.setattr(programs.jax, 'process_count', lambda: 2)
   monkeypatch.setattr(programs.multihost_utils, 'broadcast_one_to_all', broadcast)
-  in_first, in_other = (prediction.ranked(found) for found in (first, own))
-  assert in_first == in_other == [found.setting for found in first]
+  in_first, in_other = (prediction.ranked(own_order) for own_order in (first, own))
+  assert in_first == in_other == [own_order.setting for own_order in first]
   assert not np.array_equal(sent[0], sent[1])
   assert prediction.choose(own) == prediction.choose(first)
 
@@ -253,36 +240,33 @@ def test_no_seed_is_decoded_twice():
   assert len(set(used)) == 2 + 1 + 2 * measurement.FEWEST_BATCHES
 
 
-def test_observations_are_joined_by_their_batches():
+def test_observations_are_joined_and_batches_wait_for_their_slowest_row(settings):
   one = calibration.Observation(2, 30, [8, 12], [8, 2], 1.0, 0.1)
   other = calibration.Observation(6, 50, [5] * 6, [15, 5], 2.0, 0.2)
-  found = one.joined(other)
-  assert found == calibration.Observation(8, 80, [8, 12, 5, 5, 5, 5, 5, 5], [23, 7], 1.75, found.round_seconds)
-  assert found.round_seconds == pytest.approx(0.175)
+  joined = one.joined(other)
+  assert joined == calibration.Observation(8, 80, [8, 12, 5, 5, 5, 5, 5, 5], [23, 7], 1.75, joined.round_seconds)
+  assert joined.round_seconds == pytest.approx(0.175)
   # Rounds are those of the slowest row of all batches that the rows could form.
   calls = [4, 9, 6, 6, 3]
-  found = dataclasses.replace(one, row_calls=calls)
+  joined = dataclasses.replace(one, row_calls=calls)
   for size in (1, 2, 3, 5):
-    assert found.rounds(size) == pytest.approx(np.mean([max(rows) for rows in itertools.combinations(calls, size)]))
-  assert found.rounds(8) == 9  # there are five prompts
-
-
-def test_batches_wait_for_their_slowest_row(settings):
+    assert joined.rounds(size) == pytest.approx(np.mean([max(rows) for rows in itertools.combinations(calls, size)]))
+  assert joined.rounds(8) == 9  # there are five prompts
   measured = _calibration(settings)
   together = dataclasses.replace(measured, conditions={'device': 'test', 'batch_size': 4})
-  alone = {str(found.setting): found.tokens_per_second for found in prediction.predict(measured, settings)}
-  for found in prediction.predict(together, settings):  # all rows take as many rounds
-    assert found.tokens_per_second == pytest.approx(4 * alone[str(found.setting)])
+  alone = {str(joined.setting): joined.tokens_per_second for joined in prediction.predict(measured, settings)}
+  for joined in prediction.predict(together, settings):  # all rows take as many rounds
+    assert joined.tokens_per_second == pytest.approx(4 * alone[str(joined.setting)])
   for seen in together.observations.values():
     seen.row_calls[0] += 100  # in two of five batches
     seen.row_calls[1] -= 100
-  slower = {str(found.setting): found.tokens_per_second for found in prediction.predict(together, settings)}
+  slower = {str(joined.setting): joined.tokens_per_second for joined in prediction.predict(together, settings)}
   assert all(slower[name] < 4 * alone[name] for name in alone)
 
 
 def test_a_setting_that_was_lucky_at_first_is_not_chosen(monkeypatch, settings):
   first, seconds = _calibration(settings), _calibration(settings).observations
-  lucky = next(found for found in prediction.predict(first, settings)[3:] if found.is_observed).setting
+  lucky = next(each for each in prediction.predict(first, settings)[3:] if each.is_observed).setting
 
   def with_time(factor):
     return dataclasses.replace(seconds[str(lucky)], round_seconds=factor * seconds[str(lucky)].round_seconds)
@@ -291,7 +275,7 @@ def test_a_setting_that_was_lucky_at_first_is_not_chosen(monkeypatch, settings):
   predictions = prediction.predict(first, settings)
   assert prediction.choose(predictions) == lucky
   finalists = prediction.finalists_of(predictions)
-  assert finalists == [found.setting for found in predictions[: prediction._NUM_FINALISTS]]
+  assert finalists == [each.setting for each in predictions[: prediction._NUM_FINALISTS]]
   assert not prediction.finalists_of(predictions[:7])  # a quarter is a single one
   unseen = next(setting for setting in settings if str(setting) not in seconds)
   alone = settings[0]
@@ -309,7 +293,7 @@ def test_a_setting_that_was_lucky_at_first_is_not_chosen(monkeypatch, settings):
   again = measurement.Measurer(None, None, alone, None).observe_finalists([*finalists, unseen], first)
   assert again.observations[str(lucky)].round_seconds == pytest.approx(1.2 * seconds[str(lucky)].round_seconds)
   assert again.observations[str(lucky)].num_tokens == 2 * seconds[str(lucky)].num_tokens
-  predictions = {found.setting: found for found in prediction.predict(again, settings)}
+  predictions = {each.setting: each for each in prediction.predict(again, settings)}
   assert prediction.choose(list(predictions.values())) != lucky
   assert predictions[unseen].is_observed
   assert predictions[unseen].tokens_per_call == 1.234
@@ -334,7 +318,7 @@ def test_a_calibration_is_the_same_after_a_file_and_others_are_refused(tmp_path,
     auto_choice.read_calibration(path)
 
 
-def test_a_calibration_for_something_else_is_refused(settings):
+def test_a_calibration_of_another_grid_is_refused_unless_it_has_more(settings):
   measured = _calibration(settings)
   measured.check_conditions({'device': 'test'}, 'f')
   assert programs.complete_settings(measured, settings, 'f', is_short=False) == settings
@@ -342,6 +326,15 @@ def test_a_calibration_for_something_else_is_refused(settings):
     measured.check_conditions({'device': 'other'}, 'f')
   with pytest.raises(ValueError, match='f was measured for another grid, without speculative K=1'):
     programs.complete_settings(measured, auto_choice.grid(_options(draft_length=(2, 16))), 'f', is_short=False)
+  whole = _calibration(settings)
+  assert programs.complete_settings(whole, settings, 'f', is_short=True) == settings
+  few, _ = _measured(_NOTHING, settings, node=0.1e-3)
+  assert len(programs.complete_settings(few, settings, 'f', is_short=True)) == 4
+  with pytest.raises(ValueError, match='f was measured for another grid, without '):
+    programs.complete_settings(few, settings, 'f', is_short=False)
+  del few.observations['autoregressive']
+  with pytest.raises(ValueError, match='f was measured for another grid, without autoregressive'):
+    programs.complete_settings(few, settings, 'f', is_short=True)
 
 
 def _measured(calibration, settings, *, node, rate=0.8):
@@ -379,15 +372,15 @@ _NOTHING = calibration.Calibration({'device': 'test', 'batch_size': 1}, {}, {}, 
   ],
 )
 def test_a_short_grid_is_what_the_slope_of_the_target_allows(node, rate, first, others, settings):
-  found, done = _measured(_NOTHING, settings, node=node, rate=rate)
-  compared = [str(each) for each in programs.plan(found, settings, is_short=True)[0]]
+  measured, done = _measured(_NOTHING, settings, node=node, rate=rate)
+  compared = [str(each) for each in programs.plan(measured, settings, is_short=True)[0]]
   assert compared == ['autoregressive', first, *others]
   sizes = [f'timing the target on {size + 1} tokens' for size in (0, 2, 4, 8)]
   assert done[:4] == sizes
   assert done[4].startswith('timing the draft on chains 1x')
   assert done[5:] == [f'decoding with {name}' for name in compared]
   assert len(done) <= programs.plan(_NOTHING, settings, is_short=True)[2] == 9
-  predictions = prediction.predict(found, programs.plan(found, settings, is_short=True)[0])
+  predictions = prediction.predict(measured, programs.plan(measured, settings, is_short=True)[0])
   assert all(each.is_observed and each.tokens_per_second > 0 for each in predictions)
 
 
@@ -407,8 +400,8 @@ def test_every_kind_of_draft_has_a_short_grid(changes):
   candidates = programs.candidates_of(settings)
   names = {'draft': {'lookup': {'speculative', 'race_traversal'}, 'lookup+here': {'race_traversal'}}}
   wanted = names.get(next(iter(changes)), {}).get(changes.get('draft'))
-  found = {each.method.name for each in candidates[1:]}
-  assert found == wanted if wanted else {'block'} < found
+  methods = {each.method.name for each in candidates[1:]}
+  assert methods == wanted if wanted else {'block'} < methods
   assert len({auto_setting.tree_name_of(each) for each in candidates}) == len(candidates)
   assert max(each.tree.num_nodes for each in candidates) == 8
 
@@ -422,18 +415,6 @@ def test_the_grid_is_short_on_cpus_unless_it_is_given(monkeypatch):
   monkeypatch.setattr('jax.default_backend', lambda: 'gpu')
   assert not _options().has_short_grid
   assert _options(grid='short').has_short_grid
-
-
-def test_a_complete_file_of_the_whole_grid_serves_a_short_one(settings):
-  whole = _calibration(settings)
-  assert programs.complete_settings(whole, settings, 'f', is_short=True) == settings
-  few, _ = _measured(_NOTHING, settings, node=0.1e-3)
-  assert len(programs.complete_settings(few, settings, 'f', is_short=True)) == 4
-  with pytest.raises(ValueError, match='f was measured for another grid, without '):
-    programs.complete_settings(few, settings, 'f', is_short=False)
-  del few.observations['autoregressive']
-  with pytest.raises(ValueError, match='f was measured for another grid, without autoregressive'):
-    programs.complete_settings(few, settings, 'f', is_short=True)
 
 
 class _Interrupted(BaseException):
@@ -460,21 +441,20 @@ def test_an_interrupted_measurement_goes_on_where_it_was(tmp_path, pair, prompt_
   assert [each.name for each in tmp_path.iterdir()] == ['calibration.json']  # nothing unfinished
   said.clear()
   run = run_decode(options, notify)
-  numbers = [int(found[1]) for each in said if (found := re.match(r'auto: program (\d+) of 9, ', each))]
+  numbers = [int(whole[1]) for each in said if (whole := re.match(r'auto: program (\d+) of 9, ', each))]
   assert numbers == sorted(numbers)
   assert numbers[0] == 7
-  found = auto_choice.read_calibration(path)
-  assert found.is_complete
-  assert found.target_seconds == kept.target_seconds
-  assert found.observations['autoregressive'] == kept.observations['autoregressive']
-  assert {str(each.setting) for each in run.predictions} == set(found.observations)
+  whole = auto_choice.read_calibration(path)
+  assert whole.is_complete
+  assert whole.target_seconds == kept.target_seconds
+  assert whole.observations['autoregressive'] == kept.observations['autoregressive']
+  assert {str(each.setting) for each in run.predictions} == set(whole.observations)
   monkeypatch.setattr(measurement, 'Measurer', None)  # not called again
   assert run_decode(options).predictions == run.predictions
 
 
 @pytest.fixture
 def few_methods(monkeypatch):
-  """Grids of three methods alone."""
   few = 'autoregressive', 'spectr', 'race'
   methods = {name: dataclasses.replace(method, is_lossless=name in few) for name, method in METHODS.items()}
   monkeypatch.setattr(auto_choice, 'METHODS', methods)
@@ -492,8 +472,8 @@ def test_lookup_is_measured(tmp_path, pair, prompt_file, is_beside):
   )  # fmt: skip
   names = {'autoregressive', 'race K=2 L=2', 'race K=1 L=2' if is_beside else 'spectr K=2 L=2'}
   run = run_decode(options)
-  assert {str(found.setting) for found in run.predictions} == names
-  assert all(found.tokens_per_second > 0 for found in run.predictions)
+  assert {str(each.setting) for each in run.predictions} == names
+  assert all(each.tokens_per_second > 0 for each in run.predictions)
   assert run_decode(options).predictions == run.predictions
   with pytest.raises(ValueError, match=r'measured with lookup \[8, 1\], not \[8, 2\]'):
     run_decode(dataclasses.replace(options, lookup_min=2))
@@ -510,14 +490,14 @@ def test_a_pair_is_measured_once(tmp_path, small_options):
   names = {
     'autoregressive', 'spectr K=2 L=1', 'spectr K=2 L=3', 'race K=2 L=1', 'race K=2 L=3',
   }  # fmt: skip
-  assert {str(found.setting) for found in run.predictions} == names
+  assert {str(each.setting) for each in run.predictions} == names
   assert run.settings == [run.predictions[0].setting]
   observed = json.loads(path.read_text())['observations']
   assert set(observed) == names - {'race K=2 L=1'}
-  for found in observed.values():
+  for each in observed.values():
     # Three passes of two batches, each with another seed.
-    assert (found['num_batches'], len(found['row_calls'])) == (6, 9)
-    assert sum(found['row_calls']) <= found['num_tokens'] <= 9 * 8  # a row may end with its last token before that
+    assert (each['num_batches'], len(each['row_calls'])) == (6, 9)
+    assert sum(each['row_calls']) <= each['num_tokens'] <= 9 * 8  # a row may end with its last token before that
   drafted = observed['spectr K=2 L=3']['row_calls']
   assert not drafted[:3] == drafted[3:6] == drafted[6:]
   alone = observed['autoregressive']
@@ -550,13 +530,13 @@ def test_drafts_of_every_kind_are_measured_with_growing_trees(
     measurement.Measurer, 'observe', lambda *a, **k: (observe(*a, **k), compiled.append(run_rounds._cache_size()))[0]
   )
   run = run_decode(options)
-  found = {str(each.setting): each for each in run.predictions}
+  predicted = {str(each.setting): each for each in run.predictions}
   grown = [] if is_mixed else ['likeliest:2,2', 'confident:2,2']
   names = {'race K=2 L=2'} | {f'{name} {tree}' for name in ('spectr', 'race') for tree in grown}
   names |= set() if is_mixed else {'spectr K=2 L=2'}
-  assert names | {'autoregressive'} <= set(found)
+  assert names | {'autoregressive'} <= set(predicted)
   assert all(each.tokens_per_second > 0 and each.tokens_per_call >= 1 for each in run.predictions)
-  further = set(found) - names - {'autoregressive'}
+  further = set(predicted) - names - {'autoregressive'}
   assert len(further) == (0 if is_mixed else len(auto_setting._THRESHOLDS))
   assert len({name.partition(' from ')[0] for name in further}) == (not is_mixed)
   assert len(set(compiled[len(names) :])) == 1  # other thresholds compile nothing
@@ -565,7 +545,7 @@ def test_drafts_of_every_kind_are_measured_with_growing_trees(
   content = json.loads(path.read_text())
   prompts = {name: len(each['row_calls']) for name, each in content['observations'].items()}
   twice = {name for name, number in prompts.items() if number == 2 * min(prompts.values())}
-  num_finalists = len(found) // 4 if len(found) >= 8 else 0
+  num_finalists = len(predicted) // 4 if len(predicted) >= 8 else 0
   assert num_finalists <= len(twice) <= num_finalists + 1
   assert not twice or 'autoregressive' in twice  # beside the fastest
   content['observations'] = {n: each for n, each in content['observations'].items() if ' from ' not in n}

@@ -37,9 +37,9 @@ def read(path):
 
 
 def by_place(entries):
-  found = {(entry['seed'], entry['index'], entry['sample']): entry for entry in entries}
-  assert len(found) == len(entries)
-  return found
+  placed = {(entry['seed'], entry['index'], entry['sample']): entry for entry in entries}
+  assert len(placed) == len(entries)
+  return placed
 
 
 @pytest.mark.usefixtures('highest')
@@ -50,14 +50,16 @@ def test_continuations_are_those_of_a_comparison(pair, many_prompts, tmp_path):
   run = run_decode(options)
   entries = by_place(read(tmp_path / 'out.jsonl'))
   assert len(entries) == 92
-  for found in run.measurements:
+  for measured in run.measurements:
     for row in range(46):
       prompt = run.prompts[row // 2]
-      entry = entries[found.seed, prompt.index, row % 2]
+      entry = entries[measured.seed, prompt.index, row % 2]
       assert (entry['id'], entry['prompt']) == (prompt.id, prompt.text)
-      assert entry['tokens'] == found.tokens[row, : found.lengths[row]].tolist()
-      assert entry['target_calls'] == found.num_target_calls[row]
-      np.testing.assert_allclose(entry['logprobs'], found.logprobs[row, : found.lengths[row]], rtol=1e-4, atol=1e-5)
+      assert entry['tokens'] == measured.tokens[row, : measured.lengths[row]].tolist()
+      assert entry['target_calls'] == measured.num_target_calls[row]
+      np.testing.assert_allclose(
+        entry['logprobs'], measured.logprobs[row, : measured.lengths[row]], rtol=1e-4, atol=1e-5
+      )
       text = run.tokenizer.decode(entry['tokens'])
       end = re.search('[ e]', text)
       assert entry['text'] == (text if end is None else text[: end.start()])
@@ -181,9 +183,9 @@ def test_a_file_that_the_run_reads_is_no_output(pair, many_prompts, tmp_path):
     ({'method': ('spectr', 'race')}, 'one method, K, L and tree at a time, got 2'),
     ({'num_drafts': (1, 2)}, 'one method, K, L and tree at a time, got 2'),
     ({'tree': ('optimal:4',)}, 'optimal trees are chosen by decode.main'),
-    ({'breakdown': True}, 'breakdown is for decode.main'),
-    ({'share_of_optimum': True}, 'share_of_optimum is for decode.main'),
-    ({'profile_dir': 'profile'}, 'profile_dir is for decode.main'),
+    ({'breakdown': True}, 'breakdown is not for decode.bulk'),
+    ({'share_of_optimum': True}, 'share_of_optimum is not for decode.bulk'),
+    ({'profile_dir': 'profile'}, 'profile_dir is not for decode.bulk'),
   ],
 )
 def test_what_it_does_not_take(pair, many_prompts, tmp_path, fields, message):

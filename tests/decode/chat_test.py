@@ -28,11 +28,13 @@ from tests.draft.tiny_heads import tiny_head
 _NEW, _CONTEXT = 10, 200
 
 
+def _tokenizer(template):
+  return HubTokenizer.from_parts(tiny_hub.backend(), bos_id=None, eos_ids=(41,), add_bos=False, chat_template=template)
+
+
 @pytest.fixture(scope='module')
 def tokenizer():
-  return HubTokenizer.from_parts(
-    tiny_hub.backend(), bos_id=None, eos_ids=(41,), add_bos=False, chat_template=tiny_hub.CHAT
-  )
+  return _tokenizer(tiny_hub.CHAT)
 
 
 @pytest.fixture(scope='module')
@@ -96,16 +98,12 @@ def test_turns_with_a_head_are_those_of_a_fresh_start(target, tokenizer, is_besi
     assert talk.answer.num_target_calls == num_target_calls
 
 
-def test_a_stop_text_ends_the_answer(decoder, tokenizer):
+def test_a_stop_text_or_special_token_ends_the_answer(decoder, tokenizer):
   whole = ''.join(_chat(decoder, tokenizer).ask('the owl'))
   stop = spectr_jax.StopStrings(tokenizer, [whole[3:5]])
   cut = _chat(decoder, tokenizer, stop=stop)
   assert ''.join(cut.ask('the owl')) == whole[: whole.index(whole[3:5])]
   assert cut.messages[-1]['content'] == whole[: whole.index(whole[3:5])]
-
-
-def test_a_special_token_ends_the_answer(decoder, tokenizer):
-  """Also the one that ends every answer, with text before it."""
   names, num_tried = tokenizer.special_token_names, 0
   for seed in range(60):
     whole = _chat(decoder, tokenizer, seed=seed)
@@ -157,9 +155,7 @@ def _fails(talk, text, message):
 def test_turns_that_cannot_be_answered_leave_the_conversation_as_it_was(decoder, target, tokenizer):
   talk, wanted = _chat(decoder, tokenizer), _chat(decoder, tokenizer)
   strict = "{% if 'fox' in messages[-1].content %}{{ raise_exception('no foxes') }}{% endif %}" + tiny_hub.CHAT
-  talk._tokenizer = HubTokenizer.from_parts(
-    tiny_hub.backend(), bos_id=None, eos_ids=(41,), add_bos=False, chat_template=strict
-  )
+  talk._tokenizer = _tokenizer(strict)
   for text in ('the owl', 'and then?'):
     _fails(talk, 'a\udcff', 'the message is not valid Unicode: byte 0xff is not UTF-8')
     _fails(talk, '\ud800', r'U\+D800 is no character')
@@ -174,12 +170,9 @@ def test_a_token_that_the_target_does_not_have_is_named(tokenizer):
   config = transformer.TransformerConfig(300, embed_dim=16, num_layers=1, num_heads=2, mlp_dim=16, max_length=_CONTEXT)
   target = transformer.transformer_model(transformer.init_params(jax.random.key(0), config), config)
   decoder = Decoder.make(target, None, method='autoregressive', max_new_tokens=_NEW, cache_size=_CONTEXT, eos_id=41)
-  padded = HubTokenizer.from_parts(
-    tiny_hub.backend(), bos_id=None, eos_ids=(41,), add_bos=False, chat_template="<pad>{{ messages[0]['content'] }}"
-  )
+  padded = _tokenizer("<pad>{{ messages[0]['content'] }}")
   _fails(_chat(decoder, padded), 'x', "the token '<pad>' of id 300, and the target has ids from 0 to 299")
-  nothing = HubTokenizer.from_parts(tiny_hub.backend(), bos_id=None, eos_ids=(41,), add_bos=False, chat_template='')
-  _fails(_chat(decoder, nothing), 'x', 'the chat template is empty')
+  _fails(_chat(decoder, _tokenizer('')), 'x', 'the chat template is empty')
 
 
 def test_a_conversation_survives_what_is_typed(decoder, tokenizer, monkeypatch, capsys):
@@ -305,7 +298,6 @@ class _Terminal:
     os.write(self._master, text.encode())
 
   def wait_for(self, text):
-    """What the terminal shows before a text, which it must show within two minutes."""
     while text.encode() not in self._seen:
       assert select.select([self._master], [], [], 120)[0], self._seen
       self._seen += os.read(self._master, 4096)
@@ -332,7 +324,6 @@ def terminal(tmp_path):
 
 
 def test_a_conversation_in_a_terminal(terminal):
-  """Ready before it asks, lines that are edited and cleared, commands, and the end by Ctrl-D."""
   talk = terminal('--max_new_tokens=8', context=_CONTEXT)
   talk.wait_for('Type a message')
   for typed, answer in (
@@ -350,7 +341,6 @@ def test_a_conversation_in_a_terminal(terminal):
 
 
 def test_interrupts_in_a_terminal(terminal):
-  """Ctrl-C ends an answer; it clears what is typed, and once more it ends the conversation."""
   # Greedy, since a sample would end the answer soon; and long, since it must last until Ctrl-C comes.
   talk = terminal('--context=30200', '--max_new_tokens=30000', '--temperature=0', context=2**15)
   talk.wait_for('Type a message')
@@ -368,15 +358,12 @@ def test_interrupts_in_a_terminal(terminal):
   assert talk.process.wait(60) == 130
 
 
-def test_options_that_mean_nothing_are_refused(pair):
+def test_what_cannot_be_answered_is_refused_in_one_line(pair):
   options = DecodeOptions(**pair, method=('block',), chat=True)
   with pytest.raises(ValueError, match='breakdown is not for decode.chat'):
     chat.start_chat(dataclasses.replace(options, breakdown=True), 64)
   with pytest.raises(ValueError, match='the model has no chat template'):  # and nothing else is asked of such a model
     chat.start_chat(options, 2048)
-
-
-def test_the_command_says_what_is_wrong_in_one_line(pair):
   ran = commands.run('decode.chat', f'--target={pair["target"]}', '--prompt=the owl', '--max_new_tokens=8')
   assert ran.returncode == 1
   assert ran.stderr.splitlines() == [

@@ -32,25 +32,16 @@ def test_lines_of_long_work_say_what_is_left(clock, capsys):
     notify('done', 100, 100)
   # Six seconds for each of 91, then of 86.
   assert capsys.readouterr().err.splitlines() == [
-    '[0/1] loading a model',
-    '[0/1] compiling 1 of 1: block',
-    '[4/100] decoding',
-    '[9/100] decoding; 9 tokens/s, about 0:09:06 left',
-    '[14/100] decoding; 14 tokens/s, about 0:08:36 left',
-    '[100/100] done',
-    '81.2 s: loading 3.0, compiling 12.2, decoding 66.0',
-  ]
-
-
-def test_work_without_progress_promises_nothing(clock, capsys):
+    '[0/1] loading a model', '[0/1] compiling 1 of 1: block', '[4/100] decoding',
+    '[9/100] decoding; 9 tokens/s, about 0:09:06 left', '[14/100] decoding; 14 tokens/s, about 0:08:36 left',
+    '[100/100] done', '81.2 s: loading 3.0, compiling 12.2, decoding 66.0',
+  ]  # fmt: skip
   with console.show_progress() as notify:
     notify('choosing trees', 0, 0)
     clock[0] += 40
     notify('choosing trees', 0, 0)
   assert capsys.readouterr().err.splitlines() == ['[0/0] choosing trees'] * 2
 
-
-def test_a_run_that_fails_says_nothing_of_its_time(clock, capsys):
   def fail():
     with console.show_progress() as notify:
       notify('compiling', 0, 1)
@@ -74,7 +65,7 @@ def _drawn(terminal, bar):
   return ' '.join(shown.get().split())
 
 
-def test_a_bar_names_its_times_and_always_moves(clock):
+def test_a_bar_names_its_times_and_always_moves(clock, monkeypatch):
   terminal = _Terminal(clock)
   bar = ProgressBar(terminal)
   assert '0:00:00 elapsed' in _drawn(terminal, bar)
@@ -94,9 +85,6 @@ def test_a_bar_names_its_times_and_always_moves(clock):
   assert re.search(r'timing .*0/7 0:04:43 elapsed$', _drawn(terminal, bar))  # at a pace of its own
   bar.show('timing', 7, 7)
   assert re.search(r' 7/7 0:04:43 elapsed$', _drawn(terminal, bar))
-
-
-def test_a_terminal_has_a_bar(clock, monkeypatch):
   terminal = _Terminal(clock)
   monkeypatch.setattr(console, 'make_console', lambda *, stderr: terminal)
   with console.show_progress() as notify:

@@ -20,7 +20,6 @@ def _values(**given):
 
 @pytest.mark.parametrize('kind', _DRAFTS)
 def test_the_default_depends_on_the_device_and_the_kind_of_draft(kind):
-  """On a CPU a single draft of at most four tokens, whose method takes the guesses of its kind."""
   assert set(drafting.ON_CPU) == set(_DRAFTS)
   draft = _DRAFTS[kind]
   assert drafting.kind_of('no/target', draft) == kind
@@ -29,26 +28,23 @@ def test_the_default_depends_on_the_device_and_the_kind_of_draft(kind):
   assert default.num_drafts == 1
   assert default.draft_length <= 4
   for platform, wanted in (('cpu', default), ('gpu', drafting.ELSEWHERE), ('tpu', drafting.ELSEWHERE)):
-    found = drafting.with_default_drafting(_values(draft=draft), platform)
-    setting = only_setting(DecodeOptions(**found))  # refuses what does not fit
+    values = drafting.with_default_drafting(_values(draft=draft), platform)
+    setting = only_setting(DecodeOptions(**values))  # refuses what does not fit
     assert (setting.method.name, setting.num_drafts, setting.draft_length) == (
       wanted.method, wanted.num_drafts, wanted.draft_length,
     )  # fmt: skip
 
 
-def test_what_is_given_stays():
+def test_what_is_given_stays_and_chat_takes_the_rest(monkeypatch):
   given = {'method': ('spectr',), 'num_drafts': (3,), 'draft_length': (5,)}
   assert drafting.with_default_drafting(_values(draft=_HEAD, **given), 'cpu') == _values(draft=_HEAD, **given)
   short = drafting.with_default_drafting(_values(draft=_HEAD, draft_length=(3,)), 'cpu')
   assert (short['method'], short['num_drafts'], short['draft_length']) == (('block',), (1,), (3,))
   # One that takes several candidates stands in for one that does not.
   for several in ({'num_drafts': (4,)}, {'tree': ('prefix:2,2',)}):
-    found = drafting.with_default_drafting(_values(draft=_HEAD, **several), 'cpu')
-    assert found['method'] == ('race_traversal',)
-    assert found | several == found
-
-
-def test_chat_takes_the_default_where_there_is_a_draft(monkeypatch):
+    values = drafting.with_default_drafting(_values(draft=_HEAD, **several), 'cpu')
+    assert values['method'] == ('race_traversal',)
+    assert values | several == values
   monkeypatch.setattr(drafting.jax, 'default_backend', lambda: 'cpu')
   assert str(only_setting(chat.options_of(_values()))) == 'autoregressive'
   assert str(only_setting(chat.options_of(_values(draft=_HEAD)))) == 'block K=1 L=2'

@@ -9,14 +9,11 @@ CLOSE = 1e-6
 _SMALL = {'num_prompts': 3, 'num_seeds': 1, 'max_new_tokens': 6, 'batch_size': 2}
 # Sizes of every figure about a pair of models, as small as they can be.
 SMALL_FIGURES = {
-  'spectr_fig5': {'num_drafts': (1, 2)},
-  'optimum': _SMALL | {'num_drafts': (1, 2)},
-  'ersd_fig3': _SMALL | {'num_nodes': (5,)},
-  'ersd_fig4': _SMALL | {'num_nodes': (5,)},
+  'spectr_fig5': {'num_drafts': (1, 2)}, 'optimum': _SMALL | {'num_drafts': (1, 2)},
+  'ersd_fig3': _SMALL | {'num_nodes': (5,)}, 'ersd_fig4': _SMALL | {'num_nodes': (5,)},
   'opt_uno': _SMALL | {'draft_length': (2,), 'epsilon': (0, 0.5), 'num_seeds': 2},
-  'methods': _SMALL | {'num_drafts': (2,), 'draft_length': (2,)},
-  'ladder': _SMALL | {'num_nodes': (4, 2)},
-}
+  'methods': _SMALL | {'num_drafts': (2,), 'draft_length': (2,)}, 'ladder': _SMALL | {'num_nodes': (4, 2)},
+}  # fmt: skip
 
 
 def request_of(name, pair=None, prompts='x', **sizes):
@@ -56,11 +53,9 @@ def check_figure(name, request, rows):
 
 
 def measure_figure(name, pair=None, prompts='x', **sizes):
-  """The rows of a figure, checked."""
   request = request_of(name, pair, prompts, **sizes)
   return check_figure(name, request, FIGURES[name].run(request, lambda *_: None).rows)
 
 
 def measure_small(name, pair, prompts):
-  """The rows of a figure about a pair of models, with the sizes above."""
   return measure_figure(name, pair, prompts, **SMALL_FIGURES[name])

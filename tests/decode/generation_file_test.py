@@ -26,7 +26,6 @@ def line_of(index, *, settings=SETTINGS, **more):
 
 
 def resume(path, *, settings=SETTINGS, prompts=PROMPTS, entries=()):
-  """Resumes a file, appends to it and returns what it had."""
   with GenerationFile(path, resume=True) as file:
     file.begin(settings, prompts)
     done = set(file.done)
@@ -82,16 +81,11 @@ def test_files_of_others_are_left_as_they_are(tmp_path, content):
 @pytest.mark.parametrize(
   ('change', 'message'),
   [
-    ({'seed': -1}, 'the line: seed must be'),
-    ({'seed': 1.0}, 'the line: seed must be'),
-    ({'seed': True}, 'the line: seed must be'),
-    ({'seed': None}, 'it has no seed'),
-    ({'index': '0'}, 'the line: index must be'),
-    ({'sample': 10**30}, 'the line: sample must be'),
-    ({'tokens': [1, '2']}, 'the line: tokens must be'),
-    ({'tokens': [-1]}, 'the line: tokens must be'),
-    ({'tokens': {}}, 'the line: tokens must be'),
-    ({'text': '\ud800'}, None),
+    ({'seed': -1}, 'the line: seed must be'), ({'seed': 1.0}, 'the line: seed must be'),
+    ({'seed': True}, 'the line: seed must be'), ({'seed': None}, 'it has no seed'),
+    ({'index': '0'}, 'the line: index must be'), ({'sample': 10**30}, 'the line: sample must be'),
+    ({'tokens': [1, '2']}, 'the line: tokens must be'), ({'tokens': [-1]}, 'the line: tokens must be'),
+    ({'tokens': {}}, 'the line: tokens must be'), ({'text': '\ud800'}, None),
     ({'finish_reason': 'gone'}, 'the line: finish_reason must be'),
     ({'target_calls': float('nan')}, 'the line: target_calls must be'),
     ({'logprobs': [0, 0, 0]}, 'its logprobs are not 0 numbers'),
@@ -104,7 +98,7 @@ def test_files_of_others_are_left_as_they_are(tmp_path, content):
     ({'run': {}}, "has target None, and this run '0123456789abcdef'; weights None, and this run ''; logprobs"),
     ({'run': None}, 'has run None, and this run'),
   ],
-)
+)  # fmt: skip
 def test_lines_that_are_not_of_this_run(tmp_path, change, message):
   path = tmp_path / 'out.jsonl'
   path.write_text(json.dumps(SETTINGS | entry_of(0) | change) + '\n')
@@ -114,7 +108,7 @@ def test_lines_that_are_not_of_this_run(tmp_path, change, message):
   assert path.read_bytes() == before
 
 
-def test_lines_of_other_prompts_may_be_there_and_none_twice(tmp_path):
+def test_lines_have_their_own_place_and_log_probabilities(tmp_path):
   path = tmp_path / 'out.jsonl'
   path.write_text(line_of(7) + line_of(0))
   assert resume(path) == {(0, 7, 0), (0, 0, 0)}
@@ -125,9 +119,6 @@ def test_lines_of_other_prompts_may_be_there_and_none_twice(tmp_path):
   message = 'line 2, continues number 2, which is not of part 1 of 2'
   with pytest.raises(ValueError, match=message), GenerationFile(path, resume=True) as file:
     file.begin(SETTINGS, PROMPTS, process=1, num_processes=2)
-
-
-def test_log_probabilities_are_one_for_each_token(tmp_path):
   path, settings = tmp_path / 'out.jsonl', SETTINGS | {'run': RUN | {'logprobs': True}}
   path.write_text(line_of(0, settings=settings, logprobs=[-1, None, -2.5]))
   assert resume(path, settings=settings) == {(0, 0, 0)}
@@ -162,7 +153,7 @@ def test_one_process_at_a_time_has_a_file(tmp_path):
   assert path.read_text() == line_of(0)
 
 
-def test_what_cannot_be_appended_to(tmp_path):
+def test_what_cannot_be_appended_to_and_links_that_lead_to_files(tmp_path):
   with pytest.raises(ValueError, match='must be a local file'):
     resume('gs://bucket/out.jsonl')
   with pytest.raises(ValueError, match='cannot write .*: No such file or directory'):
@@ -172,9 +163,6 @@ def test_what_cannot_be_appended_to(tmp_path):
   for path in (tmp_path, tmp_path / 'pipe', '/dev/null', '/dev/full', tmp_path / 'loop'):
     with pytest.raises(ValueError, match='^generations: cannot write '):
       resume(path)
-
-
-def test_links_lead_to_the_file_and_its_mode_stays(tmp_path):
   (tmp_path / 'link').symlink_to(tmp_path / 'real')
   resume(tmp_path / 'link', entries=[entry_of(0)])
   (tmp_path / 'real').chmod(0o600)

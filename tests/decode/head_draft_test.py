@@ -26,7 +26,6 @@ def options(small_options, tiny_head_file):
 
 @pytest.fixture(scope='module')
 def one_pass_file(tmp_path_factory):
-  """The path of a network that guesses in one pass, for the tiny target."""
   return save_one_pass(tmp_path_factory.mktemp('heads') / 'one_pass')
 
 
@@ -37,13 +36,13 @@ def _with(options, **changes):
 @pytest.mark.slow
 def test_results_say_what_head_it_was(options):
   run = run_decode(options)
-  found = run.info['models']['draft']
-  assert (found['head'], found['path'], found['dtype']) == ('EAGLE-3', options.draft, 'float32')
+  described = run.info['models']['draft']
+  assert (described['head'], described['path'], described['dtype']) == ('EAGLE-3', options.draft, 'float32')
   own = {
     name: shapes for name, shapes in head.param_shapes(CONFIG).items() if name not in ('target_ids', 'unembedding')
   }
-  assert found['num_params'] == sum(leaf.size for leaf in jax.tree.leaves(own))
-  assert model_title(found) == f'{options.draft} (0.0M, EAGLE-3 head)'
+  assert described['num_params'] == sum(leaf.size for leaf in jax.tree.leaves(own))
+  assert model_title(described) == f'{options.draft} (0.0M, EAGLE-3 head)'
   assert all(measurement.lengths.min() > 0 for measurement in run.measurements)
 
 
@@ -60,8 +59,8 @@ def one_pass_options(options, one_pass_file):
 
 
 def test_what_a_network_of_one_pass_cannot_do(one_pass_options, pair):
-  found = load_models(one_pass_options)
-  assert (found.draft.max_depth, found.draft.estimates) == (3, True)
+  models = load_models(one_pass_options)
+  assert (models.draft.max_depth, models.draft.estimates) == (3, True)
   with pytest.raises(ValueError, match='guesses 3 tokens ahead, and the tree is 4 deep'):
     run_decode(dataclasses.replace(one_pass_options, draft_length=(4,)))
   with pytest.raises(ValueError, match='estimate'):
@@ -166,13 +165,10 @@ def test_what_a_head_cannot_do(options, changes, message):
     run_decode(changed)
 
 
-def test_a_head_among_the_tensors_of_a_model_is_that_models(options, tmp_path):
+def test_a_head_is_its_targets(options, tmp_path):
   folder = str(write_head(tmp_path, 'deepseek mtp'))
   assert find_head(folder, folder).format == 'MTP, DeepSeek'
   assert find_head(options.target, folder) is None
-
-
-def test_a_head_of_another_target_is_refused(options, tmp_path):
   with pytest.raises(
     ValueError, match=r'tensor embed_tokens.weight has shape \(23, 16\), and the target has 320 tokens$'
   ):

@@ -34,18 +34,18 @@ def test_no_damage_is_taken_for_a_continuation(tmp_path):
   for rng in rngs():
     content = _mutated(rng)
     path.write_bytes(content)
-    found = []
-    tally.read(lambda found=found: found.append(files.resume(path)), repr(content[:2000]))
+    resumed = []
+    tally.read(lambda resumed=resumed: resumed.append(files.resume(path)), repr(content[:2000]))
     after = path.read_bytes()
     assert content.startswith(after)
     if after != content:  # cut is what is incomplete and ours
       num_cut += 1
       cut = content[len(after) :]
-      assert found
+      assert resumed
       assert b'\n' not in cut
       assert begin.startswith(cut) or cut.startswith(begin)
-    if found:
-      (done,) = found
+    if resumed:
+      (done,) = resumed
       entries = [json.loads(line) for line in after.decode().splitlines(keepends=False) if line]
       assert len(done) == len(entries)
       for entry in entries:
@@ -63,10 +63,10 @@ def test_no_damage_is_taken_for_an_index(tmp_path):
   path, index, tally = tmp_path / 'out.jsonl', tmp_path / 'out.index.json', Tally('out.index.json')
   content = {'parts': [f'out-{part:05}-of-00003.jsonl' for part in range(3)]}
   for rng in rngs():
-    found = mutated_json_text(content, rng)
-    index.write_bytes(found)
+    mutated = mutated_json_text(content, rng)
+    index.write_bytes(mutated)
     read = []
-    tally.read(lambda read=read: read.append(check_parts(path, 3)), repr(found))
-    assert index.read_bytes() == found
-    assert not read or json.loads(found)['parts'] == content['parts']
+    tally.read(lambda read=read: read.append(check_parts(path, 3)), repr(mutated))
+    assert index.read_bytes() == mutated
+    assert not read or json.loads(mutated)['parts'] == content['parts']
   tally.check()

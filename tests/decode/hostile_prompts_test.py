@@ -16,13 +16,10 @@ from spectr_jax import Tokenizer
 _MESSAGES = {'messages': [{'role': 'system', 'content': 'be brief'}, {'role': 'user', 'content': 'the owl'}], 'id': 'c'}
 _LINES = [{'prompt': 'the owl', 'id': 3}, {'question': 'x'}, {'instruction': 'y', 'input': 'z'}, {'turns': ['a', 'b']}]
 _VALUES = {
-  'a.jsonl': [*_LINES, _MESSAGES],
-  'a.json': [*_LINES, _MESSAGES],
-  'spec_bench:a.jsonl': prompts_test._SPEC_BENCH,
-  'humaneval:a.jsonl': [prompts_test._HUMANEVAL] * 2,
-  'gsm8k:a.jsonl': [prompts_test._GSM8K] * 2,
+  'a.jsonl': [*_LINES, _MESSAGES], 'a.json': [*_LINES, _MESSAGES], 'spec_bench:a.jsonl': prompts_test._SPEC_BENCH,
+  'humaneval:a.jsonl': [prompts_test._HUMANEVAL] * 2, 'gsm8k:a.jsonl': [prompts_test._GSM8K] * 2,
   'alpaca:a.json': [prompts_test._ALPACA] * 2,
-}
+}  # fmt: skip
 _BYTES = {
   'a.txt': 'the owl\nan old 字 owl\r\n\u202e x\n'.encode(),
   'a.tsv': b'x y\t3\nz\t4\n',

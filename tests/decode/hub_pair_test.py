@@ -27,7 +27,6 @@ def _model(seed, vocab_size):
 
 @pytest.fixture
 def options(tmp_path, monkeypatch):
-  """Options of a conversation with the pair."""
   folder = tiny_hub.write(
     tmp_path / 'tokenizer',
     tokenizer_config={'bos_token': '<s>', 'eos_token': '<|im_end|>', 'add_bos_token': False},
@@ -82,17 +81,13 @@ def test_auto_chooses_how_a_conversation_is_decoded(options, tmp_path, monkeypat
   assert (again.method, again.tree) == (chosen.method, chosen.tree)
 
 
-def test_results_say_what_type_a_model_computes_in(options, tmp_path, monkeypatch):
-  """Which is not that of its caches."""
+def test_types_and_tokenizers_of_models_are_named(options, tmp_path, monkeypatch):
   config = read_spec(SPECS['llama'])[1]
   config = dataclasses.replace(config, vocab_size=320, context_length=96, dtype='bfloat16', cache_dtype='float32')
   model = causal_lm.causal_lm(causal_lm.init_params(jax.random.key(0), config), config)
   tokenizer = load_hub_tokenizer(tmp_path / 'tokenizer')
   monkeypatch.setattr(spectr_jax, 'load_model', lambda path, **options: (model, tokenizer))
   assert Workload.load(options).info['models']['target']['dtype'] == 'bfloat16'
-
-
-def test_what_a_tokenizer_means_differently_is_named(options, tmp_path, monkeypatch):
   other = tiny_hub.write(tmp_path / 'other', tiny_hub.backend(merges=[('h', 'e'), ('a', 'b')]))
   folders = {'target': tmp_path / 'tokenizer', 'draft': other}
   model = _model(0, 320)

@@ -26,7 +26,6 @@ _SOUGHT = {'num_drafts': (2,), 'draft_length': (2,), 'max_new_tokens': 8, 'looku
 
 @pytest.fixture(scope='module')
 def corpus_files(tmp_path_factory):
-  """Two documents in one file, one in another."""
   directory = tmp_path_factory.mktemp('corpus')
   (directory / 'one.txt').write_text('the quick brown fox\njumps\n\nseven wise owls watch\n')
   with gzip.open(directory / 'two.txt.gz', 'wt') as stream:
@@ -41,11 +40,11 @@ def test_a_corpus_is_searched_and_described(pair, prompt_file, corpus_files):
   )
   work = Workload.load(options)
   documents = work.tokenizer.encode_batch(['the quick brown fox\njumps', 'seven wise owls watch', 'old oak tree'])
-  found = work.info['models']['corpus']
-  assert (found['path'], found['num_documents']) == (','.join(corpus_files), 3)
-  assert found['num_tokens'] == sum(map(len, documents))
-  assert len(found['sha256']) == 2
-  assert model_title(found) == f'{",".join(corpus_files)} ({found["num_tokens"]} tokens)'
+  described = work.info['models']['corpus']
+  assert (described['path'], described['num_documents']) == (','.join(corpus_files), 3)
+  assert described['num_tokens'] == sum(map(len, documents))
+  assert len(described['sha256']) == 2
+  assert model_title(described) == f'{",".join(corpus_files)} ({described["num_tokens"]} tokens)'
   assert isinstance(work.draft, Drafter)
   ids = [token for document in documents for token in (*document, -1)]
   np.testing.assert_array_equal(work.draft.corpus.tokens, ids)
@@ -79,9 +78,9 @@ def test_bulk_decoding_resumes_and_takes_a_mesh(pair, prompt_file, corpus_files,
   for mesh in ('', 'data:1,model:1'):
     path = tmp_path / f'{len(mesh)}.jsonl'
     decode_bulk(DecodeOptions(**fields, mesh=mesh), path)
-    found = sorted((json.loads(line) for line in path.read_text().splitlines()), key=lambda entry: entry['index'])
-    tokens.append([entry['tokens'] for entry in found])
-    assert all(entry.get('lookup_corpus') == (list(corpus_files) if is_beside else None) for entry in found)
+    entries = sorted((json.loads(line) for line in path.read_text().splitlines()), key=lambda entry: entry['index'])
+    tokens.append([entry['tokens'] for entry in entries])
+    assert all(entry.get('lookup_corpus') == (list(corpus_files) if is_beside else None) for entry in entries)
     assert decode_bulk(DecodeOptions(**fields, mesh=mesh), path, resume=True)[1] == 0
   assert tokens[0] == tokens[1]
   assert len(tokens[0]) == 3

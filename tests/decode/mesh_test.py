@@ -109,16 +109,16 @@ def test_parts_of_a_round_are_timed_on_a_mesh(wide_pair):
 )
 def test_eight_devices_decode_like_one_with_a_head(tmp_path, wide_pair, draft, settings):
   save = save_one_pass if draft == 'one pass' else save_head
-  folder, found = save(tmp_path / 'head', target_dim=32), []
+  folder, written = save(tmp_path / 'head', target_dim=32), []
   head = folder if draft == 'one pass' else draft.format(folder)
   target, _, prompts = wide_pair
   for mesh, num_devices in (([], 1), (['--mesh=data:4,model:2'], 8)):
     path = tmp_path / f'{num_devices}.jsonl'
     arguments = [target, prompts, f'--draft={head}', *settings, *mesh, '--max_new_tokens=8']
     decode(*arguments, '--batch_size=8', f'--generations={path}', num_devices=num_devices)
-    found.append(read(path))
-  assert found[0] == found[1]
-  assert len({tuple(line['tokens']) for line in found[0]}) > 4
+    written.append(read(path))
+  assert written[0] == written[1]
+  assert len({tuple(line['tokens']) for line in written[0]}) > 4
 
 
 @pytest.fixture(scope='module')
@@ -138,16 +138,15 @@ def grouped_pair(tmp_path_factory):
 
 @pytest.mark.slow
 def test_heads_are_copied_where_devices_are_more(tmp_path, grouped_pair):
-  """Two heads of keys and values over eight devices, from folders alone."""
-  found = {}
+  by_mesh = {}
   for mesh, num_devices in (('', 1), ('data:1,model:8', 8)):
     path = tmp_path / f'{num_devices}{mesh}.jsonl'
     arguments = [f'--mesh={mesh}'] if mesh else []
     decode(*_SETTINGS, *grouped_pair, *arguments, f'--generations={path}', num_devices=num_devices)
-    found[mesh] = read(path)
-  plain = found.pop('')
+    by_mesh[mesh] = read(path)
+  plain = by_mesh.pop('')
   assert len({tuple(line['tokens']) for line in plain}) > len(_PROMPTS)
-  assert all(lines == plain for lines in found.values())
+  assert all(lines == plain for lines in by_mesh.values())
 
 
 @pytest.mark.slow
@@ -213,12 +212,11 @@ def _place_caches(sharding, rows, target_heads, draft_heads):
 
 @pytest.mark.slow
 def test_models_without_rules_stay_whole():
-  """Tables of laws, for one, are not divided; rows are."""
   sharding = DecodeSharding(make_mesh({}, jax.devices()[:1]))
   models = [
     table.table_model(jnp.asarray(np.random.default_rng(seed).normal(size=(6, 6)), jnp.float32)) for seed in (0, 1)
   ]
   options = dict(method='spectr', tree=TokenTree.chains(2, 2), max_new_tokens=6)
   key, prompts, lengths = jax.random.key(0), np.zeros((4, 2), np.int32), np.array([1, 2, 1, 2])
-  found = generate(key, *models, prompts, lengths, **options, sharding=sharding)
-  np.testing.assert_array_equal(found.tokens, generate(key, *models, prompts, lengths, **options).tokens)
+  sharded = generate(key, *models, prompts, lengths, **options, sharding=sharding)
+  np.testing.assert_array_equal(sharded.tokens, generate(key, *models, prompts, lengths, **options).tokens)

@@ -6,7 +6,7 @@ import pytest
 from decode.experiment import metrics
 
 
-def test_ratios_of_known_counts():
+def test_ratios_and_acceptance_of_known_counts():
   assert metrics.ratio(np.array([10, 2]), np.array([2, 2])) == 3
   # Equal prompts have an interval without width, a single one has none, and what is compared with itself is equal.
   tokens = np.array([8, 16, 8])
@@ -15,9 +15,9 @@ def test_ratios_of_known_counts():
   assert metrics.ratio_interval(np.array([5]), np.array([2])) is None
   counts = np.array([5, 9, 7]), np.array([4, 4, 5])
   assert metrics.compare(counts, counts) == (1, 1, 1)
-
-
-def test_equal_calls_reduce_to_students_interval_of_a_mean():
+  shares = metrics.acceptance_by_position(np.array([[3, 1], [1, 1]]), np.array([4, 4]))
+  assert shares == [0.5, 0.25]
+  assert metrics.acceptance_by_position(np.zeros((2, 0)), np.array([4, 4])) == []
   tokens = np.array([3.0, 5.0, 4.0, 8.0])
   low, high = metrics.ratio_interval(tokens, np.full(4, 2))
   values = tokens / 2
@@ -51,12 +51,6 @@ def test_comparison_agrees_with_the_bootstrap_and_is_paired():
   other = metrics.compare(first, tuple(x[rng.permutation(200)] for x in second))
   assert other[0] == factor
   assert other[2] - other[1] > 1.3 * (high - low)
-
-
-def test_acceptance_is_a_share_of_rounds():
-  found = metrics.acceptance_by_position(np.array([[3, 1], [1, 1]]), np.array([4, 4]))
-  assert found == [0.5, 0.25]
-  assert metrics.acceptance_by_position(np.zeros((2, 0)), np.array([4, 4])) == []
 
 
 @pytest.mark.parametrize('seeds', [1, 3])

@@ -28,27 +28,21 @@ def test_files_appear_whole_or_not_at_all(tmp_path):
     files.write(output='new', generations='not asked for')
   assert path.read_text() == 'new'
   assert os.listdir(tmp_path) == [path.name]
-
-
-def test_places_that_cannot_be_written_are_refused(tmp_path):
   for path in (tmp_path, tmp_path / 'none' / 'x', '/dev/null', 'gs://nowhere/o.json'):
     with pytest.raises(ValueError, match=f'^output: cannot write {path}: '), OutputFiles(output=path):
       pass
 
 
-def test_a_link_is_followed(tmp_path):
+def test_links_are_followed_and_files_of_others_stay(tmp_path):
   (tmp_path / 'link').symlink_to(tmp_path / 'real')
   _write(tmp_path / 'link')
   assert (tmp_path / 'link').is_symlink()
   assert (tmp_path / 'real').read_text() == 'new'
-
-
-def test_files_of_others_stay(tmp_path):
   path, victim = tmp_path / 'o.json', tmp_path / 'victim'
   for name in ('o.json.unfinished', '.o.json.unfinished', 'o.json.lock', 'o.json~'):
     (tmp_path / name).write_text('mine')
   victim.write_text('mine')
-  (tmp_path / 'link').symlink_to(victim)
+  (tmp_path / 'theirs').symlink_to(victim)
   before = {name: (tmp_path / name).read_text() for name in os.listdir(tmp_path)}
   _write(path)
   after = {name: (tmp_path / name).read_text() for name in os.listdir(tmp_path)}
@@ -135,7 +129,7 @@ def test_an_output_is_no_other_output_and_no_input(tmp_path, kind):
   assert file.read_text() == 'mine'
 
 
-def test_files_that_do_not_exist_yet_can_be_one(tmp_path):
+def test_an_output_is_no_other_output_and_no_input_before_it_exists(tmp_path, pair, tiny_head_file):
   (tmp_path / 'link').symlink_to('new')
   with pytest.raises(ValueError, match='name the same file'):
     check_apart({'output': tmp_path / 'link', 'generations': tmp_path / 'new'})
@@ -144,9 +138,6 @@ def test_files_that_do_not_exist_yet_can_be_one(tmp_path):
   check_apart({'output': 'gs://a/b', 'generations': 'gs://a/c'}, {'prompts': ['gs://a/d']})
   with pytest.raises(ValueError, match='name the same file'):
     check_apart({'output': 'gs://a/b', 'generations': 'gs://a/b'})
-
-
-def test_what_a_run_reads(pair, tmp_path, tiny_head_file):
   (tmp_path / 'a.txt').write_text('a')
   fields = pair | {'draft': f'lookup+{pair["draft"]}', 'method': ('race',), 'lookup_corpus': (f'{tmp_path}/*.txt',)}
   inputs = DecodeOptions(**fields, acceptance='rates.json').inputs()

@@ -72,9 +72,9 @@ def test_the_likeliest_tokens_of_both():
 @pytest.mark.slow
 def test_acceptance_on_the_distributions_of_a_pair(pair, prompt_file):
   rows = measure_small('spectr_fig5', pair, prompt_file)
-  laws = select(rows, panel='distributions')
-  assert 10 <= len(laws) <= 20
-  p, q = (np.array([row[model] for row in laws]) for model in ('draft', 'target'))
+  tokens = select(rows, panel='distributions')
+  assert 10 <= len(tokens) <= 20
+  p, q = (np.array([row[model] for row in tokens]) for model in ('draft', 'target'))
   np.testing.assert_allclose([p.sum(), q.sum()], 1)
   plan = theory.optimal_transport(p, q, 2)
   accepted = {(row['rule'], row['k']): row['acceptance'] for row in select(rows, panel='acceptance')}
@@ -108,7 +108,7 @@ def test_the_front_is_a_straight_line_that_nothing_crosses():
   np.testing.assert_allclose(sums['decoding_opt'], distance, atol=CLOSE)
   assert all(own.min() >= distance - CLOSE for own in sums.values())
   assert sums['decoding_uno'][0] > distance + 0.1
-  # With the best law every random acceptance above min(1, q/p) is on the front, and covers it.
+  # With the best distribution every random acceptance above min(1, q/p) is on the front, and covers it.
   best = [row for row in rows if row['line'].endswith('best distribution after a rejection')]
   on_front = [row['rejection'] for row in best if abs(row['rejection'] + row['bias'] - distance) < CLOSE]
   assert len(on_front) == len(best)
@@ -128,30 +128,27 @@ def test_what_is_simulated_agrees_with_what_is_expected():
   p, q = chains.draft_probs, chains.target_probs
   # One draft: Theorem 1, the sum of expected total variations, written out.
   distances = np.abs(p - q).sum(-1) / 2
-  law, total = np.full(7, 1 / 7), 0
+  state, total = np.full(7, 1 / 7), 0
   for step in range(50):
-    total += law @ distances[step]
-    law = law @ q[step]
+    total += state @ distances[step]
+    state = state @ q[step]
   assert select(rows, panel='number of drafts', line='theory', M=1)[0]['rejections'] == pytest.approx(total)
   running = select(rows, panel='running average', line='simulation', M=3)
   widths = [row['high'] - row['low'] for row in running]
   assert widths[-1] < widths[0]
 
 
-def test_running_averages():
+def test_running_averages_and_wins():
   counts = np.array([3.0, 5, 4, 8])
   number, mean, half = rejection_figures._running(counts)[-1]
   assert (number, mean) == (4, 5)
   assert half == pytest.approx(1.959964 * counts.std(ddof=1) / 2)
-
-
-def test_wins_count_half_where_nobody_wins():
   np.testing.assert_array_equal(rejection_figures._wins(np.array([1.0, 2, 3]), np.array([0.0, 2, 4])), [1, 0.5, 0])
 
 
 def test_likelihood_is_that_of_the_targets_distributions(monkeypatch):
-  laws = np.array([[[0.5, 0.5, 0], [0.25, 0.5, 0.25]]])
-  monkeypatch.setattr(rejection_figures, 'written_distributions', lambda *_: [(np.array([0]), (laws,))])
+  probs = np.array([[[0.5, 0.5, 0], [0.25, 0.5, 0.25]]])
+  monkeypatch.setattr(rejection_figures, 'written_distributions', lambda *_: [(np.array([0]), (probs,))])
   workload = type('Workload', (), {'target': None})
   tokens = np.array([[1, 2]])
   assert rejection_figures._log_likelihood(workload, tokens)[0] == pytest.approx(math.log(0.5) + math.log(0.25))
@@ -179,7 +176,7 @@ def test_over_acceptance_is_measured(pair, prompt_file):
 # Figures about trees: expected tokens against sums written out, and measured trees of a tiny pair.
 
 
-def test_tokens_of_trees_against_sums():
+def test_tokens_of_trees_against_sums_and_slopes_between():
   acceptance = np.array([0.6, 0.2, 0.05, 0.05])
   numbers = range(1, 13)
   rows = tree_figures.theory_rows('gsd', numbers, acceptance)
@@ -202,9 +199,6 @@ def test_tokens_of_trees_against_sums():
       assert row['tokens'] >= best[row['N']] - CLOSE
   marginals = [row['marginal'] for row in select(rows, line='optimal tree')]
   assert marginals == sorted(marginals, reverse=True)
-
-
-def test_slopes_are_between_what_was_measured():
   rows = tree_figures.with_marginals([{'N': 2, 'tokens': 2.0}, {'N': 6, 'tokens': 3.0}])
   assert [row['marginal'] for row in rows] == [0.5, 0.25]
   # Tokens 1 and 2, then 3 to 6.
@@ -220,7 +214,7 @@ def test_trees_are_measured(pair, prompt_file, monkeypatch):
   assert FIGURES['ersd_fig4'].measure is FIGURES['ersd_fig3'].measure
   check_figure('ersd_fig4', request_of('ersd_fig4', pair, prompt_file, **SMALL_FIGURES['ersd_fig4']), rows)
   own = select(rows, kind='measured')
-  by_line = {line: [row['N'] for row in found] for line, found in by_value(own, 'line').items()}
+  by_line = {line: [row['N'] for row in own_rows] for line, own_rows in by_value(own, 'line').items()}
   assert by_line == {'batch': [5], 'sequence': [5], "SpecInfer's tree": [5], 'optimal tree': [5]}
   deepest = {'batch': 1, 'sequence': 5, "SpecInfer's tree": 3, 'optimal tree': 5}
   assert all(1 <= row['tokens'] <= 1 + deepest[row['line']] for row in own)
@@ -232,7 +226,7 @@ def test_trees_are_measured(pair, prompt_file, monkeypatch):
 # Figures about whole runs: the shapes that are decoded, and runs of a tiny pair beside a bound worked out here.
 
 
-def test_a_ladder_has_trees_of_every_size():
+def test_a_ladder_has_trees_of_every_size_with_names():
   budgets = FIGURES['ladder'].sizes.num_nodes
   grids = [method_figures.settings_of_grid(number) for number in budgets]
   assert [max(each.tree.num_nodes for own in grid.values() for each in own) for grid in grids] == list(budgets)
@@ -251,9 +245,6 @@ def test_a_ladder_has_trees_of_every_size():
   request = request_of('ladder', num_nodes=(64, 15))
   with pytest.raises(ValueError, match='no tree of at most 15 nodes is measured of speculative, spectr, '):
     FIGURES['ladder'].measure(request, None)
-
-
-def test_shapes_have_names():
   names = {
     '1 x 3': TokenTree.chains(1, 3), '4 x 1': TokenTree.chains(4, 1), '3 x 2': TokenTree.prefix((3, 1)),
     'prefix:3,2,1': TokenTree.prefix((3, 2, 1)), 'prefix:1,2': TokenTree.prefix((1, 2)),
@@ -268,8 +259,8 @@ def test_a_ladder_tells_the_best_shapes_and_their_ratios():
   for number in (16, 64):
     for method, tokens in measured.items():
       tokens *= number / 64
-      found = {wide: (0.9 * tokens, None), long: (tokens, (tokens - 0.1, tokens + 0.1))}
-      rows += method_figures._rows_of(method, number, found)
+      yields = {wide: (0.9 * tokens, None), long: (tokens, (tokens - 0.1, tokens + 0.1))}
+      rows += method_figures._rows_of(method, number, yields)
   assert [row['is best'] for row in rows] == [0, 1] * (len(rows) // 2)
   assert rows[0]['low'] is None
   rows = check_figure('ladder', request_of('ladder'), rows)
@@ -286,8 +277,8 @@ def test_methods_are_measured(pair, prompt_file, monkeypatch):
   assert set(method_figures.DRAFTING) == every - {'decoding_opt', 'decoding_uno'}
   monkeypatch.setattr(method_figures, 'DRAFTING', ('speculative', 'spectr', 'spectr_gbv'))
   rows = measure_small('methods', pair, prompt_file)
-  found = {(row['method'], row['K']) for row in rows}
-  assert found == {('speculative', 1), ('spectr', 2), ('spectr_gbv (not lossless)', 2)}
+  methods = {(row['method'], row['K']) for row in rows}
+  assert methods == {('speculative', 1), ('spectr', 2), ('spectr_gbv (not lossless)', 2)}
   assert all(1 <= row['block efficiency'] <= 3 and row['low'] <= row['block efficiency'] <= row['high'] for row in rows)
 
 
@@ -300,13 +291,9 @@ def test_a_ladder_is_measured(monkeypatch, pair, prompt_file):
   rows = measure_small('ladder', pair, prompt_file)
   shapes = {key: [row['shape'] for row in own] for key, own in _by_method_and_nodes(rows).items()}
   assert {key: own for key, own in shapes.items() if key[0] != method_figures.BOUND} == {
-    ('speculative', 2): ['1 x 2'],
-    ('speculative', 4): ['1 x 2'],
-    ('block', 2): ['1 x 2'],
-    ('block', 4): ['1 x 2'],
-    ('race_traversal', 2): ['1 x 2'],
-    ('race_traversal', 4): ['2 x 2', '1 x 2'],
-  }
+    ('speculative', 2): ['1 x 2'], ('speculative', 4): ['1 x 2'], ('block', 2): ['1 x 2'], ('block', 4): ['1 x 2'],
+    ('race_traversal', 2): ['1 x 2'], ('race_traversal', 4): ['2 x 2', '1 x 2'],
+  }  # fmt: skip
   assert shapes[method_figures.BOUND, 2] == ['1 x 2', '2 x 1']
   assert shapes[method_figures.BOUND, 4] == ['1 x 2', '2 x 2', '1 x 4', '3 x 1', '4 x 1']
   for own in _by_method_and_nodes(rows).values():
@@ -321,20 +308,20 @@ def test_a_ladder_is_measured(monkeypatch, pair, prompt_file):
   ]
   assert len(alone) == 4
   assert len(set(alone)) == 1
-  # The bound of two drafts of one token, from the laws along what was decoded with block and race_traversal.
+  # The bound of two drafts of one token, from the distributions along what was decoded with block and race_traversal.
   workload = Workload.load(
     DecodeOptions(**pair, method=('block',), prompts=str(prompt_file), batch_size=2, max_new_tokens=6)
   )
   num_tokens, num_calls = 0, 0.0
-  for found in runs[0].measurements[1:]:
-    calls, texts = np.zeros((3, 8)), found.tokens
+  for measured in runs[0].measurements[1:]:
+    calls, texts = np.zeros((3, 8)), measured.tokens
     for numbers, (p, q) in written_distributions(workload, (workload.draft, workload.target), texts):
       for own, text in enumerate(numbers):
-        for place in reversed(range(found.lengths[text])):
-          p_own, q_own = (float(law[own, place, texts[text, place]]) for law in (p, q))
+        for place in reversed(range(measured.lengths[text])):
+          p_own, q_own = (float(probs[own, place, texts[text, place]]) for probs in (p, q))
           kept, (after, later) = min(1, (1 - (1 - p_own) ** 2) / q_own), calls[text, place + 1 : place + 3]
           calls[text, place] = 1 + (1 - kept) * after + kept * min(after, later)
-    num_tokens += found.lengths.sum()
+    num_tokens += measured.lengths.sum()
     num_calls += calls[:, 0].sum()
   [row] = select(rows, method=method_figures.BOUND, nodes=2, shape='2 x 1')
   assert row['tokens per call'] == pytest.approx(num_tokens / num_calls, rel=1e-5)

@@ -9,7 +9,7 @@ import commands
 import pytest
 from matplotlib import image
 
-from decode import plot, training_curves
+from decode import plot
 from decode.papers import figure
 
 _FIGURES = pathlib.Path(__file__).parents[2] / 'docs' / 'figures'
@@ -54,17 +54,18 @@ def test_pictures_are_written(results, tmp_path):
   assert image.imread(io.BytesIO((tmp_path / 'b.png').read_bytes())).shape[1] > 900
 
 
-def test_wrong_arguments_are_one_line(results, tmp_path):
+def test_wrong_arguments_and_mixed_files_are_one_line(results, tmp_path):
   assert 'from 1 to 12 files, 0 were given' in commands.refuse('decode.plot', '--output=a.svg')
   assert 'output must end in .png or .svg' in commands.refuse('decode.plot', results, '--output=a.pdf')
   before = results.read_text()
   line = commands.refuse('decode.main', 'results.json')
   assert 'unexpected argument' in line
   assert results.read_text() == before
+  with pytest.raises(ValueError, match='not drawn together'):
+    plot.picture_of([str(results), str(tmp_path / 'metrics.jsonl')], 'svg')
 
 
 def _bars(picture):
-  """The numbers of horizontal and of vertical bars of a picture."""
   return picture.count('id="LineCollection_')
 
 
@@ -97,7 +98,6 @@ def test_intervals_are_bars_and_models_are_named(tmp_path):
 
 
 def test_tables_of_values_are_read_as_results(tmp_path):
-  """What `decode.main --output=FILE.csv` writes, here without a run: the same points as of JSON."""
   intervals = dict.fromkeys(('speedup_ci95_low', 'speedup_ci95_high'), '')
   intervals |= {'block_efficiency_ci95_low': 2.5, 'block_efficiency_ci95_high': 4.5}
   rows = [{**result, **intervals, 'target': 'some/target', 'draft': ''} for result in _RESULTS]
@@ -132,8 +132,8 @@ def test_curves_of_training(tmp_path):
   runs[0].parent.mkdir()
   runs[0].write_text(_LOG + '{"step": 30, "train_l')
   runs[1].write_text('{"step": 10, "train_loss": 3.5, "held_out_loss": NaN}\n')
-  assert [found['step'] for found in training_curves.read_steps(str(runs[0]))] == [10, 20, 20]
-  assert training_curves.read_steps(str(runs[1])) == [{'step': 10, 'train_loss': 3.5}]
+  assert [metrics['step'] for metrics in plot.read_steps(str(runs[0]))] == [10, 20, 20]
+  assert plot.read_steps(str(runs[1])) == [{'step': 10, 'train_loss': 3.5}]
   commands.succeed('decode.plot', *runs, f'--output={tmp_path / "a.svg"}')
   drawn = (tmp_path / 'a.svg').read_text()
   for label in ('big, training', 'big, held out', 'big, acceptance 2', 'draft_log, training'):
@@ -173,8 +173,3 @@ def test_other_files_are_refused(tmp_path, name, content, message):
   path.write_text(content, encoding='latin-1')
   with pytest.raises(ValueError, match=message):
     plot.picture_of([str(path)], 'svg')
-
-
-def test_results_and_logs_are_not_mixed(results, tmp_path):
-  with pytest.raises(ValueError, match='not drawn together'):
-    plot.picture_of([str(results), str(tmp_path / 'metrics.jsonl')], 'svg')

@@ -49,7 +49,6 @@ def test_a_method_that_is_not_lossless_keeps_its_look():
 
 @pytest.mark.parametrize('name', ['ladder', 'methods', 'batch_fig2', 'spectr_fig5'])
 def test_a_legend_takes_no_width_from_its_panels(name):
-  """On a narrow page the curves stay readable: the panels have almost the whole width, and the legend is not cut."""
   exhibit = FIGURES[name]
   figure = exhibit.draw(exhibit.read_rows((_FIGURES / f'{name}.csv').read_text()))
   figure.canvas.draw()

@@ -25,7 +25,7 @@ def tokenizer():
   return Tokenizer.train(['an old oak tree and an old owl in the old oak tree, while a quick fox runs by'] * 3, 275)
 
 
-def test_prompts_have_places_and_ids(tmp_path, prompt_file):
+def test_prompts_have_places_and_ids_and_controls_are_text(tmp_path, prompt_file):
   path = tmp_path / 'prompts.txt'
   path.write_bytes('\ufeffone two\r\n{"three"}\n'.encode())
   for file, expected in (
@@ -33,17 +33,17 @@ def test_prompts_have_places_and_ids(tmp_path, prompt_file):
     (prompt_file, [('the quick', 0, 'a'), ('seven wise owls', 1, 1), ('old', 2, 7)]),
   ):
     assert [(prompt.text, prompt.index, prompt.id) for prompt in read_prompts(file)] == expected
+  path = tmp_path / 'a.txt'
+  path.write_bytes('a\0b\x1b[2J\r\n\u202e\x85\u2028c\n'.encode())
+  assert [prompt.text for prompt in read_prompts(path)] == ['a\0b\x1b[2J', '\u202e\x85\u2028c']
 
 
 @pytest.mark.parametrize(
   ('line', 'message'),
   [
-    ('', 'line 2: the prompt is empty'),
-    ('[1]', 'line 2: no "prompt"'),
-    ('{"prompt": 3}', 'line 2: "prompt" is 3'),
+    ('', 'line 2: the prompt is empty'), ('[1]', 'line 2: no "prompt"'), ('{"prompt": 3}', 'line 2: "prompt" is 3'),
     ('{"prompt": "\\ud800"}', 'line 2: the prompt is not valid Unicode'),
-    ('{"prompt": "x", "id": [1]}', 'line 2: "id" is'),
-    ('{"question": ["x"]}', r'line 2: "question" is \["x"\]'),
+    ('{"prompt": "x", "id": [1]}', 'line 2: "id" is'), ('{"question": ["x"]}', r'line 2: "question" is \["x"\]'),
     ('[' * 100000, 'line 2: not JSON'),
     ('{"prompt": "x", "id": "\\udcff"}', 'line 2: "id" is not valid Unicode: byte 0xff is not UTF-8'),
     ('{"prompt": "x", "id": ' + '9' * 5000 + '}', 'line 2: not JSON'),
@@ -56,7 +56,7 @@ def test_prompts_have_places_and_ids(tmp_path, prompt_file):
     ('{"messages": [{"role": "user", "content": " "}]}', 'line 2: the prompt is empty'),
     ('{"messages": [{"role": "\\ud800", "content": "x"}]}', 'line 2: the prompt is not valid Unicode'),
   ],
-)
+)  # fmt: skip
 def test_a_bad_line_is_named(tmp_path, line, message):
   path = tmp_path / 'prompts.jsonl'
   path.write_text(f'{{"prompt": "x"}}\n{line}\n{{"prompt": "y"}}\n')
@@ -153,7 +153,7 @@ def test_a_bad_entry_of_a_set_is_named(tmp_path, name, line, message):
     read_prompts(f'{name}:{path}')
 
 
-def test_unknown_sets_are_refused_and_paths_are_not(tmp_path, monkeypatch):
+def test_unknown_sets_and_file_systems_are_refused_and_paths_are_not(tmp_path, monkeypatch):
   with pytest.raises(ValueError, match="no set 'humanevil'; SET:FILE reads spec_bench, humaneval, gsm8k, mgsm, alpaca"):
     read_prompts('humanevil:a.jsonl')
   with pytest.raises(ValueError, match='cannot read prompts from /nowhere'):
@@ -162,10 +162,9 @@ def test_unknown_sets_are_refused_and_paths_are_not(tmp_path, monkeypatch):
   (tmp_path / 'a:b.txt').write_text('one two\n')
   [prompt] = read_prompts('a:b.txt')
   assert (prompt.text, prompt.task, prompt.turns) == ('one two', '', ())
-
-
-def test_spec_bench_has_six_tasks():
-  assert (len(SPEC_BENCH_TASKS), len(set(SPEC_BENCH_TASKS.values()))) == (13, 6)
+  for path in ('foo://x.jsonl', 'gsm8k:foo://x.jsonl'):
+    with pytest.raises(ValueError, match="'foo://x.jsonl' is not a path: remote ones begin with gs://"):
+      read_prompts(path)
 
 
 def test_prompts_are_taken_evenly_over_groups():
@@ -179,6 +178,7 @@ def test_prompts_are_taken_evenly_over_groups():
   assert taken(3) == [0, 6, 10]
   assert taken(6) == [0, 2, 4, 6, 8, 10]  # c has one only, so that a gives one more
   assert taken(99) == list(range(11))
+  assert (len(SPEC_BENCH_TASKS), len(set(SPEC_BENCH_TASKS.values()))) == (13, 6)
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_a_damaged_file_is_named(tmp_path, name, content, message):
     read_prompts(tmp_path / name)
 
 
-def test_lengths_are_limited_exactly(tokenizer):
+def test_lengths_are_limited_exactly_and_ids_share_a_size(tokenizer):
   prompts = [Prompt('an owl', 0), Prompt('an old oak tree ' * 9, 1), Prompt('an owl', 2)]
   size = len(tokenizer.encode('an owl', add_bos=True))
   room = {'max_new_tokens': 4, 'max_length': size + 4}
@@ -207,9 +207,6 @@ def test_lengths_are_limited_exactly(tokenizer):
     encode_prompts(prompts[:1], tokenizer, max_new_tokens=4, max_length=size + 3)
   with pytest.raises(ValueError, match='no room for a prompt'):
     encode_prompts(prompts[:1], tokenizer, max_new_tokens=9, max_length=10)
-
-
-def test_ids_begin_with_bos_and_share_a_size(tokenizer):
   prompts = [Prompt('an owl'), Prompt('an old oak tree ' * 4)]
   tokens, lengths = encode_prompts(prompts, tokenizer, max_new_tokens=4, max_length=64)
   assert tokens.shape[1] % 16 == 0
@@ -225,13 +222,18 @@ def _hub_tokenizer(**parts):
   return HubTokenizer.from_parts(tiny_hub.backend(), **{'bos_id': 7, 'eos_ids': [41], 'add_bos': False} | parts)
 
 
-def test_ids_begin_as_the_tokenizer_wants():
+def test_ids_begin_as_the_tokenizer_wants_and_keep_their_order():
   prompts = [Prompt('the owl'), Prompt('<s>an owl')]
   ids = [_hub_tokenizer().encode(text) for text in ('the owl', 'an owl')]
   for add_bos, wanted in ((False, [ids[0], [7, *ids[1]]]), (True, [[7, *ids[0]], [7, *ids[1]]])):
     tokens, lengths = encode_prompts(prompts, _hub_tokenizer(add_bos=add_bos), max_new_tokens=4, max_length=64)
     assert [row[:length].tolist() for row, length in zip(tokens, lengths)] == wanted
     assert (tokens[0, lengths[0] :] == 41).all()
+  prompts = [Prompt('the owl'), *as_conversations([Prompt('an owl')]), Prompt('old')]
+  tokenizer = _hub_tokenizer(chat_template=tiny_hub.CHAT)
+  tokens, lengths = encode_prompts(prompts, tokenizer, max_new_tokens=4, max_length=200)
+  assert tokenizer.decode(tokens[2, : lengths[2]]) == 'old'
+  assert tokens[1, 0] == 40
 
 
 _CONVERSATION = (
@@ -260,20 +262,9 @@ def test_conversations_and_texts_are_rendered(conversations, system):
   assert [row[:length].tolist() for row, length in zip(tokens, lengths)] == [*map(tokenizer.encode, wanted)]
 
 
-def test_texts_and_conversations_keep_their_order():
-  prompts = [Prompt('the owl'), *as_conversations([Prompt('an owl')]), Prompt('old')]
-  tokenizer = _hub_tokenizer(chat_template=tiny_hub.CHAT)
-  tokens, lengths = encode_prompts(prompts, tokenizer, max_new_tokens=4, max_length=200)
-  assert tokenizer.decode(tokens[2, : lengths[2]]) == 'old'
-  assert tokens[1, 0] == 40
-
-
-def test_a_conversation_needs_chat(conversations):
+def test_conversations_that_are_refused_are_named(conversations, tokenizer):
   with pytest.raises(ValueError, match="line 1: a conversation, which --chat renders by the model's template"):
     DecodeOptions(prompts=conversations).read_prompts()
-
-
-def test_a_prompt_that_the_template_refuses_is_named(conversations, tokenizer):
   prompts = DecodeOptions(prompts=conversations, chat=True).read_prompts()
   room = {'max_new_tokens': 4, 'max_length': 64}
   with pytest.raises(ValueError, match='prompts.jsonl, line 1: the model has no chat template'):
@@ -303,12 +294,6 @@ def test_only_regular_files_are_read(tmp_path, kind, name):
     read_prompts(text)
 
 
-def test_unknown_file_systems_are_named():
-  for path in ('foo://x.jsonl', 'gsm8k:foo://x.jsonl'):
-    with pytest.raises(ValueError, match="'foo://x.jsonl' is not a path: remote ones begin with gs://"):
-      read_prompts(path)
-
-
 @pytest.mark.parametrize('module', [gzip, bz2])
 @pytest.mark.parametrize('unit', [b'\0', b'a\n', b'{"prompt": "a"}\n', b'['])
 def test_what_unpacks_to_too_much_is_refused(tmp_path, unit, module):
@@ -333,13 +318,6 @@ def test_the_number_of_prompts_is_bounded(tmp_path, name, content, message):
   path.write_bytes(content)
   with hostile.time_limit(), pytest.raises(ValueError, match=message):
     read_prompts(path)
-
-
-def test_controls_are_text(tmp_path):
-  """Models have tokens for them, and nothing here gives them a meaning."""
-  path = tmp_path / 'a.txt'
-  path.write_bytes('a\0b\x1b[2J\r\n\u202e\x85\u2028c\n'.encode())
-  assert [prompt.text for prompt in read_prompts(path)] == ['a\0b\x1b[2J', '\u202e\x85\u2028c']
 
 
 @pytest.mark.parametrize('name', ['spec_bench', 'humaneval', 'gsm8k', 'alpaca'])

@@ -16,7 +16,6 @@ run_command = functools.partial(commands.run, 'decode.prove')
 
 
 def rows_of(stdout):
-  """The tables' rows, split into cells."""
   rows = [re.split(r'\s{2,}', line) for line in stdout.splitlines()]
   return [row for row in rows if row[-1] in ('pass', 'FAIL')]
 
@@ -91,7 +90,6 @@ _BROKEN = """
 
 @pytest.mark.slow
 def test_what_is_broken_fails_where_it_shows(tmp_path):
-  """A module in the working directory; without a method, all that it registers are proven."""
   write_module(tmp_path / 'broken.py', _BROKEN)
   ran = run_command('--module=broken', '--num_samples=30000', cwd=tmp_path)
   assert ran.returncode == 1
@@ -161,9 +159,10 @@ def test_a_verifier_that_raises(tmp_path):
   assert error.endswith(f'({tmp_path / "raises.py"}:10)')
 
 
-def test_bad_flags_end_in_a_line():
+def test_bad_flags_end_in_a_line_and_methods_are_found_once():
   line = commands.refuse('decode.prove', '--num_samples=many', '--method=spectr')
   assert line.startswith('error: flag --num_samples=many')
+  assert [method.name for method in find_methods(['spectr', 'block', 'spectr'], None)] == ['spectr', 'block']
 
 
 _TAKEN = """
@@ -191,12 +190,7 @@ _ALLOWED = ', '.join(METHODS)
     ('import math\n\nmath.sqrt(-1)\n', ['spectr'], 'provable', ['import provable: ValueError: ', 'provable.py:3)']),
     ('import sys\n\nsys.exit("no way")\n', ['spectr'], 'provable', ['SystemExit: no way', 'provable.py:3)']),
     ('def f(:\n', ['spectr'], 'provable', ['cannot import provable: SyntaxError: ', 'provable.py, line 1']),
-    (
-      'import none_such\n',
-      ['spectr'],
-      'provable',
-      ["provable: ModuleNotFoundError: No module named 'none_such'"],
-    ),
+    ('import none_such\n', ['spectr'], 'provable', ["provable: ModuleNotFoundError: No module named 'none_such'"]),
     (_TAKEN, ['spectr'], 'provable', ["ValueError: there is another method named 'spectr'", 'provable.py:4)']),
     (_MISMATCH, [], 'provable', ['children are drawn independent, not without_replacement', 'provable.py:4)']),
     ('', ['spectr'], 'prove_missing', ['there is no prove_missing here']),
@@ -217,7 +211,3 @@ def test_what_is_refused(tmp_path, monkeypatch, text, names, module, parts):
   assert '\n' not in str(caught.value)
   assert set(METHODS) == before
   sys.modules.pop('provable', None)
-
-
-def test_methods_are_found_once():
-  assert [method.name for method in find_methods(['spectr', 'block', 'spectr'], None)] == ['spectr', 'block']

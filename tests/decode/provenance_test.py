@@ -13,7 +13,6 @@ from decode.experiment.records import OPTIONS, Part, options_of
 
 
 def test_every_option_has_its_part():
-  """A new option must be put into the table: it determines continuations, or it does not."""
   assert set(OPTIONS) == {field.name for field in dataclasses.fields(DecodeOptions)}
 
 
@@ -42,24 +41,15 @@ def _resume(begun, path, **changes):
 @pytest.mark.parametrize(
   ('changes', 'name'),
   [
-    ({'dtype': 'bfloat16'}, 'target_dtype'),
-    ({'weights': 'int8'}, 'weights'),
-    ({'lookup_max': 3}, 'lookup_max'),
-    ({'lookup_min': 3}, 'lookup_min'),
-    ({'lookup_corpus': ()}, 'lookup_corpus'),
-    ({'draft': 'lookup', 'lookup_corpus': ()}, 'draft'),
-    ({'logprobs': True}, 'logprobs'),
-    ({'method': ('race_block',)}, 'method'),
-    ({'num_drafts': (3,)}, 'num_drafts'),
-    ({'draft_length': (3,)}, 'draft_length'),
-    ({'temperature': 0.5}, 'temperature'),
-    ({'top_k': 5}, 'top_k'),
-    ({'top_p': 0.5}, 'top_p'),
-    ({'min_p': 0.1}, 'min_p'),
-    ({'stop': ()}, 'stop'),
+    ({'dtype': 'bfloat16'}, 'target_dtype'), ({'weights': 'int8'}, 'weights'), ({'lookup_max': 3}, 'lookup_max'),
+    ({'lookup_min': 3}, 'lookup_min'), ({'lookup_corpus': ()}, 'lookup_corpus'),
+    ({'draft': 'lookup', 'lookup_corpus': ()}, 'draft'), ({'logprobs': True}, 'logprobs'),
+    ({'method': ('race_block',)}, 'method'), ({'num_drafts': (3,)}, 'num_drafts'),
+    ({'draft_length': (3,)}, 'draft_length'), ({'temperature': 0.5}, 'temperature'), ({'top_k': 5}, 'top_k'),
+    ({'top_p': 0.5}, 'top_p'), ({'min_p': 0.1}, 'min_p'), ({'stop': ()}, 'stop'),
     ({'max_new_tokens': 5}, 'max_new_tokens'),
   ],
-)
+)  # fmt: skip
 def test_what_determines_continuations_is_refused(begun, tmp_path, changes, name):
   with pytest.raises(
     ValueError, match=rf'out\.jsonl, line 1, has .*\b{name} .*, and this run .*; only these may change'
@@ -82,7 +72,7 @@ def test_growth_and_gumbel_count(pair, prompt_file, tmp_path, fields, change):
     decode_bulk(DecodeOptions(**fields | change), tmp_path / 'out.jsonl', resume=True)
 
 
-def test_models_count_by_content_and_not_by_place(begun, save_tiny_model, tmp_path):
+def test_models_and_corpus_count_by_content_and_not_by_place(begun, save_tiny_model, tmp_path):
   fields, _ = begun
   moved = tmp_path / 'moved'
   shutil.copytree(fields['target'], moved)
@@ -91,9 +81,6 @@ def test_models_count_by_content_and_not_by_place(begun, save_tiny_model, tmp_pa
   for role, value in (('target', other), ('draft', f'lookup+{other}')):
     with pytest.raises(ValueError, match=f"line 1, has {role} '[0-9a-f]{{16}}', and this run '[0-9a-f]{{16}}'"):
       _resume(begun, tmp_path / 'out.jsonl', **{role: value})
-
-
-def test_the_corpus_counts_by_content(begun, tmp_path):
   corpus = tmp_path / 'other.txt'
   corpus.write_text(pathlib.Path(begun[0]['lookup_corpus'][0]).read_text())
   assert _resume(begun, tmp_path / 'out.jsonl', lookup_corpus=(str(corpus),))[0] == 0

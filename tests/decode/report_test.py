@@ -69,7 +69,6 @@ def test_plain_report_has_no_escape_codes_and_no_folded_rows(run):
   ('length', 'shown'), [(8, ['0.50'] * 8), (9, ['0.50'] * 8 + ['...']), (40, ['0.50'] * 8 + ['...'])]
 )
 def test_deep_trees_fit_into_the_table(run, length, shown):
-  """At most eight positions are printed; JSON has all of them."""
   (setting,) = expand(dataclasses.replace(run.options, method=('speculative',), draft_length=(length,)))
   deep = dataclasses.replace(run.measurements[1], setting=setting, accepted_by_depth=np.full((1, length), 2))
   run = dataclasses.replace(run, settings=[setting], measurements=[deep])
@@ -106,7 +105,6 @@ def _table(run, width):
 
 @pytest.mark.parametrize('width', [60, 80, 120])
 def test_tables_fit_the_terminal_and_keep_what_counts(run, width):
-  """K, L, tokens per call with their interval, and speed are whole; acceptance by position gives way."""
   wide = _with_batches(run, ('race_traversal', 'spectr_gbv'), [0.5, 0.7, 0.6, 0.5], [8, 6, 7, 8])
   lines = _table(wide, width)
   assert max(map(len, lines)) <= width
@@ -155,8 +153,6 @@ def test_ranges_can_be_true(run, num_batches, is_shown):
 
 
 def test_the_first_line_says_what_is_gained(run):
-  """By the fastest setting that is lossless, if there are batches enough; that nothing gains is said as well."""
-
   def first(methods, seconds):
     return _printed(_with_batches(run, methods, seconds, np.full(len(seconds), 8))).splitlines()[0]
 
@@ -172,10 +168,14 @@ def test_the_first_line_says_what_is_gained(run):
     assert first(methods, seconds).startswith('target t')
 
 
-def test_a_missing_baseline_is_said(run):
+def test_slow_settings_and_a_missing_baseline_are_explained(run):
   assert 'speed-up is relative to' not in _printed(run)
   alone = dataclasses.replace(run, settings=run.settings[1:], measurements=run.measurements[1:])
   assert 'speed-up is relative to autoregressive, which is not among the methods' in _printed(alone)
+  (line,) = report.explain_slow(run)
+  # 2 s for 4 rounds against 1 s for 8 steps, and 8 tokens in 4 rounds.
+  for part in ('spectr K=2 L=2', '4.0 times', '2.0 tokens per row', '3.5 times', '5 nodes'):
+    assert part in line
 
 
 def test_results_as_a_table_of_values(run):
@@ -188,13 +188,6 @@ def test_results_as_a_table_of_values(run):
     assert row['speedup_ci95_low'] == row['epsilon'] == ''
 
 
-def test_only_slow_settings_are_explained(run):
-  (line,) = report.explain_slow(run)
-  # 2 s for 4 rounds against 1 s for 8 steps, and 8 tokens in 4 rounds.
-  for part in ('spectr K=2 L=2', '4.0 times', '2.0 tokens per row', '3.5 times', '5 nodes'):
-    assert part in line
-
-
 def test_sample_is_marked_by_origin(run):
   plain = report.make_sample(run, is_colored=False)
   pieces = report.split_by_origin(run.measurements[0].tokens[0], np.resize([0, 1, 0, 2], 8), run.tokenizer)
@@ -203,33 +196,27 @@ def test_sample_is_marked_by_origin(run):
   assert '\x1b[32m' in _printed(run, force_terminal=True, color_system='standard', width=80)
 
 
-def test_no_color_is_heeded(monkeypatch):
-  monkeypatch.setenv('NO_COLOR', '1')
-  monkeypatch.setenv('FORCE_COLOR', '1')
-  assert make_console().color_system is None
-
-
-def test_bytes_of_a_character_stay_together(tokenizer):
+def test_bytes_of_a_character_stay_together_and_none_is_lost(tokenizer):
   ids = tokenizer.encode('a€b')
   pieces = report.split_by_origin(np.array(ids), np.arange(len(ids)) % 3, tokenizer)
   assert ''.join(text for text, _ in pieces) == 'a€b'
   assert '€' in [text for text, _ in pieces]
-
-
-def test_stray_bytes_lose_no_character(tokenizer):
   ids = [*tokenizer.encode('字')[:2], *tokenizer.encode('a€b'), *tokenizer.encode('字')[:1]]
   pieces = report.split_by_origin(np.array(ids), np.arange(len(ids)) % 3, tokenizer)
   assert ''.join(text for text, _ in pieces) == tokenizer.decode(ids) == '\ufffda€b\ufffd'
   assert report.split_by_origin(np.array([], int), np.array([], int), tokenizer) == []
 
 
-def test_text_cannot_steer_the_terminal(run):
+def test_text_cannot_steer_the_terminal_and_no_color_is_heeded(run, monkeypatch):
   prompts = [dataclasses.replace(run.prompts[0], text='a\x1b[31m\x9b\u202e\nb'), *run.prompts[1:]]
   shown = report.make_sample(dataclasses.replace(run, prompts=prompts), is_colored=False)
   assert 'a\ufffd[31m\ufffd\ufffd\nb' in shown.plain
+  monkeypatch.setenv('NO_COLOR', '1')
+  monkeypatch.setenv('FORCE_COLOR', '1')
+  assert make_console().color_system is None
 
 
-def test_what_is_not_lossless_is_said_and_why(run):
+def test_bias_and_the_parts_of_a_round_are_explained(run):
   assert not [*report.explain_bias(run)]
   options = dataclasses.replace(run.options, method=('spectr_gbv', 'decoding_opt'))
   settings = expand(options)
@@ -245,18 +232,14 @@ def test_what_is_not_lossless_is_said_and_why(run):
   # Without over-acceptance it is speculative decoding.
   exact = dataclasses.replace(options, method=('decoding_opt',), epsilon=0.0)
   assert [setting.method.is_lossless for setting in expand(exact)] == [True]
-
-
-def test_parts_of_a_round_are_explained(run):
-  """Half a second for four rounds, of which three parts are known."""
   setting = run.settings[1]
   parts = {'draft': 0.05, 'target': 0.06, 'verification': 0.0375}
   run = dataclasses.replace(run, part_seconds={setting: parts})
   assert run.summarize(run.settings[0]).seconds_per_round == {}
-  found = run.summarize(setting).seconds_per_round
-  assert list(found) == ['round', 'draft', 'target', 'verification', 'rest']
-  assert found['round'] == pytest.approx(0.125)
-  assert found['rest'] == pytest.approx(-0.0225)
+  seconds = run.summarize(setting).seconds_per_round
+  assert list(seconds) == ['round', 'draft', 'target', 'verification', 'rest']
+  assert seconds['round'] == pytest.approx(0.125)
+  assert seconds['rest'] == pytest.approx(-0.0225)
   [line] = report.explain_parts(run)
   expected = (
     'speculative K=1 L=2: a round takes 125.00 ms, of which draft 50.00, target 60.00, verification 37.50, rest -22.50'

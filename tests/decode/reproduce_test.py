@@ -23,18 +23,9 @@ def test_every_exhibit_is_there():
   assert set(FIGURES) == set(_FIGURES.split())
   assert list(TABLES) == _TABLES.split()
   assert list(EXHIBITS) == [*TABLES, *FIGURES]
-
-
-def test_all_figures_about_models_are_measured():
   assert set(SMALL_FIGURES) == {name for name, figure in FIGURES.items() if figure.has_models}
-
-
-def test_a_seed_is_for_what_is_drawn_at_random():
   decoded = {name for name in EXHIBITS if EXHIBITS[name].has_prompts}
   assert {name for name in EXHIBITS if EXHIBITS[name].is_random} == decoded | {'batch_fig2', 'batch_fig5'}
-
-
-def test_cells_read_as_they_were_written():
   rows = [{'a': 1, 'b': 0.1 + 0.2, 'c': "' 7'", 'd': None}, {'a': 2, 'b': 1e-300, 'c': 'x, "y"', 'd': 3}]
   assert from_csv(to_csv(rows)) == rows
 
@@ -44,7 +35,6 @@ def test_cells_read_as_they_were_written():
   [
     ('batch_fig3', {'num_runs': 3}, 'num_runs is not for this figure, whose sizes are num_drafts'),
     ('pareto_fig4', {'num_runs': 3}, 'num_runs is not for this figure, which has none'),
-    ('spectr_table1', {'num_seeds': 3}, 'num_seeds is not for this table, whose sizes are num_runs, context, '),
   ],
 )
 def test_sizes_that_an_exhibit_has_not(name, sizes, message):
@@ -96,10 +86,7 @@ _BAD = [
     '--table=gbv_table1 --draft=lookup,pretrained/draft,lookup+pretrained/draft,own=lookup+pretrained/draft',
     'this table has one draft, got lookup, draft, lookup+draft, own',
   ),
-  (
-    '--table=spec_bench',
-    'this table is about the tasks of Spec-Bench: give one file, as --prompts=spec_bench:FILE',
-  ),
+  ('--table=spec_bench', 'this table is about the tasks of Spec-Bench: give one file, as --prompts=spec_bench:FILE'),
   ('--table=gbv_table1 --prompts=humanevil:a', "prompts: there is no set 'humanevil'; "),
   (
     '--table=gbv_table1 --prompts=mgsm:mgsm_de.tsv,mgsm:mgsm_en.tsv',

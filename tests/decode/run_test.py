@@ -30,14 +30,13 @@ def test_progress_reaches_its_total(small_options):
   assert seen[0] == ('compiling 1 of 1: autoregressive', 0, 1)
   assert seen[-1] == ('done', 4, 4)
   # Dummy rows that fill the last batch are dropped, and seeds differ.
-  assert [found.tokens.shape for found in run.measurements] == [(3, 6), (3, 6)]
+  assert [each.tokens.shape for each in run.measurements] == [(3, 6), (3, 6)]
   assert not np.array_equal(run.measurements[0].tokens, run.measurements[1].tokens)
   assert 'draft' not in run.info['models']
 
 
 @pytest.mark.slow
 def test_long_grids_are_decoded_in_groups(small_options, monkeypatch):
-  """As many as a process can hold, with the same tokens, and a line that says so."""
   options = small_options('autoregressive', 'speculative', 'spectr', max_new_tokens=4)
   whole = run_decode(options)
   answers = iter([False, True])
@@ -134,15 +133,14 @@ def test_long_prompts_are_left_out_and_counted(small_options, tmp_path):
 
 
 def test_speed_is_compared_batch_by_batch(small_options):
-  """Seconds as given: two batches, the last not full, and two seeds."""
   options = small_options('autoregressive', 'speculative', num_seeds=2)
   run = run_decode(options)
   measurements = []
-  for found in run.measurements:
-    name = found.setting.method.name
+  for measured in run.measurements:
+    name = measured.setting.method.name
     own = np.array({'autoregressive': (4.0, 2.0), 'speculative': (2.0, 1.0)}[name])
     seconds = {'batch_seconds': own, 'baseline_seconds': np.array([4.0, 2.0])}
-    measurements.append(dataclasses.replace(found, **seconds, lengths=np.array([6, 6, 6])))
+    measurements.append(dataclasses.replace(measured, **seconds, lengths=np.array([6, 6, 6])))
   run = dataclasses.replace(run, measurements=measurements)
   baseline, summary = map(run.summarize, run.settings)
   # Twice as fast in either batch.
@@ -153,8 +151,7 @@ def test_speed_is_compared_batch_by_batch(small_options):
   alone = dataclasses.replace(run, options=dataclasses.replace(options, batch_size=1))
 
   def timed(seconds):
-    """With other times of the method that drafts."""
-    own = [np.array(seconds if found.setting.method.max_drafts else (4.0, 2.0, 3.0)) for found in measurements]
+    own = [np.array(seconds if measured.setting.method.max_drafts else (4.0, 2.0, 3.0)) for measured in measurements]
     times = [{'batch_seconds': each, 'baseline_seconds': np.array([4.0, 2.0, 3.0])} for each in own]
     return dataclasses.replace(alone, measurements=[dataclasses.replace(f, **t) for f, t in zip(measurements, times)])
 
@@ -167,7 +164,8 @@ def test_speed_is_compared_batch_by_batch(small_options):
   # In a group of its own, when the machine was half as fast: it is compared with what was beside it.
   slow = {'batch_seconds': np.array([2.0, 2.0]), 'baseline_seconds': np.array([8.0, 4.0])}
   measurements = [
-    dataclasses.replace(found, **slow) if found.setting.method.max_drafts else found for found in measurements
+    dataclasses.replace(measured, **slow) if measured.setting.method.max_drafts else measured
+    for measured in measurements
   ]
   slower = dataclasses.replace(run, measurements=measurements).summarize(run.settings[1])
   assert (slower.speedup, slower.tokens_per_second) == (pytest.approx(3), pytest.approx(4.5))
@@ -193,6 +191,6 @@ def test_the_share_of_the_optimum_is_reported(small_options):
 @pytest.mark.slow
 def test_seed_exact_decoding_gives_the_text_of_its_reference(small_options):
   options = small_options('autoregressive', 'ersd', gumbel=True, batch_size=3, max_new_tokens=8)
-  reference, found = run_decode(options).measurements
-  np.testing.assert_array_equal(found.tokens, reference.tokens)
-  assert found.num_target_calls.sum() < reference.num_target_calls.sum()
+  reference, keyed = run_decode(options).measurements
+  np.testing.assert_array_equal(keyed.tokens, reference.tokens)
+  assert keyed.num_target_calls.sum() < reference.num_target_calls.sum()

@@ -18,33 +18,21 @@ def _shapes(**options):
   return [(setting.method.name, str(setting.spec), setting.tree) for setting in expand(DecodeOptions(**options))]
 
 
-def test_what_a_method_cannot_use_collapses():
+def test_the_grid_has_every_tree_of_every_method_once():
   methods = 'autoregressive', 'speculative', 'spectr'
   settings = expand(DecodeOptions(method=methods, num_drafts=(2, 4, 2), draft_length=(3, 5)))
   assert [str(setting) for setting in settings] == [
     'autoregressive', 'speculative K=1 L=3', 'speculative K=1 L=5', 'spectr K=2 L=3', 'spectr K=4 L=3',
     'spectr K=2 L=5', 'spectr K=4 L=5',
   ]  # fmt: skip
-
-
-def test_every_tree_with_every_method():
   trees = 'chains', 'prefix:2,1', 'specinfer'
-  found = _shapes(method=('spectr', 'gsd'), tree=trees, num_drafts=(2, 3), draft_length=(4,))
+  shapes = _shapes(method=('spectr', 'gsd'), tree=trees, num_drafts=(2, 3), draft_length=(4,))
   expected = [TokenTree.chains(2, 4), TokenTree.chains(3, 4), TokenTree.prefix((2, 1)), TokenTree.specinfer(4)]
-  assert [(method, tree) for method, _, tree in found] == [(m, tree) for m in ('spectr', 'gsd') for tree in expected]
-
-
-def test_a_chain_may_be_written_as_factors():
+  assert [(method, tree) for method, _, tree in shapes] == [(m, tree) for m in ('spectr', 'gsd') for tree in expected]
   ((_, _, tree),) = _shapes(method=('block',), tree=('prefix:1,1,1',))
   assert tree == TokenTree.chains(1, 3)
-
-
-def test_methods_that_draft_nothing_stand_once():
-  found = _shapes(method=('autoregressive',), tree=('chains', 'prefix:2,1'), num_drafts=(2, 4))
-  assert found == [('autoregressive', 'None', TokenTree())]
-
-
-def test_optimal_trees_are_left_open():
+  shapes = _shapes(method=('autoregressive',), tree=('chains', 'prefix:2,1'), num_drafts=(2, 4))
+  assert shapes == [('autoregressive', 'None', TokenTree())]
   (setting,) = expand(DecodeOptions(method=('race_block',), tree=('optimal: 24',)))
   assert (setting.spec, setting.tree) == (TreeSpec('optimal', (24,)), TokenTree())
   assert str(setting) == 'race_block optimal:24'

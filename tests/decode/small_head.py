@@ -36,7 +36,6 @@ def save_one_pass(path, vocab_size=320, target_dim=16):
 
 
 def save_head(path, vocab_size=320, target_dim=16):
-  """Writes the head to a folder, and returns its path as text."""
   block = dataclasses.replace(_BLOCK, embed_dim=target_dim)
   config = dataclasses.replace(CONFIG, block=block, target_dim=target_dim, embedding_dim=target_dim)
   save_drafter(path, head_drafter(_random(head.param_shapes(config)), config, vocab_size), param_dtype='float32')

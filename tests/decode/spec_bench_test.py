@@ -26,7 +26,6 @@ _PROMPTS = {
 
 @pytest.fixture
 def question_file(tmp_path):
-  """Two prompts of each of the categories above."""
   path = tmp_path / 'question.jsonl'
   categories = [category for category in _PROMPTS for _ in range(2)]
   entries = ({'question_id': 7 + i, 'category': name, 'turns': [f'owl {i}']} for i, name in enumerate(categories))
@@ -35,7 +34,6 @@ def question_file(tmp_path):
 
 
 def _made_up_run(options, notify, pick):
-  """A run of what the numbers above say, on the prompts that are picked."""
   del notify
   prompts, settings = pick(options.read_prompts(), options.num_prompts), expand(options)
 
@@ -59,7 +57,7 @@ def _request(question_file, **sizes):
   return dataclasses.replace(request, options=TABLES['spec_bench'].choose_options({'method': (_SPECULATIVE,)}))
 
 
-def test_speeds_are_means_over_prompts(question_file, monkeypatch):
+def test_speeds_are_means_over_prompts_beside_the_leaderboard(question_file, monkeypatch):
   monkeypatch.setattr(table, 'run_decode', _made_up_run)
   exhibit, request = TABLES['spec_bench'], _request(question_file, num_prompts=3)
   results = exhibit.measure(request, None)
@@ -91,9 +89,6 @@ def test_speeds_are_means_over_prompts(question_file, monkeypatch):
   files = exhibit.files('spec_bench', request, results)
   assert exhibit.read_rows(files['spec_bench.json']) == results.rows
   assert files['spec_bench.png'].startswith(b'\x89PNG')
-
-
-def test_the_leaderboard_stands_beside_every_task(question_file, monkeypatch):
   monkeypatch.setattr(table, 'run_decode', _made_up_run)
   rows = TABLES['spec_bench'].measure(_request(question_file, num_prompts=6), None).rows
   printed = {(row['task'], row['method']): row for row in rows if row['of'] == 'leaderboard: A100, Vicuna-13B'}
@@ -104,14 +99,11 @@ def test_the_leaderboard_stands_beside_every_task(question_file, monkeypatch):
   assert printed['overall', 'EAGLE-3']['speed-up'] == Value(3.02)
 
 
-def test_prompts_of_one_batch_have_no_time_of_their_own(question_file):
+def test_a_prompt_needs_a_time_of_its_own_and_a_baseline(question_file):
   options = DecodeOptions(prompts=question_file, method=(_AUTOREGRESSIVE,), num_prompts=6, batch_size=2)
   run = _made_up_run(options, None, lambda prompts, number: prompts[:number])
   with pytest.raises(ValueError, match='batch_size must be 1, got 2'):
     run.take(np.array([0]))
-
-
-def test_there_is_always_a_baseline():
   assert spec_bench._methods(('block', 'autoregressive')) == ('block', 'autoregressive')
   assert spec_bench._methods(('auto',)) == ('autoregressive', 'auto')
   with pytest.raises(ValueError, match='no method given'):
@@ -163,7 +155,6 @@ def test_turns_may_be_rendered_by_the_chat_template(question_file, pair, monkeyp
 
 
 def test_drafts_of_several_kinds_and_temperatures(question_file, monkeypatch):
-  """Each draft has the methods and trees that take its guesses; what is left out is said."""
   asked = []
 
   def run(options, *rest):

@@ -22,13 +22,11 @@ _SMALL = {
 
 
 def _request(name, pair, prompts, **grid):
-  """A small request of a table, on a file of prompts or files by name."""
   used = TABLES[name].sizes.used
   return request_of(name, pair, prompts, **{size: value for size, value in (_SMALL | grid).items() if size in used})
 
 
 def _measure(name, pair, prompts, **grid):
-  """A small request of a table, and its results."""
   request = _request(name, pair, prompts, **grid)
   return request, TABLES[name].run(request, lambda *_: None)
 
@@ -63,13 +61,8 @@ def test_latency_is_relative_to_the_target(name, pair, prompt_file):
   _check(name, request, results)
   by_shape = {(row['length'], row['batch'], row['drafts as']): row for row in results.rows}
   assert list(by_shape) == [
-    (4, 1, 'rows'),
-    (4, 2, 'rows'),
-    (4, 2, 'tree'),
-    (3, 1, 'rows'),
-    (3, 2, 'rows'),
-    (3, 2, 'tree'),
-  ]
+    (4, 1, 'rows'), (4, 2, 'rows'), (4, 2, 'tree'), (3, 1, 'rows'), (3, 2, 'rows'), (3, 2, 'tree'),
+  ]  # fmt: skip
   assert [row['tokens in the call'] for row in results.rows] == [5, 10, 9, 4, 8, 7]
   printed = published.TARGET_LATENCY if name == 'spectr_table1' else published.DRAFT_LATENCY
   for (length, batch, form), row in by_shape.items():
@@ -129,7 +122,7 @@ def test_the_breakdown_adds_up_and_is_compared(pair, prompt_file, monkeypatch):
     assert parts == pytest.approx(row['total'].number)
     assert min(row[part].number for part in ('draft', 'target', 'verification', 'total')) > 0
     # Per prompt, also where a batch holds several and the last is not full.
-    own = [found for found in runs[0].measurements if found.setting.method.name == method]
+    own = [each for each in runs[0].measurements if each.setting.method.name == method]
     assert [len(each.batch_seconds) for each in own] == [2, 2]
     assert row['total'].number == pytest.approx(sum(each.batch_seconds.sum() for each in own) / 6)
     assert row['rounds'].number == pytest.approx(sum(each.num_target_calls.sum() for each in own) / 6)
@@ -138,7 +131,16 @@ def test_the_breakdown_adds_up_and_is_compared(pair, prompt_file, monkeypatch):
   assert not any(row['of'].startswith('paper') for row in results.rows)  # that has three drafts
 
 
-def test_published_breakdowns_stand_beside_three_drafts(monkeypatch):
+def test_published_numbers_stand_beside_three_drafts(monkeypatch):
+  options = DecodeOptions(method=('autoregressive', 'speculative', 'spectr'), num_drafts=(3, 5), draft_length=(8,))
+  settings = {(setting.method.name, setting.num_drafts): setting for setting in expand(options)}
+  printed = {key: gbv_tables._is_printed(setting) for key, setting in settings.items()}
+  assert printed == {('autoregressive', 0): True, ('speculative', 1): True, ('spectr', 3): True, ('spectr', 5): False}
+  measured = {'block efficiency': Value(2.0), 'speed-up': Value(1.0)}
+  _, *figures = gbv_tables.compare_sets('GSM8K', 8)
+  beside = {k: gbv_tables._beside(settings['spectr', k], measured, figures) for k in (3, 5)}
+  assert beside[3]['paper: block efficiency'] == Value(6.55, 0.58)
+  assert beside[5]['paper: block efficiency'] is None
   columns = dict.fromkeys(published.BREAKDOWN_COLUMNS, Value(0.0))
   setting = Setting(METHODS['spectr'], num_drafts=3, draft_length=8, tree=TokenTree.chains(3, 8))
   run = SimpleNamespace(prompts=[1], settings=[setting], summarize=lambda setting: None)
@@ -149,24 +151,20 @@ def test_published_breakdowns_stand_beside_three_drafts(monkeypatch):
   assert list(rows)[0] == ('here', 'spectr')
   assert rows['paper: DeepSeek-6.7B, GSM8K', 'spectr']['rounds'] == Value(79.27)
   assert rows['paper: DeepSeek-6.7B, GSM8K', 'spectr_gbv to spectr']['rounds'] == '-1.5%'  # as the paper has it
+  assert set(_GRIDS) | {'spec_bench'} == set(TABLES)
 
 
-def test_published_figures_are_of_three_drafts():
-  options = DecodeOptions(method=('autoregressive', 'speculative', 'spectr'), num_drafts=(3, 5), draft_length=(8,))
-  settings = {(setting.method.name, setting.num_drafts): setting for setting in expand(options)}
-  printed = {key: gbv_tables._is_printed(setting) for key, setting in settings.items()}
-  assert printed == {('autoregressive', 0): True, ('speculative', 1): True, ('spectr', 3): True, ('spectr', 5): False}
-  measured = {'block efficiency': Value(2.0), 'speed-up': Value(1.0)}
-  _, *figures = gbv_tables.compare_sets('GSM8K', 8)
-  beside = {k: gbv_tables._beside(settings['spectr', k], measured, figures) for k in (3, 5)}
-  assert beside[3]['paper: block efficiency'] == Value(6.55, 0.58)
-  assert beside[5]['paper: block efficiency'] is None
-
-
-def test_no_share_of_nothing():
+def test_values_changes_and_error_bars():
   assert gbv_tables._change(Value(1.0), Value(0.0)) is None
   assert gbv_tables._change(Value(1.0), Value(-2.0)) is None
   assert gbv_tables._change(Value(1.0), Value(2.0)) == '-50.0%'
+  below, above = table_panels._errors([Value(2.0, 0.5), Value(2.0, interval=(1.8, 2.4)), Value(2.0), None])
+  np.testing.assert_allclose(below, [0.5, 0.2, np.nan, np.nan])
+  np.testing.assert_allclose(above, [0.5, 0.4, np.nan, np.nan])
+  values = (2.345, 0.06), (0.0123, 0.001), (0.5,), (0.0,), (-0.0312,), (1.0, None, (0.9, 1.125))
+  assert [str(Value(*x)) for x in values] == [
+    '2.35 ± 0.06', '0.012 ± 0.001', '0.50', '0.00', '-0.031', '1.00 (0.90 to 1.12)'
+  ]  # fmt: skip
 
 
 def test_drafts_are_compared_by_name(pair, prompt_file, monkeypatch):
@@ -199,9 +197,13 @@ def test_what_is_wrong_is_found_before_anything_is_measured(pair, prompt_file, t
     request = dataclasses.replace(_request('spectr_table4', pair, prompts), drafts=drafts)
     with pytest.raises(ValueError, match=message):
       TABLES['spectr_table4'].run(request, lambda *_: None)
+  several = {'a': pair['draft'], 'b': pair['draft']}
+  request = dataclasses.replace(_request('gbv_table1', pair, prompt_file), drafts=several)
+  with pytest.raises(ValueError, match='this table has one draft, got a, b'):
+    TABLES['gbv_table1'].run(request, None)
 
 
-def test_lines_of_several_sets_and_drafts_stay_apart():
+def test_lines_stand_for_what_differs():
   panel = TABLES['gbv_table2'].panels[0]
   cells = {'block efficiency': Value(2.0, 0.1), 'paper: block efficiency': None}
   rows = [
@@ -218,9 +220,6 @@ def test_lines_of_several_sets_and_drafts_stay_apart():
   drawn = [line for line in axes.get_lines() if len(line.get_xdata()) == 2 and line.get_marker() in 'os']
   assert len(drawn) == 4
   assert all(list(line.get_xdata()) == [4, 8] for line in drawn)
-
-
-def test_a_method_is_one_line_where_it_is_lossless_for_some_trees():
   panel = TABLES['gbv_figure2'].panels[0]
   labels = {1: 'spectr_gbv', 3: 'spectr_gbv (not lossless)', 5: 'spectr_gbv (not lossless)'}
   rows = [
@@ -231,28 +230,13 @@ def test_a_method_is_one_line_where_it_is_lossless_for_some_trees():
   assert [(group.name, len(group.rows)) for group in groups] == [('spectr_gbv (not lossless)', 3), ('spectr', 3)]
 
 
-def test_error_bars_are_those_that_are_known():
-  below, above = table_panels._errors([Value(2.0, 0.5), Value(2.0, interval=(1.8, 2.4)), Value(2.0), None])
-  np.testing.assert_allclose(below, [0.5, 0.2, np.nan, np.nan])
-  np.testing.assert_allclose(above, [0.5, 0.4, np.nan, np.nan])
-
-
 # K and L to run, and how many published figures there are for them. Tables share what is compiled.
 _GRIDS = {
-  'spectr_table1': ((1, 2, 4, 8), (4, 8), 8),
-  'spectr_table2': ((2,), (4, 8), 5),
-  'spectr_table3': ((1, 2, 4, 8), (4, 8), 8),
-  'spectr_table4': ((2,), (4, 8), 5),
-  'gbv_table1': ((3,), (12, 8), 10),
-  'gbv_table2': ((3,), (12,), 5),
-  'gbv_table4': ((3,), (8,), 5),
-  'gbv_figure2': ((1, 3), (12,), 2),
+  'spectr_table1': ((1, 2, 4, 8), (4, 8), 8), 'spectr_table2': ((2,), (4, 8), 5),
+  'spectr_table3': ((1, 2, 4, 8), (4, 8), 8), 'spectr_table4': ((2,), (4, 8), 5), 'gbv_table1': ((3,), (12, 8), 10),
+  'gbv_table2': ((3,), (12,), 5), 'gbv_table4': ((3,), (8,), 5), 'gbv_figure2': ((1, 3), (12,), 2),
   'gbv_table5': ((3,), (12, 8), None),
-}
-
-
-def test_tables_of_papers_are_all_measured():
-  assert set(_GRIDS) | {'spec_bench'} == set(TABLES)
+}  # fmt: skip
 
 
 @pytest.mark.slow
@@ -271,17 +255,3 @@ def test_every_table_is_measured_with_all_methods(name, pair, prompt_file):
     columns = [column for column in content['rows'][0] if column.startswith('paper')]
     column = columns[1 if name in ('spectr_table2', 'spectr_table4') else 0]  # the first is of drafts of that name
     assert sum(row[column] is not None for row in content['rows']) == num_printed
-
-
-def test_values_have_the_digits_they_need():
-  values = (2.345, 0.06), (0.0123, 0.001), (0.5,), (0.0,), (-0.0312,), (1.0, None, (0.9, 1.125))
-  assert [str(Value(*x)) for x in values] == [
-    '2.35 ± 0.06', '0.012 ± 0.001', '0.50', '0.00', '-0.031', '1.00 (0.90 to 1.12)'
-  ]  # fmt: skip
-
-
-def test_one_draft_where_one_is_meant(pair, prompt_file):
-  several = {'a': pair['draft'], 'b': pair['draft']}
-  request = dataclasses.replace(_request('gbv_table1', pair, prompt_file), drafts=several)
-  with pytest.raises(ValueError, match='this table has one draft, got a, b'):
-    TABLES['gbv_table1'].run(request, None)

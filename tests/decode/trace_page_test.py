@@ -42,9 +42,9 @@ def address(data, tmp_path_factory):
 def browser():
   playwright = pytest.importorskip('playwright.sync_api', reason='needs the extra `browser`')
   names = 'chromium', 'chromium-browser', 'google-chrome'
-  found = next(filter(None, map(shutil.which, names)), None)  # else the one that playwright has installed
+  path = next(filter(None, map(shutil.which, names)), None)  # else the one that playwright has installed
   with playwright.sync_playwright() as running:
-    browser = running.chromium.launch(executable_path=found, args=['--no-sandbox'])
+    browser = running.chromium.launch(executable_path=path, args=['--no-sandbox'])
     yield browser
     browser.close()
 
@@ -221,7 +221,7 @@ def test_branches_of_race_traversal_are_shown_with_credit_and_share(page, data):
       above = re.search(r'P = (\S+)$', lines[0])
       product = re.search(r' = (\S+) · min\(1, (\S+) · (\S+)\) = (\S+)$', lines[1])
       quotient = re.search(r' = (\S+) / \(1 − (\S+)\) = (\S+)$', lines[2])
-      shown = [_value(text) for found in (above, product, quotient) for text in found.groups()]
+      shown = [_value(text) for match in (above, product, quotient) for text in match.groups()]
       wanted = np.array([decision[name] for name in names])
       np.testing.assert_allclose(shown, wanted, atol=6e-4, rtol=0.06)
       np.testing.assert_allclose(wanted[4], wanted[1] * min(1, wanted[2] * wanted[3]), rtol=1e-4, atol=1e-9)
@@ -310,24 +310,23 @@ _THEORY = {
 
 
 def test_the_sandbox_computes_what_the_theory_does(page):
-  """The script's rules against the library's on random laws with zeros, and the numbers that are shown."""
   rng = np.random.default_rng(0)
   laws = rng.dirichlet(np.full(7, 0.6), (12, 2))
   laws[rng.random(laws.shape) < 0.1] = 0
   laws /= laws.sum(-1, keepdims=True)
   for num_drafts in (1, 2, 4, 9):
-    found = page.evaluate(
+    computed = page.evaluate(
       '([laws, n]) => laws.map(([p, q]) => Object.fromEntries('
       '["speculative", "specinfer", "kseq", "race", "optimum", "gamma"].map((rule) => [rule, RULES[rule](p, q, n)])))',
       [laws.tolist(), num_drafts],
     )
     p, q = np.float32(laws[:, 0]), np.float32(laws[:, 1])
-    np.testing.assert_allclose([each['speculative'] for each in found], np.minimum(p, q).sum(-1), atol=1e-5)
+    np.testing.assert_allclose([each['speculative'] for each in computed], np.minimum(p, q).sum(-1), atol=1e-5)
     for rule, acceptance in _THEORY.items():
       wanted = jax.jit(acceptance, static_argnums=2)(p, q, num_drafts)
-      # A threshold is found up to (n - 1) / 2^16, and classes can fall differently where a ratio is on an edge.
+      # A threshold is computed up to (n - 1) / 2^16, and classes can fall differently where a ratio is on an edge.
       tolerance = {'kseq': 2e-4, 'gamma': 2e-4, 'race': 1e-3}.get(rule, 2e-5)
-      np.testing.assert_allclose([each[rule] for each in found], wanted, atol=tolerance, err_msg=rule)
+      np.testing.assert_allclose([each[rule] for each in computed], wanted, atol=tolerance, err_msg=rule)
   page.select_option('#preset', label='Ber(¼) to Ber(½)')
   page.fill('#candidates', '2')
   shown = page.locator('#acceptance li').evaluate_all('all => all.map((li) => [li.dataset.rule, li.innerText])')
@@ -341,13 +340,10 @@ def test_the_sandbox_computes_what_the_theory_does(page):
   np.testing.assert_allclose(values, 1)
 
 
-def test_how_to_read_it_comes_first(page):
+def test_how_to_read_it_comes_first_and_rules_are_in_words(page, data):
   assert page.locator('main h2').first.inner_text() == 'How to read this page'
   for link in page.locator('.contents a').evaluate_all('all => all.map((a) => a.getAttribute("href"))'):
     assert page.locator(link).count() == 1, link
-
-
-def test_a_rule_is_in_words_before_it_is_a_formula(page, data):
   for place, panel in enumerate(page.locator('.panel').all()):
     name = panel.locator('h3').inner_text()
     method = next(method for method in data['methods'] if method['name'] == name)

@@ -17,7 +17,6 @@ _ROUND = 'speculative_round'
 
 
 def _shown():
-  """The code as a reader copies it from the page."""
   return html.unescape(re.search(r'<code id="reference">(.*?)</code>', trace.make_page({}), re.DOTALL)[1])
 
 
@@ -37,14 +36,14 @@ class _Scripted:
   def __init__(self, script):
     self.script, self.probability, self.others, self._place = script, 1.0, [], 0
 
-  def _choose(self, law):
+  def _choose(self, probs):
     if self._place == len(self.script):
-      first, *rest = np.flatnonzero(np.asarray(law) > 0).tolist()
+      first, *rest = np.flatnonzero(np.asarray(probs) > 0).tolist()
       self.others += [[*self.script, other] for other in rest]
       self.script = [*self.script, first]
     choice = self.script[self._place]
     self._place += 1
-    self.probability *= law[choice]
+    self.probability *= probs[choice]
     return choice
 
   def choice(self, size, p):
@@ -57,26 +56,26 @@ class _Scripted:
 
 def _all_outcomes(run):
   """Every result of `run(rng)` with its probability."""
-  law, scripts = collections.Counter(), [[]]
+  probs, scripts = collections.Counter(), [[]]
   while scripts:
     rng = _Scripted(scripts.pop())
-    law[tuple(run(rng))] += rng.probability
+    probs[tuple(run(rng))] += rng.probability
     scripts += rng.others
-  return law
+  return probs
 
 
 def _model(seed, num_tokens):
   """A function from texts to distributions with zeros, other ones after every text."""
 
   @functools.cache
-  def law_after(text):
+  def probs_after(text):
     rng = np.random.default_rng([seed, *text])
-    law = rng.dirichlet(np.full(num_tokens, 0.7))
+    probs = rng.dirichlet(np.full(num_tokens, 0.7))
     if num_tokens > 2 and rng.random() < 0.3:
-      law[rng.integers(num_tokens)] = 0
-    return law / law.sum()
+      probs[rng.integers(num_tokens)] = 0
+    return probs / probs.sum()
 
-  return lambda text: law_after(tuple(text))
+  return lambda text: probs_after(tuple(text))
 
 
 def _errors(code, num_drafts, length, num_tokens=4, horizon=3):
@@ -86,29 +85,29 @@ def _errors(code, num_drafts, length, num_tokens=4, horizon=3):
   draft, target = _model(1, num_tokens), _model(2, num_tokens)
 
   @functools.cache
-  def round_law(text):
+  def round_probs(text):
     return _all_outcomes(lambda rng: scope[_ROUND](rng, list(text), draft, target, num_drafts, length))
 
   def written(one_round_only):
-    law, texts = collections.Counter(), {(): 1.0}
+    probs, texts = collections.Counter(), {(): 1.0}
     while texts:
       text, probability = texts.popitem()
       if len(text) >= horizon:
-        law[text[:horizon]] += probability
+        probs[text[:horizon]] += probability
         continue
-      follows = dict(enumerate(target(text))) if one_round_only and text else round_law(text)
+      follows = dict(enumerate(target(text))) if one_round_only and text else round_probs(text)
       for added, chance in follows.items():
         longer = text + (added if isinstance(added, tuple) else (added,))
         texts[longer] = texts.get(longer, 0) + probability * chance
-    return law
+    return probs
 
   wanted = {
     text: np.prod([target(text[:i])[text[i]] for i in range(horizon)])
     for text in itertools.product(range(num_tokens), repeat=horizon)
   }
-  laws = [written(one_round_only) for one_round_only in (True, False)]
-  assert all(abs(sum(law.values()) - 1) < 1e-9 for law in laws)
-  return [sum(abs(law[text] - probability) for text, probability in wanted.items()) / 2 for law in laws]
+  all_probs = [written(one_round_only) for one_round_only in (True, False)]
+  assert all(abs(sum(probs.values()) - 1) < 1e-9 for probs in all_probs)
+  return [sum(abs(probs[text] - probability) for text, probability in wanted.items()) / 2 for probs in all_probs]
 
 
 def test_the_page_shows_the_module():

@@ -26,7 +26,6 @@ def data(sample):
 
 
 def test_the_sample_is_of_the_present_page(sample, data):
-  """All but the data are the skeleton."""
   is_present = sample == trace.make_page(data)  # not in the assert, which would compare both line by line
   assert is_present, 'write it again with the command of docs/commands.md'
   assert len(sample.encode()) < 600_000
@@ -77,12 +76,9 @@ def test_the_arithmetic_of_credit_is_in_the_sample(data):
   assert num_without > 10  # branches that have no credit at all are explained as well
 
 
-def test_pages_link_to_the_sample():
+def test_pages_link_to_the_sample_and_the_guide_has_their_numbers():
   for page in ('README.md', 'docs/index.md', 'docs/commands.md'):
     assert f'{_SAMPLE.name})' in (documented.ROOT / page).read_text(encoding='utf-8'), page
-
-
-def test_measured_numbers_of_the_guide_are_those_of_the_docs():
   guide = html.unescape(re.sub(r'<[^>]+>', ' ', _GUIDE.read_text(encoding='utf-8')))
   guide = re.sub(r'\s+', ' ', guide)
   log = (documented.ROOT / 'benchmarks/log/performance.md').read_text(encoding='utf-8')

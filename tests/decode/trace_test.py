@@ -26,7 +26,6 @@ def _options(pair, **more):
 
 @pytest.fixture(scope='module')
 def recorded(pair):
-  """The data of a trace, and the progress that was shown while it was made."""
   seen = []
   with jax.default_matmul_precision('highest'):
     return trace.record_trace(_options(pair), ('speculative',), lambda *args: seen.append(args)), seen
@@ -38,7 +37,6 @@ def traced(recorded):
 
 
 def test_progress_shows_programs_and_then_tokens(recorded):
-  """No step of it lasts long: each program that is compiled has one, and each round moves by its tokens."""
   traced, (loading, *seen) = recorded
   assert loading == ('loading', 0, 1)
   programs = [step for step in seen if step[0].startswith('compiling')]
@@ -53,12 +51,14 @@ def test_progress_shows_programs_and_then_tokens(recorded):
 @pytest.mark.usefixtures('highest')
 def test_the_run_is_the_one_that_decoding_makes(pair, traced):
   run = run_decode(_options(pair))
-  found = run.measurements[0]
-  length = found.lengths[0]
-  text = run.tokenizer.decode(found.tokens[0, :length])
+  measured = run.measurements[0]
+  length = measured.lengths[0]
+  text = run.tokenizer.decode(measured.tokens[0, :length])
   assert ''.join(piece for played in traced['rounds'] for piece in played['pieces']) == text
-  assert [origin for played in traced['rounds'] for origin in played['origins']] == found.origins[0, :length].tolist()
-  assert len(traced['rounds']) == found.num_target_calls[0]
+  assert [origin for played in traced['rounds'] for origin in played['origins']] == measured.origins[
+    0, :length
+  ].tolist()
+  assert len(traced['rounds']) == measured.num_target_calls[0]
   assert traced['run']['prompt'] == _PROMPT
 
 
@@ -111,10 +111,10 @@ def test_given_candidates_are_shown_as_given(pair, is_beside):
   traced, run = trace.record_trace(options), run_decode(options)
   names = ['race', 'speculative', *([] if is_beside else ['specinfer', 'spectr']), 'race_block', 'race_traversal']
   assert sorted(method['name'] for method in traced['methods']) == sorted(names)
-  found = run.measurements[0]
-  text = run.tokenizer.decode(found.tokens[0, : found.lengths[0]])
+  measured = run.measurements[0]
+  text = run.tokenizer.decode(measured.tokens[0, : measured.lengths[0]])
   assert ''.join(piece for played in traced['rounds'] for piece in played['pieces']) == text
-  assert len(traced['rounds']) == found.num_target_calls[0]
+  assert len(traced['rounds']) == measured.num_target_calls[0]
   first = traced['rounds'][0]
   # What followed the first "the", and the same again in a chain of its own only if there is another continuation.
   assert first['given'] == [1, 3]
@@ -148,12 +148,11 @@ def test_the_page_is_one_file_that_holds_its_data(traced):
   # Nothing is loaded from elsewhere.
   assert not re.findall(r'<script src|<link rel="stylesheet"|@import|url\(', page)
   assert set(re.findall(r'https?://[^\s"\']+', page)) <= {'http://www.w3.org/2000/svg'}
-
-
-def test_ids_of_the_page_are_unique():
-  found = re.findall(r' id="([^"]*)"', trace.make_page({}))
-  assert len(found) > 30
-  assert len(set(found)) == len(found)
+  ids = re.findall(r' id="([^"]*)"', trace.make_page({}))
+  assert len(ids) > 30
+  assert len(set(ids)) == len(ids)
+  with pytest.raises(ValueError, match=r'the page would have \d+\.\d MB, more than 1: lower max_new_tokens'):
+    trace.make_page(traced | {'rounds': traced['rounds'] * 500})
 
 
 def test_the_sample_of_the_docs_has_the_fields_of_a_run(traced):
@@ -163,11 +162,6 @@ def test_the_sample_of_the_docs_has_the_fields_of_a_run(traced):
     played = data['rounds'][0]
     fields.append([set(part) for part in (data, data['run'], data['methods'][0], played, played['judgements'][0])])
   assert fields[0] == fields[1]
-
-
-def test_a_page_that_is_too_large_is_refused(traced):
-  with pytest.raises(ValueError, match=r'the page would have \d+\.\d MB, more than 1: lower max_new_tokens'):
-    trace.make_page(traced | {'rounds': traced['rounds'] * 500})
 
 
 def test_every_method_says_how_it_decides():
@@ -209,9 +203,9 @@ def test_who_is_compared():
     ({'method': ('autoregressive',)}, 'autoregressive drafts nothing'),
     ({'method': ('spectr', 'race')}, 'one method, K, L and tree at a time, got 2'),
     ({'max_new_tokens': 60}, 'the prompt is too long'),
-    ({'num_samples': 2}, 'a trace is of one seed and sample'),
-    ({'stop': ('a',)}, 'stop is for decode.main and decode.bulk'),
-    ({'logprobs': True}, 'logprobs is for decode.main and decode.bulk'),
+    ({'num_samples': 2}, 'num_samples is not for decode.trace'),
+    ({'stop': ('a',)}, 'stop is not for decode.trace'),
+    ({'logprobs': True}, 'logprobs is not for decode.trace'),
   ],
 )
 def test_bad_options_are_refused(pair, fields, message):

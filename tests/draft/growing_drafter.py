@@ -55,10 +55,10 @@ class GrowingDrafter(Drafter):
       grown = jax.vmap(functools.partial(grow, depth=depth, tree=tree))(tokens, parents, probs)
       parents = jnp.where(tree.depths[1:] == depth + 1, grown, parents)
 
-      def draw(key, law, slot):
-        return request.rule(key, law, slot, 1)[0]
+      def draw(key, probs, slot):
+        return request.rule(key, probs, slot, 1)[0]
 
-      laws = jax.vmap(lambda probs, own: probs[jnp.asarray(tree.law_index)[own]])(probs, parents[:, slots - 1])
-      drawn = jax.vmap(jax.vmap(draw, (None, 0, 0)), (0, 0, None))(request.keys[:, depth], laws, jnp.asarray(slots))
+      own = jax.vmap(lambda probs, own: probs[jnp.asarray(tree.law_index)[own]])(probs, parents[:, slots - 1])
+      drawn = jax.vmap(jax.vmap(draw, (None, 0, 0)), (0, 0, None))(request.keys[:, depth], own, jnp.asarray(slots))
       tokens = tokens.at[:, slots - 1].set(jnp.where(parents[:, slots - 1] < 0, -1, drawn))
     return Proposal(tokens, probs, state, parents=parents)

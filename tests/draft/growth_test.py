@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from coarse import coarse
-from exact import assert_engine_is_exact
+from exact import assert_engine_is_exact, changed_proposals
 from growing_drafter import GrowingDrafter
 
 import spectr_jax
@@ -20,7 +20,6 @@ from spectr_jax.proposal import Independent, WithoutReplacement
 from spectr_jax.sampling import SamplingParams
 from spectr_jax.testing import (
   ContextTables,
-  enumeration,
   enumeration_error,
   joint_law,
   random_tables,
@@ -57,15 +56,15 @@ def _draw(table, prefix, length, tree, growth, *, temperature=1.0, seed=0):
 def test_the_likeliest_paths_stand_in_every_depth(threshold):
   table = random_tables(3, 4, 4).draft_probs
   tree = TokenTree.slots((2, 5, 3))
-  found = _draw(jnp.asarray(table), 2, 1, tree, Likeliest(threshold=threshold))
-  tokens, parents = np.asarray(found.tokens[0]), np.asarray(found.parents[0])
+  proposal = _draw(jnp.asarray(table), 2, 1, tree, Likeliest(threshold=threshold))
+  tokens, parents = np.asarray(proposal.tokens[0]), np.asarray(proposal.parents[0])
   paths, first = {(): 1.0}, 1
   for depth, width in enumerate((2, 5, 3)):
     children = {}
     for path, chance in paths.items():
       place = functools.reduce(lambda number, token: 4 * number + token, (2, *path), 0)
-      law = table[(4 ** (depth + 1) - 1) // 3 + place]
-      children |= {(*path, token): chance * law[token] for token in range(4)}
+      probs = table[(4 ** (depth + 1) - 1) // 3 + place]
+      children |= {(*path, token): chance * probs[token] for token in range(4)}
     ranked = sorted(children.items(), key=lambda item: -item[1])
     paths = {path: chance for path, chance in ranked[:width] if chance > 0 and chance >= threshold}
 
@@ -76,7 +75,7 @@ def test_the_likeliest_paths_stand_in_every_depth(threshold):
     assert [spelled(node) for node in nodes] == list(paths)
     first += width
   assert ((tokens < 0) == (parents < 0)).all()
-  np.testing.assert_array_equal(found.is_given[0], parents >= 0)
+  np.testing.assert_array_equal(proposal.is_given[0], parents >= 0)
   assert (threshold == 0) == (parents >= 0).all()
 
 
@@ -88,18 +87,24 @@ def test_likeliest_guesses_are_exact(method):
 
     def guess(text, length, tables=tables, threshold=threshold):
       prefix = jax.lax.fori_loop(0, length, lambda i, number: 3 * number + text[i], jnp.zeros((), text.dtype))
-      found = _draw(jnp.asarray(tables.draft_probs), prefix, length, tree, Likeliest(threshold=threshold))
-      return found.tokens[0], found.parents[0]
+      proposal = _draw(jnp.asarray(tables.draft_probs), prefix, length, tree, Likeliest(threshold=threshold))
+      return proposal.tokens[0], proposal.parents[0]
 
     assert enumeration_error(coarse(METHODS[method]), tree, tables, 3, guess_fn=guess) < 1e-10
 
 
+# Estimates of a drafter that knows how likely a guess after each token is accepted; the root's comes last.
+_ESTIMATES = 0.9, 0.2, 0.6
+
+
 def _grow(tokens, parents, probs, depth, tree, growth):
-  """`Confident.allocate` depth by depth, as `enumeration.GrowFn`."""
+  """`growth.allocate` depth by depth, as `enumeration.GrowFn`; an estimate reads the token before the guess."""
   chances = jnp.zeros(1, probs.dtype)
   for level in range(depth + 1):
     nodes, slots = (nodes[nodes >= 0] for nodes in tree.levels[level : level + 2])
-    above, chances = growth.allocate(probs[nodes], chances, len(slots))
+    before = jnp.full(1, 2) if level == 0 else tokens[nodes - 1]
+    own = jnp.array(_ESTIMATES, probs.dtype)[before] if growth.reads_estimates else probs[nodes]
+    above, chances = growth.allocate(own, chances, len(slots))
   return jnp.full(tree.num_nodes, -1, jnp.int32).at[slots - 1].set(jnp.where(above < 0, -1, nodes[0] + above))
 
 
@@ -107,29 +112,31 @@ _DRAWN = 'spectr', 'specinfer', 'batch', 'race', 'race_block', 'traversal', 'rac
 
 
 @pytest.mark.parametrize('method', slow_but(['race_traversal'], _DRAWN))
-def test_confident_samples_are_exact(method):
-  tree = TokenTree.slots((2, 3))
-  for seed, growth in enumerate((Confident(0.1), Confident(0.5, threshold=0.2))):
+@pytest.mark.parametrize('kind', ['confident', 'estimated'])
+def test_allocated_samples_are_exact(method, kind):
+  confident = (Confident(0.1), (2, 3)), (Confident(0.5, threshold=0.2), (2, 3))
+  estimated = (Estimated(), (2, 3)), (Estimated(0.15), (2, 3)), (Estimated(0.3), (1, 1))
+  for seed, (growth, widths) in enumerate(confident if kind == 'confident' else estimated):
+    tree, tables = TokenTree.slots(widths), random_tables(seed, 2, 5)
     grow_fn = functools.partial(_grow, tree=tree, growth=growth)
-    tables = random_tables(seed, 2, 5)
     assert enumeration_error(coarse(METHODS[method]), tree, tables, 3, grow_fn=grow_fn) < 1e-10
 
 
 def test_confident_allocation():
   """By hand: a sure node gets one child, an unsure one as many as there are left; unlikely children are left out."""
-  laws = jnp.array([[0.9, 0.1, 0.0], [0.4, 0.3, 0.3]])
+  probs = jnp.array([[0.9, 0.1, 0.0], [0.4, 0.3, 0.3]])
   chances = jnp.log(jnp.array([0.5, 0.5]))
   a, b = 0.82, 0.34
   worth = {(0, 0): a, (0, 1): a * (1 - a), (1, 0): b, (1, 1): b * (1 - b), (1, 2): b * (1 - b) ** 2}
   wanted = sorted(worth, key=lambda place: -worth[place])
-  above, found = Confident(0.0).allocate(laws, chances, 5)
+  above, log_worth = Confident(0.0).allocate(probs, chances, 5)
   np.testing.assert_array_equal(above[:4], [node for node, _ in wanted[:4]])
-  np.testing.assert_allclose(jnp.exp(found[:4]), [0.5 * worth[place] for place in wanted[:4]], rtol=1e-5)
-  above, found = Confident(0.0, threshold=0.1).allocate(laws, chances, 5)
+  np.testing.assert_allclose(jnp.exp(log_worth[:4]), [0.5 * worth[place] for place in wanted[:4]], rtol=1e-5)
+  above, log_worth = Confident(0.0, threshold=0.1).allocate(probs, chances, 5)
   np.testing.assert_array_equal(above, [0, 1, 1, -1, -1])
-  assert not np.isfinite(found[3:]).any()
+  assert not np.isfinite(log_worth[3:]).any()
   # The more a draft is trusted, the fewer siblings.
-  above, _ = Confident(0.95).allocate(laws, jnp.log(jnp.array([0.9, 0.1])), 2)
+  above, _ = Confident(0.95).allocate(probs, jnp.log(jnp.array([0.9, 0.1])), 2)
   np.testing.assert_array_equal(above, [0, 1])
 
 
@@ -149,34 +156,11 @@ def test_what_is_drawn_has_no_part_in_what_is_kept(rule):
     assert (np.abs(counts - probs[node] * num_draws) < 5 * error).all()
 
 
-# Estimates of a drafter that knows how likely a guess after each token is accepted; the root's comes last.
-_ESTIMATES = 0.9, 0.2, 0.6
-
-
-def _grow_by_estimates(tokens, parents, probs, depth, tree, growth):
-  """`Estimated.allocate` depth by depth, as `enumeration.GrowFn`; an estimate reads the token before the guess."""
-  chances = jnp.zeros(1, probs.dtype)
-  for level in range(depth + 1):
-    nodes, slots = (nodes[nodes >= 0] for nodes in tree.levels[level : level + 2])
-    before = jnp.full(1, 2) if level == 0 else tokens[nodes - 1]
-    above, chances = growth.allocate(jnp.array(_ESTIMATES, probs.dtype)[before], chances, len(slots))
-  return jnp.full(tree.num_nodes, -1, jnp.int32).at[slots - 1].set(jnp.where(above < 0, -1, nodes[0] + above))
-
-
-@pytest.mark.parametrize('method', slow_but(['race_traversal'], _DRAWN))
-def test_estimated_samples_are_exact(method):
-  for seed, (widths, threshold) in enumerate((((2, 3), 0.0), ((2, 3), 0.15), ((1, 1), 0.3))):
-    tree = TokenTree.slots(widths)
-    grow_fn = functools.partial(_grow_by_estimates, tree=tree, growth=Estimated(threshold))
-    tables = random_tables(seed, 2, 5)
-    assert enumeration_error(coarse(METHODS[method]), tree, tables, 3, grow_fn=grow_fn) < 1e-10
-
-
 def test_estimated_allocation():
   """By hand; and a chain ends from left to right, with the first guess that is worth too little."""
-  above, found = Estimated().allocate(jnp.array([0.5, 0.8]), jnp.log(jnp.array([1.0, 0.5])), 3)
+  above, log_worth = Estimated().allocate(jnp.array([0.5, 0.8]), jnp.log(jnp.array([1.0, 0.5])), 3)
   np.testing.assert_array_equal(above, [0, 1, 0])
-  np.testing.assert_allclose(jnp.exp(found), [0.5, 0.4, 0.25], rtol=1e-5)
+  np.testing.assert_allclose(jnp.exp(log_worth), [0.5, 0.4, 0.25], rtol=1e-5)
   chances, used = jnp.zeros(1), []
   for estimate in (0.9, 0.5, 0.8, 1.0):
     above, chances = Estimated(0.4).allocate(jnp.array([estimate]), chances, 1)
@@ -191,24 +175,13 @@ def test_a_search_over_lengths_is_caught(method):
   tables, tree = ContextTables(draft, target, 1), TokenTree.chains(1, 1)
   # A name of its own, so that no other test gets the program that is compiled with the patch.
   cut_short = dataclasses.replace(coarse(METHODS[method]), name='cut short')
-  with pytest.MonkeyPatch.context() as patch:
-    proposal = enumeration.Proposal
 
-    def cut(tokens, probs, *others):
-      is_worth = jnp.array(_ESTIMATES)[tokens] > 0.5
-      return proposal(jnp.where(is_worth, tokens, -1), probs, *others)
+  def cut(tokens, *others):
+    return jnp.where(jnp.array(_ESTIMATES)[tokens] > 0.5, tokens, -1), *others
 
-    patch.setattr(enumeration, 'Proposal', cut)
-    law = joint_law(cut_short, tree, tables, 1)
-  np.testing.assert_allclose(law, [0.85, 0.15], atol=1e-10)
+  with changed_proposals(cut):
+    np.testing.assert_allclose(joint_law(cut_short, tree, tables, 1), [0.85, 0.15], atol=1e-10)
   assert enumeration_error(coarse(METHODS[method]), tree, tables, 1) < 1e-10
-
-
-def test_estimates_that_no_draft_makes_are_refused():
-  with pytest.raises(ValueError, match='Estimated reads estimates of acceptance, and this draft makes none'):
-    growing(model_drafter(tiny_transformers()[1]), Estimated())
-  with pytest.raises(ValueError, match='this draft makes none'):
-    _draw(jnp.full((4, 3), 1 / 3), 0, 0, TokenTree.slots((1, 1)), Estimated())
 
 
 @pytest.mark.slow
@@ -227,17 +200,15 @@ def test_grown_trees_of_a_model_in_the_loop(growth, method, widths):
 @pytest.mark.parametrize('method', slow_but(['specinfer'], ('spectr', 'specinfer', 'race_traversal', 'traversal')))
 def test_samples_dropped_by_their_own_probability_are_caught(method):
   """Two samples, of which the likelier one is kept: what EAGLE-2's ranking does to samples."""
+
+  def ranked(tokens, probs, *others):
+    is_worse = jnp.argmin(probs[0, tokens]) == jnp.arange(2)
+    return jnp.where(is_worse, -1, tokens), probs, *others
+
   tree = TokenTree.chains(2, 1)
-  with pytest.MonkeyPatch.context() as patch:
-    proposal = enumeration.Proposal
-
-    def ranked(tokens, probs, *others):
-      is_worse = jnp.argmin(probs[0, tokens]) == jnp.arange(2)
-      return proposal(jnp.where(is_worse, -1, tokens), probs, *others)
-
-    patch.setattr(enumeration, 'Proposal', ranked)
-    error = max(enumeration_error(coarse(METHODS[method]), tree, random_tables(seed, 3, 4), 2) for seed in range(2))
-  assert error > 1e-2
+  with changed_proposals(ranked):
+    errors = [enumeration_error(coarse(METHODS[method]), tree, random_tables(seed, 3, 4), 2) for seed in range(2)]
+  assert max(errors) > 1e-2
 
 
 def _generate(drafter, target, method, tree=_SLOTS, **options):
@@ -254,9 +225,9 @@ def _generate(drafter, target, method, tree=_SLOTS, **options):
 def test_greedy_tokens_are_the_target_s(method):
   target, draft = tiny_transformers()
   wanted = _generate(None, target, 'autoregressive', None)
-  found = _generate(growing(model_drafter(draft), Likeliest()), target, method)
-  np.testing.assert_array_equal(found.tokens, wanted.tokens)
-  calls = int(found.num_target_calls.sum())
+  result = _generate(growing(model_drafter(draft), Likeliest()), target, method)
+  np.testing.assert_array_equal(result.tokens, wanted.tokens)
+  calls = int(result.num_target_calls.sum())
   assert calls < int(wanted.num_target_calls.sum())
   chain = _generate(draft, target, 'speculative', TokenTree.chains(1, 3))
   assert calls < int(chain.num_target_calls.sum())
@@ -286,23 +257,24 @@ def test_thresholds_are_data_and_save_the_drafts_steps():
 
 
 def test_what_cannot_grow_is_refused():
-  with pytest.raises(ValueError, match='only a drafter that draws'):
-    growing(lookup_drafter(5), Likeliest())
-  with pytest.raises(ValueError, match='only a drafter that draws'):
-    growing(GrowingDrafter(jnp.zeros((5, 5))), Likeliest())
   target, draft = tiny_transformers()
+  sizes = {'max_new_tokens': 4, 'cache_size': 9}
   drafter = growing(model_drafter(draft), Likeliest())
-  for method, tree, message in (
-    ('traversal', _SLOTS, 'takes drawn candidates only'),
-    ('specinfer', TokenTree.chains(2, 2), 'grows trees of its own'),
+  for make, message in (
+    (lambda: growing(lookup_drafter(5), Likeliest()), 'only a drafter that draws'),
+    (lambda: growing(GrowingDrafter(jnp.zeros((5, 5))), Likeliest()), 'only a drafter that draws'),
+    (lambda: growing(model_drafter(draft), Estimated()), 'Estimated reads estimates of acceptance, and this draft'),
+    (lambda: _draw(jnp.full((4, 3), 1 / 3), 0, 0, TokenTree.slots((1, 1)), Estimated()), 'this draft makes none'),
+    (lambda: Decoder.make(target, drafter, method='traversal', tree=_SLOTS, **sizes), 'takes drawn candidates only'),
+    (lambda: Decoder.make(target, drafter, method='specinfer', tree=TokenTree.chains(2, 2), **sizes), 'of its own'),
   ):
     with pytest.raises(ValueError, match=message):
-      Decoder.make(target, drafter, method=method, tree=tree, max_new_tokens=4, cache_size=9)
+      make()
 
 
 def test_greedy_rows_are_ranked_without_their_filters():
   own = SamplingParams.make(2, temperature=np.array([0.0, 0.7]), top_p=0.5)
-  found = Likeliest(temperature=0.25).sampling(own)
-  np.testing.assert_allclose(found.temperature, [0.25, 0.7])
-  np.testing.assert_allclose(found.top_p, [1, 0.5])
-  assert found.top_k is None
+  ranked = Likeliest(temperature=0.25).sampling(own)
+  np.testing.assert_allclose(ranked.temperature, [0.25, 0.7])
+  np.testing.assert_allclose(ranked.top_p, [1, 0.5])
+  assert ranked.top_k is None

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from exact import assert_greedy_is_exact
+from tiny_heads import TARGET, D, V, all_features, padded, three_layers
 
 import spectr_jax
 from spectr_jax import SamplingParams, TokenTree
@@ -16,12 +18,11 @@ from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.loop import noise_keys, propose, run_round
 from spectr_jax.engine.state import init_decode
 from spectr_jax.kernels import matrices, products
-from spectr_jax.models import causal_lm, head
+from spectr_jax.models import head
 from tests.slow import slow_but
 
-V, VD, D = 23, 11, 8
-_TARGET = causal_lm.CausalLMConfig(V, D, 3, 2, 1, 4, 12, 64, rope=causal_lm.Rope((1.0, 0.1)), is_tied=True)
-_BLOCK = dataclasses.replace(_TARGET, num_layers=1, vocab_size=VD)
+VD = 11
+_BLOCK = dataclasses.replace(TARGET, num_layers=1, vocab_size=VD)
 _WIDE = head.HeadConfig(_BLOCK, D, D, (0, 1, 3))
 _CONFIGS = {
   'eagle3': _WIDE,
@@ -45,8 +46,7 @@ _CONFIGS = {
 
 @pytest.fixture(scope='module')
 def target():
-  params = jax.tree.map(lambda x: 2 * x, causal_lm.init_params(jax.random.key(0), _TARGET))
-  return causal_lm.causal_lm(params, _TARGET)
+  return three_layers()
 
 
 def _drafter(config, seed=1):
@@ -56,24 +56,9 @@ def _drafter(config, seed=1):
   return head_drafter(params, config, V)
 
 
-_SIZE = 40  # of every text, so that one program serves all: what is causal does not see padding
+_SIZE = 40  # of every text
 _CAUSAL = np.tril(np.ones((_SIZE, _SIZE), bool))
 _PLACES = np.arange(_SIZE)[None]
-
-
-def _padded(tokens):
-  return jnp.zeros(_SIZE, jnp.int32).at[: len(tokens)].set(jnp.array(tokens))
-
-
-@functools.partial(jax.jit, static_argnames='layers')
-def _all_features(target, tokens, *, layers):
-  model = target.with_features(layers)
-  return model.apply(tokens[None], _PLACES, _CAUSAL, model.init_cache_fn(1, _SIZE)).features[0]
-
-
-def _features(target, config, tokens):
-  """`[S, F, D]`, of a whole text at once."""
-  return _all_features(target, _padded(tokens), layers=config.feature_layers)[: len(tokens)]
 
 
 @functools.partial(jax.jit, static_argnames='config')
@@ -84,29 +69,29 @@ def _hidden(params, features, *, config):
 @functools.partial(jax.jit, static_argnames='config')
 def _after(params, embedding, tokens, hidden, last, *, config):
   """The hidden state and the logits after token number `last`."""
-  cache = head.init_cache(config, 1, 1)
+  cache = config.block.empty_cache(1, 1)
   after, output, _ = head.apply(params, config, embedding[tokens][None], hidden[None], _PLACES, _CAUSAL, cache)
   return after[0, last], head.unembed(params, output[0, last])
 
 
 def _reference(target, drafter, config, text, guesses):
   """Logits `[V]` after the text and each guess of a chain, pair by pair without any cache."""
-  features = _all_features(target, _padded(text), layers=config.feature_layers)
+  features = all_features(target, padded(text), layers=config.feature_layers)
   hidden = _hidden(drafter.params, features, config=config)
-  tokens, found = list(text[1:]), []
+  tokens, logits_after = list(text[1:]), []
   own = drafter.params['embedding'] if config.num_embedded else target.params['embedding']
   for guess in [*guesses, None]:
     size = len(tokens)
-    after, logits = _after(drafter.params, own, _padded(tokens), hidden, size - 1, config=config)
+    after, logits = _after(drafter.params, own, padded(tokens), hidden, size - 1, config=config)
     full = np.full(V, -np.inf)
     full[np.asarray(drafter.params['target_ids']) if config.is_reduced else np.arange(V)] = logits
-    found.append(full)
+    logits_after.append(full)
     if config.mask_id is not None:  # whatever was guessed
       own_features = drafter.params['mask_features'].reshape(len(config.feature_layers), D)
       guess, after = config.mask_id, head.hidden_of_features(drafter.params, config, own_features)
     hidden = hidden.at[size].set(after)
     tokens.append(guess)
-  return np.array(found)
+  return np.array(logits_after)
 
 
 @pytest.mark.slow
@@ -152,26 +137,18 @@ def test_lookup_beside_a_head_has_it_in_the_form_for_decoding(monkeypatch):
 @pytest.mark.parametrize('method', slow_but(['race_traversal'], ['speculative', 'race_traversal', 'ersd']))
 def test_greedy_tokens_are_the_target_s(target, method):
   prompts, lengths = jax.random.randint(jax.random.key(5), (3, 5), 0, V), jnp.array([5, 1, 3])
-  options = {'max_new_tokens': 12, 'sampling': SamplingParams(0.0)}
-  plain = spectr_jax.generate(jax.random.key(0), target, None, prompts, lengths, method='autoregressive', **options)
-  num_drafts = 1 if method == 'speculative' else 2
-  found = spectr_jax.generate(
-    jax.random.key(0), target, _drafter(_WIDE), prompts, lengths, method=method,
-    tree=TokenTree.chains(num_drafts, 3),
-    **options,
-  )  # fmt: skip
-  np.testing.assert_array_equal(found.tokens, plain.tokens)
+  tree = TokenTree.chains(1 if method == 'speculative' else 2, 3)
+  assert_greedy_is_exact(target, _drafter(_WIDE), prompts, lengths, method=method, tree=tree)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('name', ['eagle3', 'mtp', 'p-eagle'])
 def test_a_head_grows_trees(target, name):
-  """Its laws are those of a plain computation, and greedy tokens the target's."""
+  """Its distributions are those of a plain computation, and greedy tokens the target's."""
   config = _CONFIGS[name]
   drafter, tree = growing(_drafter(config), Likeliest()), TokenTree.slots((3, 4, 2))
   prompts, lengths = jax.random.randint(jax.random.key(5), (3, 5), 0, V), jnp.array([5, 1, 3])
-  sizes = {'method': 'specinfer', 'tree': tree, 'max_new_tokens': 12}
-  decoder = Decoder.make(target, drafter, cache_size=17, **sizes)
+  decoder = Decoder.make(target, drafter, method='specinfer', tree=tree, max_new_tokens=12, cache_size=17)
   state = init_decode(decoder, jax.random.key(2), prompts, lengths, sampling=SamplingParams(0.8))
   proposal = jax.jit(propose)(decoder, state, noise_keys(decoder, state)[0])
   for row in (0, 2):
@@ -183,19 +160,14 @@ def test_a_head_grows_trees(target, name):
         guesses, at = [int(tokens[at - 1]), *guesses], parents[at - 1]
       wanted = jax.nn.softmax(_reference(target, drafter, config, text, guesses)[-1] / 0.8)
       np.testing.assert_allclose(proposal.probs[row, node], wanted, rtol=1e-4, atol=1e-6)
-  found = spectr_jax.generate(
-    jax.random.key(0), target, drafter, prompts, lengths, sampling=SamplingParams(0.0), **sizes
-  )
-  sizes |= {'method': 'autoregressive', 'tree': None}
-  plain = spectr_jax.generate(jax.random.key(0), target, None, prompts, lengths, sampling=SamplingParams(0.0), **sizes)
-  np.testing.assert_array_equal(found.tokens, plain.tokens)
+  assert_greedy_is_exact(target, drafter, prompts, lengths, method='specinfer', tree=tree)
 
 
 @pytest.mark.slow
 def test_a_long_prompt_is_read_in_chunks(target, monkeypatch):
-  config, drafter = _WIDE, _drafter(_WIDE)
+  drafter = _drafter(_WIDE)
   prompts, lengths = jax.random.randint(jax.random.key(5), (2, 30), 0, V), jnp.array([30, 11])
-  features = jnp.stack([_features(target, config, row.tolist()) for row in prompts])
+  features = jnp.stack([all_features(target, row, layers=drafter.feature_layers) for row in prompts])
   context = spectr_jax.draft.DraftContext(lengths, target, prompts, features)
   whole = drafter.init(context, 40)
   monkeypatch.setattr(new_features, 'PREFILL_CHUNK', 8)
@@ -206,16 +178,16 @@ def test_a_long_prompt_is_read_in_chunks(target, monkeypatch):
 
 
 def test_what_does_not_fit_is_refused():
-  params = head.init_params(jax.random.key(0), _WIDE)
-  with pytest.raises(ValueError, match='features/kernel must be .* got nothing'):
-    head_drafter({k: v for k, v in params.items() if k != 'features'}, _WIDE, V)
-  with pytest.raises(ValueError, match='target_ids must be from 0 to 9'):
-    head_drafter(params, _WIDE, 10)
-  with pytest.raises(ValueError, match='the head guesses 23 tokens, but the target has 24'):
-    head_drafter(head.init_params(jax.random.key(0), _CONFIGS['eagle']), _CONFIGS['eagle'], 24)
-  with pytest.raises(ValueError, match='one layer'):
-    dataclasses.replace(_WIDE, block=_TARGET)
+  params, eagle = (head.init_params(jax.random.key(0), _CONFIGS[name]) for name in ('eagle3', 'eagle'))
+  for arguments, message in (
+    (({k: v for k, v in params.items() if k != 'features'}, _WIDE, V), 'features/kernel must be .* got nothing'),
+    ((params, _WIDE, 10), 'target_ids must be from 0 to 9'),
+    ((eagle, _CONFIGS['eagle'], 24), 'the head guesses 23 tokens, but the target has 24'),
+  ):
+    with pytest.raises(ValueError, match=message):
+      head_drafter(*arguments)
   for options, message in (
+    ({'block': TARGET}, 'one layer'),
     ({'mask_id': -1}, 'mask_id must be a token that is embedded'),
     ({'mask_id': V, 'num_embedded': V}, 'mask_id must be a token that is embedded, got 23'),
     ({'mask_id': 1, 'block': dataclasses.replace(_BLOCK, windows=(3,))}, 'without windows'),

@@ -7,35 +7,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from coarse import coarse
 from exact import assert_engine_is_exact
 from feature_drafter import FeatureDrafter
 from tiny_heads import tiny_head, tiny_medusa
 
 import spectr_jax
-from spectr_jax import (
-  METHODS,
-  Decoder,
-  Likeliest,
-  Request,
-  SamplingParams,
-  TokenTree,
-  growing,
-  lookup_beside,
-  lookup_corpus,
-  lookup_drafter,
-)
-from spectr_jax.draft import DraftContext
+from spectr_jax import METHODS, Decoder, Request, SamplingParams, TokenTree
+from spectr_jax.draft import DraftContext, Likeliest, growing, lookup_beside, lookup_corpus, lookup_drafter
 from spectr_jax.draft.corpus import NUM_SAMPLED
 from spectr_jax.draft.lookup import Lookup, LookupDrafter, continuations
 from spectr_jax.engine.loop import noise_keys, propose, run_rounds
 from spectr_jax.engine.sharding import DecodeSharding
 from spectr_jax.models import table
 from spectr_jax.sharding import make_mesh
-from spectr_jax.testing import (
-  enumeration_error,
-  random_tables,
-  tiny_transformers,
-)
+from spectr_jax.testing import enumeration_error, random_tables, tiny_transformers
 from tests.slow import slow
 
 _VOCAB = 4
@@ -62,22 +48,22 @@ def _own(text, taken, longest, shortest, num_tokens):
 def _elsewhere(text, documents, taken, longest, shortest, num_tokens):
   """The same in other texts."""
   for size in range(min(longest, len(text)), shortest - 1, -1):
-    found = [
+    followings = [
       document[place + size :]
       for document in documents
       for place in range(len(document) - size + 1)
       if document[place : place + size] == text[len(text) - size :]
     ]
-    found.sort()
-    if len(found) > NUM_SAMPLED:
-      found = [found[len(found) * i // NUM_SAMPLED] for i in range(NUM_SAMPLED)]
-    found = [followers for followers in found if followers and followers[0] not in taken]
-    if not found:
+    followings.sort()
+    if len(followings) > NUM_SAMPLED:
+      followings = [followings[len(followings) * i // NUM_SAMPLED] for i in range(NUM_SAMPLED)]
+    followings = [followers for followers in followings if followers and followers[0] not in taken]
+    if not followings:
       continue
     chain = []
-    while len(chain) < num_tokens and (nexts := [each[len(chain)] for each in found if len(each) > len(chain)]):
+    while len(chain) < num_tokens and (nexts := [each[len(chain)] for each in followings if len(each) > len(chain)]):
       chain.append(max(nexts, key=nexts.count))
-      found = [each for each in found if each[: len(chain)] == chain]
+      followings = [each for each in followings if each[: len(chain)] == chain]
     return size, chain + [-1] * (num_tokens - len(chain))
   return 0, None
 
@@ -105,9 +91,9 @@ def test_continuations_are_those_of_plain_python(sizes):
   texts = rng.integers(0, rng.integers(1, 5, (300, 1)), (300, 24)).astype(np.int32)
   lengths = rng.integers(1, 25, 300)
   expected = [_continuations(text[:length].tolist(), [], *sizes) for text, length in zip(texts, lengths)]
-  found = np.asarray(_find(texts, lengths, None, sizes))
-  np.testing.assert_array_equal(found, expected)
-  assert 0.05 < (found[:, 0, 0] < 0).mean() < 0.95
+  chains = np.asarray(_find(texts, lengths, None, sizes))
+  np.testing.assert_array_equal(chains, expected)
+  assert 0.05 < (chains[:, 0, 0] < 0).mean() < 0.95
 
 
 def _documents(rng, *, num_documents=5, longest=30):
@@ -156,9 +142,9 @@ def test_of_many_occurrences_some_are_looked_at():
   rng = np.random.default_rng(1)
   documents = [[7, 8, int(token), 5] for token in rng.choice(4, 1000, p=(0.5, 0.3, 0.15, 0.05))]
   text = np.array([[0, 7, 8, 0]], np.int32)
-  found = _find(text, np.array([3]), lookup_corpus(documents), (4, 3, 8, 2))
-  np.testing.assert_array_equal(found[0], [[0, 5, -1], [1, 5, -1], [2, 5, -1], [3, 5, -1]])
-  np.testing.assert_array_equal(found[0], _continuations([0, 7, 8], documents, 4, 3, 8, 2))
+  chains = _find(text, np.array([3]), lookup_corpus(documents), (4, 3, 8, 2))
+  np.testing.assert_array_equal(chains[0], [[0, 5, -1], [1, 5, -1], [2, 5, -1], [3, 5, -1]])
+  np.testing.assert_array_equal(chains[0], _continuations([0, 7, 8], documents, 4, 3, 8, 2))
 
 
 def test_longer_matches_come_first_and_the_text_at_equal_ones():
@@ -218,9 +204,7 @@ def _models():
   """A target that repeats itself, and a draft that is not sure of it."""
   logits = 3.0 * np.roll(np.eye(_VOCAB), 1, axis=1)
   noise = np.random.default_rng(0).normal(size=(2, _VOCAB, _VOCAB))
-  return [
-    table.table_model(jnp.asarray(own, jnp.float32)) for own in (logits + 0.5 * noise[0], 0.5 * logits + noise[1])
-  ]
+  return [table.table_model(jnp.float32(own)) for own in (logits + 0.5 * noise[0], 0.5 * logits + noise[1])]
 
 
 def _looking(**options):
@@ -271,8 +255,8 @@ def test_rows_decode_as_by_themselves(name):
   samples = spectr_jax.generate(_KEYS, target, drafter, _PROMPTS, _LENGTHS, num_samples=2, **options)
   _assert_same(both, samples, slice(None, None, 2))
   requests = [Request(row, _PROMPTS[row, : _LENGTHS[row]].tolist(), _KEYS[row]) for row in range(3)]
-  found = spectr_jax.generate_many(target, drafter, requests, batch_size=1, longest_prompt=8, **options)
-  for each in found:
+  continued = spectr_jax.generate_many(target, drafter, requests, batch_size=1, longest_prompt=8, **options)
+  for each in continued:
     np.testing.assert_array_equal(each.tokens, np.asarray(both.tokens)[each.name, : both.lengths[each.name]])
 
 
@@ -282,9 +266,9 @@ def test_greedy_tokens_are_those_of_autoregressive_decoding_in_fewer_calls(name)
   options = {'max_new_tokens': 12, 'sampling': SamplingParams(0.0)}
   plain = spectr_jax.generate(_KEYS, _models()[0], None, _PROMPTS, _LENGTHS, **options)
   drafter = _drafter(name)
-  found = spectr_jax.generate(_KEYS, _models()[0], drafter, _PROMPTS, _LENGTHS, tree=_CHAINS, **options)
-  np.testing.assert_array_equal(found.tokens, plain.tokens)
-  assert 'corpus' not in name or (np.asarray(found.num_target_calls) < 8).all()
+  result = spectr_jax.generate(_KEYS, _models()[0], drafter, _PROMPTS, _LENGTHS, tree=_CHAINS, **options)
+  np.testing.assert_array_equal(result.tokens, plain.tokens)
+  assert 'corpus' not in name or (np.asarray(result.num_target_calls) < 8).all()
 
 
 @pytest.mark.slow
@@ -339,17 +323,18 @@ def test_rounds_and_turns_share_programs_and_memory_is_linear():
   assert sizes[1] < 64 * 3 * 2**15
 
 
-@pytest.mark.parametrize('method', ['spectr', slow('race_traversal')])
+@pytest.mark.parametrize('method', ['spectr', *map(slow, ('race_traversal', 'specinfer', 'race'))])
+@pytest.mark.parametrize('num_chains', [1, 2])
 @pytest.mark.parametrize('documents', [None, [[0, 1], [1, 1, 0, 0], [1, 0, 1]]], ids=['text', 'corpus'])
-def test_lookup_is_exact(method, documents):
+def test_lookup_is_exact(method, documents, num_chains):
   """Also where a document ends within a chain."""
-  tree, corpus = TokenTree.chains(2, 2), None if documents is None else lookup_corpus(documents)
+  tree, corpus = TokenTree.chains(num_chains, 2), None if documents is None else lookup_corpus(documents)
 
   def guess(text, length):
     context = DraftContext(jnp.maximum(length, 1)[None], None, text[None])
     return jnp.where(length > 0, Lookup(2, 1).guesses(context, tree, corpus)[0], -1)
 
-  assert enumeration_error(METHODS[method], tree, random_tables(0, 2, 6), 5, guess_fn=guess) < 1e-10
+  assert enumeration_error(coarse(METHODS[method]), tree, random_tables(0, 2, 6), 5, guess_fn=guess) < 1e-10
 
 
 _BESIDE = {'beside': lambda: tiny_transformers()[1], 'beside a head': tiny_head, 'beside Medusa': tiny_medusa}
@@ -372,10 +357,8 @@ def test_lookup_beside_what_reads_the_target(name):
   np.testing.assert_array_equal(_generate_beside(draft, sampling=SamplingParams(0.0)).tokens, plain.tokens)
   both = _generate_beside(draft)
   _assert_same(_generate_beside(draft, rows=slice(1, 2)), both, slice(1, 2))
-  decoder = Decoder.make(
-    tiny_transformers()[0], lookup_beside(draft, lookup_min=1), method='race', tree=_CHAINS, max_new_tokens=4,
-    cache_size=9,
-  )  # fmt: skip
+  sizes = {'method': 'race', 'tree': _CHAINS, 'max_new_tokens': 4, 'cache_size': 9}
+  decoder = Decoder.make(tiny_transformers()[0], lookup_beside(draft, lookup_min=1), **sizes)
   state = spectr_jax.init_decode(decoder, _KEYS, _TEXTS, _TEXT_LENGTHS)
   proposal = jax.jit(propose)(decoder, state, noise_keys(decoder, state)[0])
   # The first text has a continuation, 2 1 2, which stands in the first chain; all else is drawn.
@@ -399,6 +382,5 @@ def test_lookup_in_the_loop(name, method, has_corpus):
   corpus = lookup_corpus([[3, 1, 4], [4, 4, 0, 2, 3, 0], [1, 3], [2, 1, 0, 0, 4, 1]]) if has_corpus else None
   options = {'lookup_max': 3, 'lookup_min': 1, 'corpus': corpus}
   drafter = lookup_drafter(5, **options) if name == 'alone' else lookup_beside(_BESIDE[name](), **options)
-  prompts = [1, 2, 1, 2, 1], [3], [0, 4, 4]
-  tree = TokenTree.chains(2, 2)
-  assert_engine_is_exact(drafter, method, tree, prompts=prompts, num_tokens=4, num_samples=7_500, seed=6)
+  options = {'prompts': ([1, 2, 1, 2, 1], [3], [0, 4, 4]), 'num_tokens': 4, 'num_samples': 7_500, 'seed': 6}
+  assert_engine_is_exact(drafter, method, TokenTree.chains(2, 2), **options)

@@ -1,4 +1,4 @@
-"""A model as drafter: whatever was accepted before, its laws are those of a plain forward of the committed text."""
+"""A model as drafter: whatever was accepted, its distributions are those of a plain forward of the text."""
 
 import dataclasses
 import functools
@@ -24,7 +24,7 @@ LENGTHS = np.array([1, 2, 5, 1])
 # As for logits in model_test.py: float32 sums in another order, amplified by sharp attention.
 TOLERANCE = 1e-4
 
-_laws = jax.jit(logits_to_probs)
+_probs_of = jax.jit(logits_to_probs)
 
 
 @jax.jit
@@ -51,24 +51,21 @@ def _prompts(seed):
   return prompts, [row[:n].tolist() for row, n in zip(prompts, LENGTHS)]
 
 
-def _assert_laws(uncached_logits, drafter, tree, texts, proposal, sampling):
-  """Each parent node's law is that of its row's text continued by its path alone."""
+def _assert_probs(uncached_logits, drafter, tree, texts, proposal, sampling):
+  """Each parent node has the distribution of its row's text continued by its path alone."""
   tokens = np.pad(np.asarray(proposal.tokens), ((0, 0), (1, 0)))
   paths = [[n for n in tree.paths[parent].tolist() if n > 0] for parent in tree.parent_nodes]
   continued = [text + row[path].tolist() for text, row in zip(texts, tokens) for path in paths]
   logits = uncached_logits(drafter.model, continued).reshape(len(texts), len(paths), -1)
-  np.testing.assert_allclose(proposal.probs, _laws(logits, sampling), atol=TOLERANCE, rtol=0)
+  np.testing.assert_allclose(proposal.probs, _probs_of(logits, sampling), atol=TOLERANCE, rtol=0)
 
 
 def _choose(tree, rng, turn):
-  """A node to accept down to and the committed count for one row: each of the four cases in turn."""
-  deepest = np.flatnonzero(tree.depths == tree.max_depth)
-  leaves = np.flatnonzero(tree.num_children == 0)
-  case = ('full', 'zero', 'leaf', 'any', 'finished')[turn % 5]
-  node = {'full': rng.choice(deepest), 'zero': 0, 'leaf': rng.choice(leaves)}.get(
-    case, rng.integers(tree.num_nodes + 1)
-  )
-  return int(node), 0 if case == 'finished' else int(tree.depths[node]) + 1
+  """A node to accept down to and the committed count for one row: deepest, root, leaf, any, and a row that is done."""
+  deepest, leaves = np.flatnonzero(tree.depths == tree.max_depth), np.flatnonzero(tree.num_children == 0)
+  nodes = rng.choice(deepest), 0, rng.choice(leaves), *rng.integers(tree.num_nodes + 1, size=2)
+  node = int(nodes[turn % 5])
+  return node, 0 if turn % 5 == 4 else int(tree.depths[node]) + 1
 
 
 def _rows(state):
@@ -88,7 +85,7 @@ def test_laws_are_those_of_the_text(draft, uncached_logits, tree):
     proposal = _propose(drafter, _keys(turn, tree), state, lengths, tree, sampling)
     assert proposal.probs.dtype == jnp.float32
     assert proposal.tokens.dtype == jnp.int32
-    _assert_laws(uncached_logits, drafter, tree, texts, proposal, sampling)
+    _assert_probs(uncached_logits, drafter, tree, texts, proposal, sampling)
     # The first rounds of one-token prompts see every case: rows 0 and 3 start with full and with any acceptance.
     nodes, counts = map(np.array, zip(*(_choose(tree, rng, turn + row) for row in range(4))))
     next_token = rng.integers(0, 17, 4)
@@ -110,20 +107,13 @@ def test_laws_are_those_of_the_text(draft, uncached_logits, tree):
 
 
 @pytest.mark.parametrize(
-  'tree',
-  [
-    slow(TREES[0], id='chain'),
-    slow(TREES[1], id='chains'),
-    pytest.param(TREES[2], id='unequal'),
-  ],
+  'tree', [slow(TREES[0], id='chain'), slow(TREES[1], id='chains'), pytest.param(TREES[2], id='unequal')]
 )
 @pytest.mark.parametrize(
   'rule', [Independent(), slow(WithoutReplacement()), slow(FirstArrivals())], ids=lambda rule: rule.name
 )
 def test_laws_are_those_drawn_from(draft, tree, rule):
-  """Drawing again from the returned laws, with the key of the parent's depth, gives the same tokens, also after top-k
-  and top-p; and where a law has fewer tokens than its parent children the others are missing.
-  """
+  """Drawing again, with the key of the parent's depth, gives the same tokens; where there are too few, some miss."""
   drafter = model_drafter(draft)
   prompts, _ = _prompts(2)
   sampling = SamplingParams.make(
@@ -140,21 +130,21 @@ def test_laws_are_those_drawn_from(draft, tree, rule):
   for row in range(4):
     for parent in tree.parent_nodes.tolist():
       first, count = int(tree.first_child[parent]), int(tree.num_children[parent])
-      law = probs[row, tree.law_index[parent]]
+      own = probs[row, tree.law_index[parent]]
       drawn = tokens[row, first - 1 : first - 1 + count]
-      assert (law[drawn[drawn >= 0]] > 0).all()
-      num_missing = max(count - int((law > 0).sum()), 0) if rule.may_run_out else 0
+      assert (own[drawn[drawn >= 0]] > 0).all()
+      num_missing = max(count - int((own > 0).sum()), 0) if rule.may_run_out else 0
       assert (drawn < 0).sum() == num_missing
-      np.testing.assert_array_equal(redraw(keys[row, tree.depths[parent]], law, first, count), drawn)
+      np.testing.assert_array_equal(redraw(keys[row, tree.depths[parent]], own, first, count), drawn)
   if rule.may_run_out and tree is not TREES[0]:
     assert (tokens[3] < 0).any()
 
 
 @pytest.mark.slow
 def test_nodes_of_a_depth_share_one_race(draft):
-  """First arrivals: nodes of equal depth with equal laws have equal children, those of another depth have others."""
+  """First arrivals: nodes with equal distributions have equal children at one depth, others at another."""
   tree = TokenTree.prefix((1, 2, 3, 1))
-  flat = dataclasses.replace(draft, params=jax.tree.map(jnp.zeros_like, draft.params))  # the same law everywhere
+  flat = dataclasses.replace(draft, params=jax.tree.map(jnp.zeros_like, draft.params))  # the same everywhere
   prompts, _ = _prompts(4)
   for rule in (FirstArrivals(), WithoutReplacement()):
     state = _init(model_drafter(flat), prompts, LENGTHS)
@@ -184,12 +174,7 @@ def test_padding_is_not_read(draft):
   drafter, tree = model_drafter(draft), TREES[1]
   prompts, _ = _prompts(3)
   is_padding = np.arange(5) >= LENGTHS[:, None]
-  sampling = SamplingParams.make(4)
-  plain, padded = (
-    _propose(
-      drafter, _keys(1, tree), _init(drafter, np.where(is_padding, pad, prompts), LENGTHS), LENGTHS, tree, sampling
-    )
-    for pad in (0, 10**6)
-  )
-  np.testing.assert_array_equal(plain.tokens, padded.tokens)
-  np.testing.assert_array_equal(plain.probs, padded.probs)
+  states = [_init(drafter, np.where(is_padding, pad, prompts), LENGTHS) for pad in (0, 10**6)]
+  proposals = [_propose(drafter, _keys(1, tree), state, LENGTHS, tree, SamplingParams.make(4)) for state in states]
+  for field in ('tokens', 'probs'):
+    np.testing.assert_array_equal(*(getattr(each, field) for each in proposals))

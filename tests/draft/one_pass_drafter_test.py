@@ -1,19 +1,16 @@
-"""Drafters of one pass: their laws beside a plain computation, and decoding with them."""
+"""Drafters of one pass: their distributions beside a plain computation, and decoding with them."""
 
 import dataclasses
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from coarse import coarse
-from exact import assert_engine_is_exact, p_values
-from tiny_heads import tiny_head, tiny_one_pass
+from exact import assert_engine_is_exact, assert_greedy_is_exact, p_values
+from tiny_heads import TARGET, D, V, all_features, padded, three_layers, tiny_head, tiny_one_pass
 
-import spectr_jax
-from spectr_jax import METHODS, SamplingParams, TokenTree
+from spectr_jax import SamplingParams, TokenTree
 from spectr_jax.draft import (
   Confident,
   DraftContext,
@@ -29,19 +26,12 @@ from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.loop import noise_keys, propose, run_round
 from spectr_jax.engine.state import init_decode
 from spectr_jax.kernels import products
-from spectr_jax.models import causal_lm, head, layers, one_pass
+from spectr_jax.models import head, one_pass
 from spectr_jax.models.one_pass_config import Convolution, Markov, OnePassConfig, Selector
-from spectr_jax.testing import (
-  ContextTables,
-  enumeration_error,
-  ordinary_law,
-  tiny_transformers,
-)
 from tests.slow import slow_but
 
-V, VD, D, SLOTS, MASK = 23, 11, 8, 4, 20
-_TARGET = causal_lm.CausalLMConfig(V, D, 3, 2, 1, 4, 12, 64, rope=causal_lm.Rope((1.0, 0.1)), is_tied=True)
-_BACKBONE = dataclasses.replace(_TARGET, num_layers=2, is_tied=False, has_qk_norm=True)
+VD, SLOTS, MASK = 11, 4, 20
+_BACKBONE = dataclasses.replace(TARGET, num_layers=2, is_tied=False, has_qk_norm=True)
 _WINDOWS = dataclasses.replace(_BACKBONE, windows=(3, None))
 _REDUCED = {'backbone': dataclasses.replace(_WINDOWS, vocab_size=VD), 'is_reduced': True}
 _DFLASH = OnePassConfig(_BACKBONE, D, (0, 2), SLOTS, MASK)
@@ -67,8 +57,7 @@ _CONFIGS = {
 
 @pytest.fixture(scope='module')
 def target():
-  params = jax.tree.map(lambda x: 2 * x, causal_lm.init_params(jax.random.key(0), _TARGET))
-  return causal_lm.causal_lm(params, _TARGET)
+  return three_layers()
 
 
 def _drafter(config, seed=1):
@@ -92,9 +81,8 @@ def _rms(x, gain):
 def _rotated(x, positions):
   angles = positions[:, None, None] * np.array(_BACKBONE.rope.frequencies)
   first, second = np.split(x, 2, axis=-1)
-  return np.concatenate(
-    [first * np.cos(angles) - second * np.sin(angles), second * np.cos(angles) + first * np.sin(angles)], axis=-1
-  )
+  sin, cos = np.sin(angles), np.cos(angles)
+  return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
 def _is_seen(config, window, root):
@@ -200,17 +188,14 @@ def _softmax(logits):
   return weights / weights.sum()
 
 
-@functools.partial(jax.jit, static_argnames='layers')
-def _features(target, tokens, *, layers):
-  model, size = target.with_features(layers), tokens.shape[1]
-  causal = jnp.tril(jnp.ones((size, size), bool))
-  return model.apply(tokens, jnp.arange(size)[None], causal, model.init_cache_fn(1, size)).features[0]
-
-
 def _features_of(target, drafter, text):
-  padded = jnp.zeros((1, 40), jnp.int32).at[0, : len(text)].set(jnp.array(text))
-  found = _features(target, padded, layers=drafter.feature_layers)
-  return np.asarray(found[: len(text) - 1], np.float64)
+  features = all_features(target, padded(text), layers=drafter.feature_layers)
+  return np.asarray(features[: len(text) - 1], np.float64)
+
+
+def _context(target, drafter, rows, lengths):
+  features = jnp.stack([all_features(target, row, layers=drafter.feature_layers) for row in rows])
+  return DraftContext(jnp.asarray(lengths), target, rows, features)
 
 
 def _path(proposal, row, tree, node):
@@ -254,7 +239,7 @@ def _outputs_of_block(params, features, root, *, config):
   """`[1, W, D]`, after a text of which all tokens but the last have the features `[1, S - 1, F, D]`."""
   num_read = features.shape[1]
   positions = jnp.arange(num_read)[None]
-  cache = one_pass.read_context(params, config, features, positions, one_pass.init_cache(config, 1, 8))
+  cache = one_pass.read_context(params, config, features, positions, config.backbone.empty_cache(1, 8))
   cache = cache.commit(positions, jnp.array([num_read]))
   slots = jnp.concatenate([root, jnp.full(config.num_slots - 1, config.mask_id)])[None]
   return one_pass.run_block(params, config, params['embedding'][slots], cache)
@@ -269,10 +254,10 @@ def test_estimates_are_those_of_a_plain_computation(target):
     guesses = [2, 7, 1]
     outputs = _outputs_of_block(params, jnp.asarray(features[None], jnp.float32), jnp.array([text[-1]]), config=config)
     before = one_pass.embed_before(params, config, jnp.array([[text[-1], *guesses]]))
-    found = jax.nn.sigmoid(one_pass.confidence_logits(params, config, outputs, before))[0]
+    estimates = jax.nn.sigmoid(one_pass.confidence_logits(params, config, outputs, before))[0]
     for depth in range(SLOTS):
       wanted = _reference(target, drafter, text, features, guesses[:depth])[1]
-      np.testing.assert_allclose(found[depth], wanted, rtol=1e-4)
+      np.testing.assert_allclose(estimates[depth], wanted, rtol=1e-4)
 
 
 def test_the_network_runs_once_whatever_the_tree(target, monkeypatch):
@@ -285,7 +270,7 @@ def test_the_network_runs_once_whatever_the_tree(target, monkeypatch):
     context = DraftContext(jnp.array([3]), target, jnp.zeros((1, 8), jnp.int32))
     request = DraftRequest(keys, SamplingParams.make(1), tree, decoder.method.proposal_rule)
     num_calls.clear()
-    jax.eval_shape(drafter.propose, one_pass.init_cache(_DSPARK, 1, 8), context, request)
+    jax.eval_shape(drafter.propose, _DSPARK.backbone.empty_cache(1, 8), context, request)
     assert len(num_calls) == 1
 
 
@@ -293,17 +278,15 @@ def test_the_network_runs_once_whatever_the_tree(target, monkeypatch):
 def test_a_long_prompt_is_read_in_chunks(target, monkeypatch):
   drafter = _drafter(_DFLASH)
   prompts, lengths = jax.random.randint(jax.random.key(5), (2, 30), 0, V), jnp.array([30, 11])
-  features = jnp.stack([_features(target, row[None], layers=drafter.feature_layers) for row in prompts])
-  context = DraftContext(lengths, target, prompts, features)
+  context = _context(target, drafter, prompts, lengths)
   whole = drafter.init(context, 40)
   monkeypatch.setattr(new_features, 'PREFILL_CHUNK', 8)
   parts = drafter.init(context, 40)
   for cache in (whole, parts):
     np.testing.assert_array_equal(cache.lengths, lengths - 1)
   for row, length in enumerate(lengths.tolist()):
-    np.testing.assert_allclose(
-      parts.keys[1][row, ..., : length - 1], whole.keys[1][row, ..., : length - 1], rtol=1e-5, atol=1e-5
-    )
+    keys = [cache.keys[1][row, ..., : length - 1] for cache in (parts, whole)]
+    np.testing.assert_allclose(*keys, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -313,17 +296,12 @@ def test_another_prompt_keeps_what_the_text_has_of_it(target, num_kept):
   drafter, num_kept = _drafter(_DFLASH), jnp.array(num_kept)
   text = jax.random.randint(jax.random.key(5), (2, 12), 0, V)
   other = jnp.where(jnp.arange(12) < num_kept[:, None], text, (text + 1) % V)
-
-  def context(rows, lengths):
-    features = jnp.stack([_features(target, row[None], layers=drafter.feature_layers) for row in rows])
-    return DraftContext(jnp.asarray(lengths), target, rows, features)
-
-  state, lengths = drafter.init(context(text, [12, 4]), 16), [12, 4]
-  found = drafter.reprompt(state, context(other, lengths), num_kept, 6, 16)
-  wanted = drafter.init(context(other, lengths), 16)
-  np.testing.assert_array_equal(found.lengths, wanted.lengths)
+  lengths = [12, 4]
+  before, after = (_context(target, drafter, rows, lengths) for rows in (text, other))
+  extended, wanted = drafter.reprompt(drafter.init(before, 16), after, num_kept, 6, 16), drafter.init(after, 16)
+  np.testing.assert_array_equal(extended.lengths, wanted.lengths)
   for row, length in enumerate(lengths):
-    kept = [cache.values[1][row, :, : length - 1] for cache in (found, wanted)]
+    kept = [cache.values[1][row, :, : length - 1] for cache in (extended, wanted)]
     np.testing.assert_allclose(*kept, rtol=1e-5, atol=1e-5)
 
 
@@ -348,12 +326,7 @@ def test_greedy_tokens_are_the_targets(target, name, shape):
     return
   drafter = growing(drafter, _GROWTHS[shape]) if shape in _GROWTHS else drafter
   prompts, lengths = jax.random.randint(jax.random.key(5), (3, 5), 0, V), jnp.array([5, 1, 3])
-  options = {'max_new_tokens': 12, 'sampling': SamplingParams(0.0)}
-  plain = spectr_jax.generate(jax.random.key(0), target, None, prompts, lengths, method='autoregressive', **options)
-  found = spectr_jax.generate(
-    jax.random.key(0), target, drafter, prompts, lengths, method='specinfer', tree=_TREES[shape], **options
-  )  # fmt: skip
-  np.testing.assert_array_equal(found.tokens, plain.tokens)
+  assert_greedy_is_exact(target, drafter, prompts, lengths, method='specinfer', tree=_TREES[shape])
 
 
 @pytest.mark.slow
@@ -382,39 +355,36 @@ def test_a_chain_ends_with_the_first_guess_that_its_estimates_reject(target):
   assert len(set(sizes)) > 2
 
 
-_TINY = {
-  'dflash': {'guesses_at_root': False, 'markov': None, 'confidence': None, 'num_slots': 4},
-  'dflash2': {
-    'guesses_at_root': False, 'markov': None, 'confidence': None, 'num_slots': 4, 'selector': Selector(4, 5, 3),
-    'convolution': Convolution(2, 4),
-  },
-  'dspark rnn': {'markov': Markov(4, 5, 'rnn')},
-}  # fmt: skip
-
-
+_FLASH = {'guesses_at_root': False, 'markov': None, 'confidence': None, 'num_slots': 4}
+_FLASH2 = _FLASH | {'selector': Selector(4, 5, 3), 'convolution': Convolution(2, 4)}
+_TINY_RNN = {'markov': Markov(4, 5, 'rnn')}
 _METHODS = 'spectr', 'specinfer', 'batch', 'race', 'race_block', 'traversal', 'race_traversal', 'ersd', 'gsd'
+_CHAINS, _PREFIX = TokenTree.chains(2, 3), TokenTree.prefix((2, 2, 1))
+
+
+def _growing(growth):
+  return growing(tiny_one_pass(), growth)
 
 
 _LOOPS = [
-  *((tiny_one_pass, {}, method, TokenTree.chains(2, 3)) for method in _METHODS),
+  *((tiny_one_pass, {}, method, _CHAINS) for method in _METHODS),
   *(
-    (tiny_one_pass, _TINY[name], method, TokenTree.chains(2, 3))
-    for name in ('dflash', 'dflash2', 'dspark rnn')
-    for method in ('spectr', 'race_traversal')
+    (tiny_one_pass, own, method, tree)
+    for own, tree, methods in (
+      (_FLASH, _CHAINS, ('spectr', 'race_traversal')), (_FLASH2, _CHAINS, ('spectr', 'race_traversal')),
+      (_TINY_RNN, _CHAINS, ('spectr', 'race_traversal')), (_FLASH2, _PREFIX, ('race_traversal', 'traversal')),
+      (_TINY_RNN, _PREFIX, ('race_traversal', 'traversal')),
+    )
+    for method in methods
   ),
   *(
-    (tiny_one_pass, _TINY[name], method, TokenTree.prefix((2, 2, 1)))
-    for name in ('dflash2', 'dspark rnn')
-    for method in ('race_traversal', 'traversal')
-  ),
-  *(
-    (lambda growth=growth: growing(tiny_one_pass(), growth), {}, 'specinfer', TokenTree.slots((2, 3)))
+    (_growing, {'growth': growth}, 'specinfer', TokenTree.slots((2, 3)))
     for growth in (Likeliest(), Confident(0.3, threshold=0.1), Estimated(0.2))
   ),
-  # The guesses of P-EAGLE are sampled as the product that they are.
-  (tiny_head, {'num_layers': 2, 'mask_id': 1}, 'race_traversal', TokenTree.chains(2, 3)),
-  (lambda: lookup_beside(tiny_one_pass()), {}, 'race_traversal', TokenTree.chains(2, 3)),
-]
+  # The guesses of P-EAGLE are independent, and are sampled so.
+  (tiny_head, {'num_layers': 2, 'mask_id': 1}, 'race_traversal', _CHAINS),
+  (lambda: lookup_beside(tiny_one_pass()), {}, 'race_traversal', _CHAINS),
+]  # fmt: skip
 
 
 @pytest.mark.slow
@@ -441,32 +411,6 @@ def test_a_law_of_other_draws_is_caught():
   assert min(p_values(Claimed(**vars(drafter)), 'specinfer', TokenTree.chains(2, 3))) < 1e-6
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures('highest')
-@pytest.mark.parametrize('method', slow_but(['race_traversal'], _METHODS[:-2]))
-def test_laws_of_one_pass_are_exact(method):
-  """By enumeration of the drafter's own distributions along paths of a tree, beside the target's."""
-  transformer, _ = tiny_transformers(vocab_size=3)
-  drafter = tiny_one_pass(vocab_size=3, num_slots=3)
-  config, params = config_of(drafter), drafter.params
-  text = [2, 0, 1]
-  features = jnp.asarray(_features_of(transformer, drafter, text), jnp.float32)[None]
-  outputs = _outputs_of_block(params, features, jnp.array(text[-1:]), config=config)[0]
-  logits = layers.unembed(params, outputs)
-  draft_probs, target_probs = [], []
-  for size in range(4):
-    for path in itertools.product(range(3), repeat=size):
-      before = one_pass.embed_before(params, config, jnp.array([*text[-1:], *path][-1]))
-      slot = min(size, 2)
-      read, _ = one_pass.read_before(params, config, before, outputs[slot], None)
-      biases = read @ params['markov']['unembedding']
-      draft_probs.append(np.asarray(jax.nn.softmax(logits[slot] + biases), np.float64))
-      target_probs.append(ordinary_law(transformer, [*text, *path], 1))
-  laws = (np.array(each, np.float64) for each in (draft_probs, target_probs))
-  tables = ContextTables(*(law / law.sum(-1, keepdims=True) for law in laws), 3)
-  assert enumeration_error(coarse(METHODS[method]), TokenTree.prefix((2, 1)), tables, 2) < 1e-10
-
-
 def test_trees_are_no_deeper_than_the_block(target):
   for config, depth in ((_DFLASH, SLOTS - 1), (_DSPARK, SLOTS)):
     drafter = _drafter(config)
@@ -477,14 +421,15 @@ def test_trees_are_no_deeper_than_the_block(target):
 
 
 def test_what_does_not_fit_is_refused():
-  params = head.random_params(jax.random.key(0), one_pass.param_shapes(_DSPARK))
-  with pytest.raises(ValueError, match='features/kernel must be .* got nothing'):
-    one_pass_drafter({k: v for k, v in params.items() if k != 'features'}, _DSPARK, V)
-  with pytest.raises(ValueError, match='the head guesses 23 tokens, but the target has 24'):
-    one_pass_drafter(params, _DSPARK, V + 1)
   few = dataclasses.replace(_DSPARK, markov=Markov(5, V - 1))
-  with pytest.raises(ValueError, match='the sequential part reads 22 tokens, but the target has 23'):
-    one_pass_drafter(head.random_params(jax.random.key(0), one_pass.param_shapes(few)), few, V)
+  params, fewer = (head.random_params(jax.random.key(0), one_pass.param_shapes(each)) for each in (_DSPARK, few))
+  for arguments, message in (
+    (({k: v for k, v in params.items() if k != 'features'}, _DSPARK, V), 'features/kernel must be .* got nothing'),
+    ((params, _DSPARK, V + 1), 'the head guesses 23 tokens, but the target has 24'),
+    ((fewer, few, V), 'the sequential part reads 22 tokens, but the target has 23'),
+  ):
+    with pytest.raises(ValueError, match=message):
+      one_pass_drafter(*arguments)
   for field, value, message in (
     ('num_slots', 0, 'num_slots must be a positive integer'),
     ('mask_id', V, 'mask_id 23 is not among the 23 tokens of the embedding'),

@@ -1,4 +1,6 @@
-"""Heads with random parameters for the tiny transformers of `spectr_jax.testing`."""
+"""Heads with random parameters for the tiny transformers of `spectr_jax.testing`; and a target of three layers."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -7,6 +9,29 @@ from spectr_jax.draft import head_drafter, medusa_drafter, one_pass_drafter
 from spectr_jax.draft.medusa_drafter import MedusaConfig, param_shapes
 from spectr_jax.models import causal_lm, head, one_pass
 from spectr_jax.models.one_pass_config import Markov, OnePassConfig
+
+V, D = 23, 8
+TARGET = causal_lm.CausalLMConfig(V, D, 3, 2, 1, 4, 12, 64, rope=causal_lm.Rope((1.0, 0.1)), is_tied=True)
+
+
+@functools.cache
+def three_layers():
+  """A target with random parameters."""
+  params = jax.tree.map(lambda x: 2 * x, causal_lm.init_params(jax.random.key(0), TARGET))
+  return causal_lm.causal_lm(params, TARGET)
+
+
+@functools.partial(jax.jit, static_argnames='layers')
+def all_features(target, tokens, *, layers):
+  """The target's hidden states `[S, F, D]` of a whole text at once; what is causal does not see padding."""
+  model, size = target.with_features(layers), len(tokens)
+  causal = jnp.tril(jnp.ones((size, size), bool))
+  return model.apply(tokens[None], jnp.arange(size)[None], causal, model.init_cache_fn(1, size)).features[0]
+
+
+def padded(tokens, size=40):
+  """Tokens of one size, so that one program serves all."""
+  return jnp.zeros(size, jnp.int32).at[: len(tokens)].set(jnp.array(tokens))
 
 
 def tiny_head(vocab_size=5, width=16, feature_layers=(0, -1), seed=4, *, num_layers=1, mask_id=None):

@@ -28,12 +28,8 @@ pytestmark = pytest.mark.usefixtures('highest')
 def test_one_compilation_per_shape_and_method(tables, traces, method):
   def run(*args, models=tables, **options):
     generate(models, method, *args, **options)
-    return (
-      len(traces['target']),
-      len(traces['draft']),
-      engine_state._prefill_target._cache_size(),
-      engine_loop.run_rounds._cache_size(),
-    )
+    programs = engine_state._prefill_target._cache_size(), engine_loop.run_rounds._cache_size()
+    return len(traces['target']), len(traces['draft']), *programs
 
   engine_loop.run_rounds.clear_cache()  # other tests compile the same programs
   filtered = run(jax.random.key(0), top_k=2, top_p=0.9, min_p=0.1)
@@ -105,8 +101,7 @@ def test_programs_hold_the_forms_of_their_platform_alone(monkeypatch, target, dr
   assert [name for name, program in expected.items() if 'platform_index' in program] == []
   monkeypatch.setattr(jax, 'default_backend', lambda: 'tpu')
   with jax.default_device('cpu'):
-    found = traced()
-  assert [name for name in programs if found[name] != expected[name]] == []
+    assert traced() == expected
 
 
 @pytest.mark.slow
@@ -194,11 +189,10 @@ def test_memory_of_a_drafters_state(target, drafter, per_token):
   """Bytes per row and token of its room, as docs/tables/drafters.md has them."""
   sizes, plain = [], []
   for cache_size in (40, 1040):
-    for found, each in ((sizes, drafter()), (plain, None)):
-      method = 'autoregressive' if each is None else 'race_traversal'
+    for method, each, measured in (('race_traversal', drafter(), sizes), ('autoregressive', None, plain)):
       _, state = begin((target, each), method, make_keys(), cache_size=cache_size)
       own = state.draft_state, state.text, state.features
-      found.append(sum(leaf.nbytes for leaf in jax.tree.leaves(own)) / len(state.keys))
+      measured.append(sum(leaf.nbytes for leaf in jax.tree.leaves(own)) / len(state.keys))
   assert (sizes[1] - sizes[0]) / 1000 == per_token
   assert plain == [0, 0]
 

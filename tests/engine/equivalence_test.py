@@ -39,7 +39,7 @@ def _assert_greedy(models, method):
 
 @pytest.mark.parametrize('method', slow_but(['spectr', 'greedy_block'], LOSSLESS))
 def test_temperature_zero_is_greedy_on_tables(tables, method):
-  """A law of one token: siblings run out, ratios are 0, 1 or 0/0."""
+  """Distributions of one token: siblings run out, ratios are 0, 1 or 0/0."""
   sharper = dataclasses.replace(tables[1], params=tables[1].params + 2 * jnp.maximum(tables[0].params, -9.0))
   _assert_greedy((tables[0], sharper), method)
 
@@ -58,10 +58,10 @@ def test_double_precision(target, draft, method):
       for model in (target, draft)
     ]
     assert models[0].params['embedding'].dtype == np.float64
-    found = [generate(models, name, make_keys(), temperature=0.0) for name in (method, 'autoregressive')]
-  np.testing.assert_array_equal(found[0].tokens, found[1].tokens)
-  assert found[0].num_target_calls.sum() < found[1].num_target_calls.sum()
-  assert found[0].tokens.dtype == found[0].lengths.dtype == np.int32
+    results = [generate(models, name, make_keys(), temperature=0.0) for name in (method, 'autoregressive')]
+  np.testing.assert_array_equal(results[0].tokens, results[1].tokens)
+  assert results[0].num_target_calls.sum() < results[1].num_target_calls.sum()
+  assert results[0].tokens.dtype == results[0].lengths.dtype == np.int32
 
 
 def test_greedy_is_the_argmax_of_the_text(target, uncached_logits):
@@ -72,22 +72,17 @@ def test_greedy_is_the_argmax_of_the_text(target, uncached_logits):
     np.testing.assert_array_equal(row, logits.argmax(-1))
 
 
-_SAME_WITH_ONE_DRAFT = [
-  ('spectr', 'speculative'),
-  *(slow(name, 'speculative') for name in ('specinfer', 'batch', 'gsd', 'race')),
-  slow('race_block', 'block'),
-  slow('spectr_gbv', 'greedy_block'),
-]
-
-
-@pytest.mark.parametrize(('method', 'other'), _SAME_WITH_ONE_DRAFT)
+@pytest.mark.parametrize(
+  ('method', 'other'),
+  [
+    ('spectr', 'speculative'), *(slow(name, 'speculative') for name in ('specinfer', 'batch', 'gsd', 'race')),
+    slow('race_block', 'block'), slow('spectr_gbv', 'greedy_block'),
+  ],
+)  # fmt: skip
 def test_with_one_draft_methods_are_the_same(tables, method, other):
   """Token for token: they use the same noise for the same decisions."""
-  tree = TokenTree.chains(1, 3)
   for seed in range(5):
-    assert_same(
-      generate(tables, method, make_keys(seed), tree=tree), generate(tables, other, make_keys(seed), tree=tree)
-    )
+    assert_same(*(generate(tables, name, make_keys(seed), tree=TokenTree.chains(1, 3)) for name in (method, other)))
 
 
 @pytest.mark.slow
@@ -124,15 +119,11 @@ def _assert_chunks_are_one_run(models, method, chunk, **options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('method', list(VERSIONS))
-@pytest.mark.parametrize('chunk', [1, 3])
-def test_rounds_in_chunks_are_one_run(tables, method, chunk):
-  _assert_chunks_are_one_run(tables, method, chunk)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('method', slow_but(['spectr', 'greedy_block', 'race_block'], KINDS))
-def test_rounds_of_transformers_in_chunks_are_one_run(target, draft, method):
-  _assert_chunks_are_one_run((target, draft), method, 1)
+def test_rounds_in_chunks_are_one_run(tables, target, draft, method):
+  for chunk in (1, 3):
+    _assert_chunks_are_one_run(tables, method, chunk)
+  if method in KINDS:
+    _assert_chunks_are_one_run((target, draft), method, 1)
 
 
 def test_chunks_keep_a_state_where_rows_end(tables):

@@ -10,35 +10,13 @@ import numpy as np
 import pytest
 
 import spectr_jax
-from spectr_jax import (
-  METHODS,
-  ORIGIN_BONUS,
-  ORIGIN_CORRECTION,
-  ORIGIN_DRAFT,
-  Confident,
-  Decoder,
-  NotFiniteError,
-  SamplingParams,
-  TokenTree,
-  growing,
-  model_drafter,
-)
+from spectr_jax import Confident, Decoder, NotFiniteError, SamplingParams, TokenTree, growing, model_drafter
 from spectr_jax.draft.model_drafter import ModelDrafter
+from spectr_jax.engine.result import ORIGIN_BONUS, ORIGIN_CORRECTION, ORIGIN_DRAFT
 from spectr_jax.engine.session import reprompt
 from spectr_jax.engine.trace import trace_decode
 from spectr_jax.models.table import table_model
-from tests.engine.runs import (
-  KINDS,
-  LENGTHS,
-  NEW,
-  PROMPTS,
-  TREES,
-  VERSIONS,
-  assert_same,
-  begin,
-  generate,
-  make_keys,
-)
+from tests.engine.runs import KINDS, LENGTHS, NEW, PROMPTS, TREES, VERSIONS, assert_same, begin, generate, make_keys
 from tests.slow import slow, slow_but
 
 pytestmark = pytest.mark.usefixtures('highest')
@@ -72,12 +50,15 @@ def _check_consistent(result, tree):
     np.testing.assert_array_equal(accepted[row], [sum(r > d for r in rounds) for d in range(tree.max_depth)])
 
 
-@pytest.mark.parametrize('method', slow_but(['ersd', 'gsd', 'greedy_block', 'race_traversal'], VERSIONS))
+@pytest.mark.parametrize('method', slow_but(KINDS, VERSIONS))
 def test_result_is_consistent(tables, method):
-  origins = set()
+  """And every pair of neighbors is one that the target allows, the seam between prompt and continuation included."""
+  origins, pairs = set(), set()
   for seed in range(3):
     result = generate(tables, method, jax.random.key(seed))
     _check_consistent(result, TREES[method])
+    for prompt, length, row in zip(PROMPTS, LENGTHS, np.asarray(result.tokens)):
+      pairs |= set(itertools.pairwise([int(prompt[length - 1]), *row.tolist()]))
     assert result.tokens.shape == (4, NEW)
     np.testing.assert_array_equal(result.lengths, NEW)
     origins |= set(np.unique(result.origins).tolist())
@@ -87,16 +68,6 @@ def test_result_is_consistent(tables, method):
       assert result.accepted_by_depth.shape == (4, 0)
       np.testing.assert_array_equal(result.num_target_calls, result.lengths)  # block efficiency is exactly 1
   assert origins == ({ORIGIN_DRAFT, ORIGIN_CORRECTION, ORIGIN_BONUS} if TREES[method].num_nodes else {ORIGIN_BONUS})
-
-
-@pytest.mark.parametrize('method', slow_but(KINDS, VERSIONS))
-def test_only_what_the_target_allows_comes_out(tables, method):
-  """Every pair of neighbors has positive probability, the seam between prompt and continuation included."""
-  pairs = set()
-  for seed in range(3):
-    result = generate(tables, method, jax.random.key(seed))
-    for prompt, length, row in zip(PROMPTS, LENGTHS, np.asarray(result.tokens)):
-      pairs |= set(itertools.pairwise([int(prompt[length - 1]), *row.tolist()]))
   forbidden = {pair for pair in pairs if not np.isfinite(tables[0].params[pair])}
   # What accepts too much, on purpose, lets through what the draft alone allows.
   assert not forbidden or VERSIONS[method].bias
@@ -115,12 +86,26 @@ def _cycle_tokens(cycle, method='speculative', *, draft=None, tree=None, **optio
   return result
 
 
-def test_a_perfect_draft_is_accepted_to_the_end(cycle):
-  result = _cycle_tokens(cycle, max_new_tokens=10)
-  np.testing.assert_array_equal(result.tokens, [[1, 2, 3, 4, 0] * 2, [4, 0, 1, 2, 3] * 2])
-  np.testing.assert_array_equal(result.num_target_calls, [2, 2])
-  np.testing.assert_array_equal(result.accepted_by_depth, np.full((2, 4), 2))
-  np.testing.assert_array_equal(result.origins, [([ORIGIN_DRAFT] * 4 + [ORIGIN_BONUS]) * 2] * 2)
+_GAP = [-1] * 10
+
+
+@pytest.mark.parametrize(
+  ('options', 'first', 'second', 'calls', 'accepted'),
+  [
+    ({'max_new_tokens': 10}, [1, 2, 3, 4, 0] * 2, [4, 0, 1, 2, 3] * 2, [2, 2], [[2] * 4] * 2),
+    ({'max_new_tokens': 7}, [1, 2, 3, 4, 0, 1, 2], [4, 0, 1, 2, 3, 4, 0], [2, 2], [[2, 2, 1, 1]] * 2),
+    ({'max_new_tokens': np.array([7, 1])}, [1, 2, 3, 4, 0, 1, 2], [4], [2, 1], [[2, 2, 1, 1], [1, 0, 0, 0]]),
+    ({'max_new_tokens': 10, 'eos_id': (3, 0)}, [1, 2, 3], [4, 0], [1, 1], [[1, 1, 1, 0], [1, 1, 0, 0]]),
+    ({'max_new_tokens': 2, 'eos_id': 3}, [1, 2], [4, 0], [1, 1], [[1, 1, 0, 0]] * 2),
+  ],
+  ids=['perfect', 'limit inside a run', 'limits of their own', 'several EOS', 'EOS behind the limit'],
+)
+def test_a_perfect_draft_is_accepted_to_the_end(cycle, options, first, second, calls, accepted):
+  result = _cycle_tokens(cycle, **options)
+  size = np.max(options['max_new_tokens'])
+  np.testing.assert_array_equal(result.tokens, [(row + _GAP)[:size] for row in (first, second)])
+  np.testing.assert_array_equal(result.num_target_calls, calls)
+  np.testing.assert_array_equal(result.accepted_by_depth, accepted)
 
 
 @pytest.mark.parametrize(
@@ -159,11 +144,6 @@ def test_eos_ends_a_row_inside_an_accepted_run(cycle, method, num_drafts):
   np.testing.assert_array_equal(result.origins, [[0, 0, 0] + [-1] * 7, [0, 0, 0, 0, ORIGIN_BONUS] + [-1] * 5])
 
 
-def test_any_of_several_eos_ends_a_row(cycle):
-  result = _cycle_tokens(cycle, max_new_tokens=10, eos_id=(3, 0))
-  np.testing.assert_array_equal(result.tokens, [[1, 2, 3] + [-1] * 7, [4, 0] + [-1] * 8])
-
-
 @pytest.mark.parametrize('method', slow_but(['spectr', 'greedy_block'], KINDS))
 def test_a_finished_row_waits_for_the_others(tables, method):
   """Rows end in different rounds; up to its end each is what it is without EOS, and nothing comes after."""
@@ -181,40 +161,13 @@ def test_a_finished_row_waits_for_the_others(tables, method):
 def test_a_correction_below_a_duplicate_is_no_bonus(cycle):
   """The accepted node is a leaf, but its duplicate's child was a candidate and was rejected."""
   draft = table_model(cycle.params.at[1].set(cycle.params[2]))  # 1 is followed by 3
-  result = spectr_jax.generate(
-    jax.random.key(0),
-    cycle,
-    draft,
-    np.array([[0]]),
-    np.array([1]),
-    method='spectr',
-    tree=TokenTree((0, 0, 2)),
-    max_new_tokens=2,
-  )
+  options = {'method': 'spectr', 'tree': TokenTree((0, 0, 2)), 'max_new_tokens': 2}
+  result = spectr_jax.generate(jax.random.key(0), cycle, draft, np.array([[0]]), np.array([1]), **options)
   np.testing.assert_array_equal(result.tokens, [[1, 2]])
   np.testing.assert_array_equal(result.origins, [[ORIGIN_DRAFT, ORIGIN_CORRECTION]])
 
 
-def test_limit_inside_an_accepted_run(cycle):
-  result = _cycle_tokens(cycle, max_new_tokens=7)
-  np.testing.assert_array_equal(result.tokens, [[1, 2, 3, 4, 0, 1, 2], [4, 0, 1, 2, 3, 4, 0]])
-  np.testing.assert_array_equal(result.num_target_calls, [2, 2])
-  np.testing.assert_array_equal(result.accepted_by_depth, [[2, 2, 1, 1]] * 2)
-
-
-def test_rows_have_limits_of_their_own(cycle):
-  result = _cycle_tokens(cycle, max_new_tokens=np.array([7, 1]))
-  np.testing.assert_array_equal(result.tokens, [[1, 2, 3, 4, 0, 1, 2], [4] + [-1] * 6])
-  np.testing.assert_array_equal(result.num_target_calls, [2, 1])
-  np.testing.assert_array_equal(result.accepted_by_depth, [[2, 2, 1, 1], [1, 0, 0, 0]])
-
-
-def test_eos_behind_the_limit_is_not_seen(cycle):
-  result = _cycle_tokens(cycle, max_new_tokens=2, eos_id=3)
-  np.testing.assert_array_equal(result.tokens, [[1, 2], [4, 0]])
-
-
-# Logits that are no law.
+# Logits that are no distribution.
 
 
 @pytest.mark.parametrize(
@@ -228,9 +181,9 @@ def test_logits_that_are_not_finite_stop_the_run(sampling, bad, named):
   """x is followed by x + 1, 5 by itself, and 4, with which the second row's third round begins, by nothing."""
   good = np.full((6, 6), -np.inf)
   good[[0, 1, 2, 3, 4, 5], [1, 2, 3, 4, 0, 5]] = 0
-  for no_law in (np.nan, np.inf, -np.inf):
+  for value in (np.nan, np.inf, -np.inf):
     logits = good.copy()
-    logits[4] = np.where(np.arange(6) == 2, no_law, 0) if no_law == np.inf else no_law
+    logits[4] = np.where(np.arange(6) == 2, value, 0) if value == np.inf else value
     models = [table_model(jnp.float32(logits if is_bad else good)) for is_bad in bad]
     options = dict(
       method='speculative', tree=TokenTree.chains(1, 1), max_new_tokens=12, sampling=SamplingParams(**sampling)
@@ -308,17 +261,11 @@ def test_rows_that_are_done_may_see_anything(cycle):
 )
 def test_bad_input_is_refused(tables, change, message):
   request = {
-    'rng_key': jax.random.key(0),
-    'target': tables[0],
-    'draft': tables[1],
-    'prompts': PROMPTS,
-    'prompt_lengths': LENGTHS,
-    'method': 'speculative',
-    'tree': TREES['speculative'],
-    'max_new_tokens': NEW,
-  }
+    'rng_key': jax.random.key(0), 'target': tables[0], 'draft': tables[1], 'prompts': PROMPTS,
+    'prompt_lengths': LENGTHS, 'method': 'speculative', 'tree': TREES['speculative'], 'max_new_tokens': NEW,
+  }  # fmt: skip
   with pytest.raises(ValueError, match=message):
-    spectr_jax.generate(**{**request, **change})
+    spectr_jax.generate(**request | change)
 
 
 def test_too_long_for_the_models_is_refused(target, draft):
@@ -363,66 +310,33 @@ def test_a_small_tree_is_the_default(tables):
     assert Decoder.make(target, own, method=method, max_new_tokens=2, cache_size=9).tree == tree
 
 
-def test_prompts_without_lengths_are_whole(tables):
-  options = {'method': 'autoregressive', 'max_new_tokens': NEW}
-  found = spectr_jax.generate(make_keys(9), tables[0], None, PROMPTS, **options)
-  assert_same(found, spectr_jax.generate(make_keys(9), tables[0], None, PROMPTS, np.full(4, 6), **options))
+def test_prompts_may_be_lists_and_without_lengths(tables):
+  def run(*prompts):
+    options = {'method': 'autoregressive', 'max_new_tokens': NEW}
+    return spectr_jax.generate(make_keys(9), tables[0], None, *prompts, **options)
+
+  assert_same(run(PROMPTS), run(PROMPTS, np.full(4, 6)))
+  padded = run(PROMPTS, LENGTHS)
+  for kind in (list, tuple, np.array, jnp.array):
+    assert_same(run([kind(row[:length].tolist()) for row, length in zip(PROMPTS, LENGTHS)]), padded)
 
 
-@pytest.mark.parametrize('kind', [list, tuple, np.array, jnp.array])
-def test_lists_of_ids_are_padded(tables, kind):
-  options = {'method': 'autoregressive', 'max_new_tokens': NEW}
-  rows = [kind(row[:length].tolist()) for row, length in zip(PROMPTS, LENGTHS)]
-  found = spectr_jax.generate(make_keys(9), tables[0], None, rows, **options)
-  assert_same(found, spectr_jax.generate(make_keys(9), tables[0], None, PROMPTS, LENGTHS, **options))
-
-
-_RAGGED = [[1, 2], [3]]
-
-
-@pytest.mark.parametrize(
-  ('take', 'message'),
-  [
-    (lambda decoder, key, target: spectr_jax.init_decode(decoder, key, _RAGGED, [2, 1]), 'prompts'),
-    (lambda decoder, key, target: spectr_jax.init_decode(decoder, key, [[1], [2]], [[1], 1]), 'prompt_lengths'),
-    (lambda decoder, key, target: reprompt(decoder, None, [0, 0], key, _RAGGED, [2, 1]), 'prompts'),
-    (
-      lambda decoder, key, target: spectr_jax.refill(
-        decoder, spectr_jax.init_decode(decoder, key, [[1], [2]], [1, 1]), [0, 1], key, _RAGGED, [2, 1]
-      ),
-      'prompts',
-    ),
-    (lambda decoder, key, target: next(spectr_jax.Session(decoder).stream(key, _RAGGED)), 'the prompt'),
-    (
-      lambda decoder, key, target: list(
-        spectr_jax.generate_many(
-          target, None, [spectr_jax.Request('a', _RAGGED, key)], batch_size=1, longest_prompt=4, max_new_tokens=2
-        )
-      ),
-      'prompt a',
-    ),
-    (lambda decoder, key, target: spectr_jax.log_likelihood(target, [[1], _RAGGED]), 'text 1'),
-    (
-      lambda decoder, key, target: spectr_jax.auto.predict_speeds(target, None, [[1], _RAGGED], max_new_tokens=2),
-      'prompt 1',
-    ),
-    (
-      lambda decoder, key, target: trace_decode(
-        key, target, target, _RAGGED, method='block', tree=TokenTree.chains(1, 2), max_new_tokens=2
-      ),
-      'the prompt',
-    ),
-  ],
-)
-def test_ragged_lists_are_named_wherever_prompts_are_taken(tables, take, message):
-  decoder = Decoder.make(tables[0], None, max_new_tokens=2, cache_size=9)
-  with pytest.raises(ValueError, match=f'^{message} must be one array of integers, got lists of different lengths'):
-    take(decoder, jax.random.key(0), tables[0])
-
-
-def test_methods_are_passed_by_value_too(tables):
-  by_value = generate(tables, METHODS['spectr'], make_keys(9), tree=TREES['spectr'])
-  by_name = spectr_jax.generate(
-    make_keys(9), *tables, PROMPTS, LENGTHS, method='spectr', tree=TREES['spectr'], max_new_tokens=NEW
-  )
-  assert_same(by_name, by_value)
+def test_ragged_lists_are_named_wherever_prompts_are_taken(tables):
+  target, key, ragged, new = tables[0], jax.random.key(0), [[1, 2], [3]], {'max_new_tokens': 2}
+  decoder = Decoder.make(target, None, cache_size=9, **new)
+  state = spectr_jax.init_decode(decoder, key, [[1], [2]], [1, 1])
+  many = [spectr_jax.Request('a', ragged, key)]
+  options = {'method': 'block', 'tree': TokenTree.chains(1, 2)} | new
+  for take, named in (
+    (lambda: spectr_jax.init_decode(decoder, key, ragged, [2, 1]), 'prompts'),
+    (lambda: spectr_jax.init_decode(decoder, key, [[1], [2]], [[1], 1]), 'prompt_lengths'),
+    (lambda: reprompt(decoder, None, [0, 0], key, ragged, [2, 1]), 'prompts'),
+    (lambda: spectr_jax.refill(decoder, state, [0, 1], key, ragged, [2, 1]), 'prompts'),
+    (lambda: next(spectr_jax.Session(decoder).stream(key, ragged)), 'the prompt'),
+    (lambda: next(spectr_jax.generate_many(target, None, many, batch_size=1, longest_prompt=4, **new)), 'prompt a'),
+    (lambda: spectr_jax.log_likelihood(target, [[1], ragged]), 'text 1'),
+    (lambda: spectr_jax.auto.predict_speeds(target, None, [[1], ragged], **new), 'prompt 1'),
+    (lambda: trace_decode(key, target, target, ragged, **options), 'the prompt'),
+  ):
+    with pytest.raises(ValueError, match=f'^{named} must be one array of integers, got lists of different lengths'):
+      take()

@@ -30,30 +30,31 @@ def texts():
 def expected(model, texts):
   """Log probabilities `[P - 1, V]` of each text, by one causal forward of the whole text."""
   forward = transformer.Transformer(_CONFIG).apply
-  found = []
-  for text in texts:
+
+  def of_text(text):
     positions, causal = jnp.arange(len(text))[None], jnp.tril(jnp.ones((len(text),) * 2, bool))
     logits = forward({'params': model.params}, jnp.asarray(text)[None], positions, causal)[0]
-    found.append(np.asarray(jax.nn.log_softmax(logits[0, :-1].astype(jnp.float32))))
-  return found
+    return np.asarray(jax.nn.log_softmax(logits[0, :-1].astype(jnp.float32)))
+
+  return list(map(of_text, texts))
 
 
 @pytest.mark.slow
 def test_every_token_has_the_log_probability_of_a_plain_forward(model, texts, expected):
-  found = log_likelihood(model, texts, num_top=3)
-  assert found.logprobs.shape == found.is_greedy.shape == (5, 131)
-  assert found.top_tokens.shape == found.top_logprobs.shape == (5, 131, 3)
+  result = log_likelihood(model, texts, num_top=3)
+  assert result.logprobs.shape == result.is_greedy.shape == (5, 131)
+  assert result.top_tokens.shape == result.top_logprobs.shape == (5, 131, 3)
   for row, text in enumerate(texts):
-    assert np.isnan(found.logprobs[row, [0, *range(len(text), 131)]]).all()
-    assert not found.is_greedy[row, [0, *range(len(text), 131)]].any()
-    assert (found.top_tokens[row, len(text) :] == -1).all()
-    laws = expected[row]
-    own = np.take_along_axis(laws, text[1:, None], axis=1)[:, 0]
-    np.testing.assert_allclose(found.logprobs[row, 1 : len(text)], own, atol=1e-4)
-    np.testing.assert_array_equal(found.is_greedy[row, 1 : len(text)], laws.argmax(1) == text[1:])
-    best = np.sort(laws, axis=1)[:, ::-1][:, :3]
-    np.testing.assert_allclose(found.top_logprobs[row, 1 : len(text)], best, atol=1e-4)
-    tops = np.take_along_axis(laws, found.top_tokens[row, 1 : len(text)], axis=1)
+    assert np.isnan(result.logprobs[row, [0, *range(len(text), 131)]]).all()
+    assert not result.is_greedy[row, [0, *range(len(text), 131)]].any()
+    assert (result.top_tokens[row, len(text) :] == -1).all()
+    log_probs, places = expected[row], np.s_[row, 1 : len(text)]
+    own = np.take_along_axis(log_probs, text[1:, None], axis=1)[:, 0]
+    np.testing.assert_allclose(result.logprobs[places], own, atol=1e-4)
+    np.testing.assert_array_equal(result.is_greedy[places], log_probs.argmax(1) == text[1:])
+    best = np.sort(log_probs, axis=1)[:, ::-1][:, :3]
+    np.testing.assert_allclose(result.top_logprobs[places], best, atol=1e-4)
+    tops = np.take_along_axis(log_probs, result.top_tokens[places], axis=1)
     np.testing.assert_allclose(tops, best, atol=1e-4)
 
 
@@ -61,30 +62,29 @@ def test_texts_do_not_depend_on_their_batch(model, texts):
   together = log_likelihood(model, texts)
   for row in (1, 3):
     alone = log_likelihood(model, texts[row : row + 1])
-    length = len(texts[row])
-    np.testing.assert_allclose(alone.logprobs[0, 1:], together.logprobs[row, 1:length], atol=1e-5)
+    np.testing.assert_allclose(alone.logprobs[0, 1:], together.logprobs[row, 1 : len(texts[row])], atol=1e-5)
 
 
 def test_greedy_texts_are_told_from_others(model):
   prompt = np.array([[3, 1, 4]])
-  found = spectr_jax.generate(
+  result = spectr_jax.generate(
     jax.random.key(0), model, None, prompt, [3], method='autoregressive', max_new_tokens=9,
     sampling=spectr_jax.SamplingParams(temperature=0), logprobs=True,
   )  # fmt: skip
-  text = [*prompt[0], *np.asarray(found.tokens[0])]
+  text = [*prompt[0], *np.asarray(result.tokens[0])]
   total, is_greedy = log_likelihood(model, [text]).of(0, 3, 12)
   assert is_greedy
-  assert total == pytest.approx(float(found.logprobs.sum()), abs=1e-4)
+  assert total == pytest.approx(float(result.logprobs.sum()), abs=1e-4)
   text[-1] = (text[-1] + 1) % 17
   assert not log_likelihood(model, [text]).of(0, 3, 12)[1]
 
 
 def test_impossible_tokens_are_minus_infinity(model):
   wider = model.with_vocab_size(20)
-  found = log_likelihood(wider, [[3, 19, 2]], num_top=20)
-  assert found.logprobs[0, 1] == -np.inf
-  assert np.isfinite(found.logprobs[0, 2])
-  assert (found.top_logprobs[0, 1] == -np.inf).sum() == 3
+  result = log_likelihood(wider, [[3, 19, 2]], num_top=20)
+  assert result.logprobs[0, 1] == -np.inf
+  assert np.isfinite(result.logprobs[0, 2])
+  assert (result.top_logprobs[0, 1] == -np.inf).sum() == 3
 
 
 def _apply_nan(params, tokens, positions, mask, cache):
@@ -112,16 +112,16 @@ def test_what_cannot_be_read_is_refused(model):
 
 
 def test_one_width_is_one_program_for_all_lengths(model, texts):
+  def wide(text):
+    return log_likelihood(model, [text], num_top=2, width=192)
+
   for text in texts:
     alone = log_likelihood(model, [text], num_top=2)
-    wide = log_likelihood(model, [text], num_top=2, width=192)
-    for one, other in zip(alone, wide, strict=True):
+    before = likelihood._read._cache_size()
+    for one, other in zip(alone, wide(text), strict=True):
       assert one.shape == other.shape
       np.testing.assert_allclose(one, other, atol=1e-5)
-  before = likelihood._read._cache_size()
-  for text in texts:
-    log_likelihood(model, [text], num_top=2, width=192)
-  assert likelihood._read._cache_size() == before
+    assert text is texts[0] or likelihood._read._cache_size() == before
   for width in (0, 100, 128, -64):
     with pytest.raises(ValueError, match='width must be a multiple of 64 of at least 131'):
       log_likelihood(model, [texts[-1]], width=width)

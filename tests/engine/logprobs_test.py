@@ -2,12 +2,10 @@
 
 import dataclasses
 
-import jax
 import numpy as np
 import pytest
 
 import spectr_jax
-from spectr_jax import Request, TokenTree, generate_many
 from tests.engine.runs import KINDS, LENGTHS, NEW, PROMPTS, assert_same, begin, generate, make_keys
 from tests.slow import slow_but
 
@@ -21,8 +19,8 @@ def expected(target, uncached_logits):
   def expected(prompt, tokens):
     texts = [[*prompt, *tokens[:i]] for i in range(len(tokens))]
     logits = np.float64(uncached_logits(target, texts + texts[-1:] * (NEW - len(texts))))[: len(texts)]
-    log_laws = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
-    return np.append(log_laws[np.arange(len(tokens)), tokens], np.full(NEW - len(tokens), np.nan))
+    log_probs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    return np.append(log_probs[np.arange(len(tokens)), tokens], np.full(NEW - len(tokens), np.nan))
 
   return expected
 
@@ -31,12 +29,12 @@ def expected(target, uncached_logits):
 def test_are_those_of_a_forward_without_a_cache(target, draft, expected, method):
   """In a ragged batch, whatever tokens are sampled from, with a row that ends early."""
   options = {'temperature': np.array([0.7, 1.0, 1.3, 0.0]), 'top_k': 6, 'min_p': 0.05}
-  found = generate((target, draft), method, make_keys(), eos_id=(3, 5, 7, 9, 11, 13), logprobs=True, **options)
-  assert found.logprobs.dtype == np.float32
-  assert (np.asarray(found.lengths) < NEW).any()
-  for row, length in enumerate(np.asarray(found.lengths)):
-    wanted = expected(PROMPTS[row, : LENGTHS[row]].tolist(), found.tokens[row, :length].tolist())
-    np.testing.assert_allclose(found.logprobs[row], wanted, rtol=1e-4, atol=1e-5)
+  result = generate((target, draft), method, make_keys(), eos_id=(3, 5, 7, 9, 11, 13), logprobs=True, **options)
+  assert result.logprobs.dtype == np.float32
+  assert (np.asarray(result.lengths) < NEW).any()
+  for row, length in enumerate(np.asarray(result.lengths)):
+    wanted = expected(PROMPTS[row, : LENGTHS[row]].tolist(), result.tokens[row, :length].tolist())
+    np.testing.assert_allclose(result.logprobs[row], wanted, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -49,20 +47,3 @@ def test_grow_with_the_rounds_and_change_nothing_else(tables):
     # The target excludes some tokens, and none of them is emitted.
     np.testing.assert_array_equal(np.isfinite(state.result.logprobs), np.asarray(state.result.tokens) >= 0)
   assert_same(plain, dataclasses.replace(state.result.of_size(NEW), logprobs=None))
-
-
-@pytest.mark.slow
-def test_of_refilled_rows(target, draft, expected):
-  rng = np.random.default_rng(0)
-  keys = jax.random.split(jax.random.key(1), 5)
-  requests = [Request(i, rng.integers(0, 17, rng.integers(1, 7)).tolist(), key) for i, key in enumerate(keys)]
-  found = list(
-    generate_many(
-      target, draft, requests, batch_size=2, longest_prompt=6, max_new_tokens=NEW, method='spectr',
-      tree=TokenTree.chains(2, 3), rounds_at_a_time=2, eos_id=3, logprobs=True,
-    )
-  )  # fmt: skip
-  assert len(found) == 5
-  for each in found:
-    wanted = expected(requests[each.name].tokens, each.tokens.tolist())[: len(each.tokens)]
-    np.testing.assert_allclose(each.logprobs, wanted, rtol=1e-4, atol=1e-5)

@@ -22,13 +22,6 @@ from tests.slow import slow, slow_but
 _NEW, _LONGEST, _EOS = 9, 20, 4
 
 
-@pytest.fixture(scope='module')
-def tables():
-  """Two Markov chains over 6 tokens in partial agreement."""
-  logits = np.random.default_rng(0).normal(size=(2, 6, 6)) * 1.5
-  return [table_model(jnp.float32(x)) for x in logits]
-
-
 def _requests(count, vocab_size=6, seed=1):
   rng = np.random.default_rng(seed)
   keys = jax.random.split(jax.random.key(7), count)
@@ -43,9 +36,9 @@ def _by_itself(models, request, **options):
   prompt = np.zeros((1, _LONGEST), np.int32)
   prompt[0, : len(request.tokens)] = request.tokens
   lengths = np.array([len(request.tokens)])
-  found = generate(request.key[None], *models, prompt, lengths, **{'max_new_tokens': _NEW} | options)
-  length = int(found.lengths[0])
-  return found.tokens[0, :length], found.origins[0, :length], int(found.num_target_calls[0])
+  result = generate(request.key[None], *models, prompt, lengths, **{'max_new_tokens': _NEW} | options)
+  length = int(result.lengths[0])
+  return result.tokens[0, :length], result.origins[0, :length], int(result.num_target_calls[0])
 
 
 def _together(models, requests, **options):
@@ -53,14 +46,14 @@ def _together(models, requests, **options):
   return generate_many(*models, iter(requests), **sizes | options)
 
 
-def _assert_as_by_themselves(models, requests, found, **options):
-  found = {each.name: each for each in found}
-  assert set(found) == {request.name for request in requests}
+def _assert_as_by_themselves(models, requests, continuations, **options):
+  continuations = {each.name: each for each in continuations}
+  assert set(continuations) == {request.name for request in requests}
   for request in requests:
     tokens, origins, num_calls = _by_itself(models, request, **options)
-    np.testing.assert_array_equal(found[request.name].tokens, tokens, err_msg=request.name)
-    np.testing.assert_array_equal(found[request.name].origins, origins)
-    assert found[request.name].num_target_calls == num_calls
+    np.testing.assert_array_equal(continuations[request.name].tokens, tokens, err_msg=request.name)
+    np.testing.assert_array_equal(continuations[request.name].origins, origins)
+    assert continuations[request.name].num_target_calls == num_calls
 
 
 @pytest.mark.parametrize(
@@ -76,10 +69,10 @@ def _assert_as_by_themselves(models, requests, found, **options):
 def test_each_is_continued_as_by_itself(tables, method, tree):
   requests = _requests(13)
   options = {'method': method, 'tree': tree, 'eos_id': _EOS, 'sampling': SamplingParams(0.9, top_k=5)}
-  found = list(_together(tables, requests, rounds_at_a_time=3, **options))
+  continuations = list(_together(tables, requests, rounds_at_a_time=3, **options))
   # Not in order: who is done first is given first.
-  assert [each.name for each in found] != [request.name for request in requests]
-  _assert_as_by_themselves(tables, requests, found, **options)
+  assert [each.name for each in continuations] != [request.name for request in requests]
+  _assert_as_by_themselves(tables, requests, continuations, **options)
   again = list(_together(tables, requests, rounds_at_a_time=1, batch_size=3, **options))
   _assert_as_by_themselves(tables, requests, again, **options)
 
@@ -90,8 +83,8 @@ def test_caches_of_transformers_are_given_on(target, draft):
   """A row's cache holds nothing of the prompt before."""
   requests = _requests(7, target.vocab_size)
   options = {'method': 'race_block', 'tree': TokenTree.chains(2, 2), 'eos_id': _EOS}
-  found = _together((target, draft), requests, batch_size=2, rounds_at_a_time=2, **options)
-  _assert_as_by_themselves((target, draft), requests, found, **options)
+  continuations = _together((target, draft), requests, batch_size=2, rounds_at_a_time=2, **options)
+  _assert_as_by_themselves((target, draft), requests, continuations, **options)
 
 
 @pytest.mark.parametrize('count', slow_but([0, 4], [0, 1, 3, 4, 5]))
@@ -116,48 +109,39 @@ def test_requests_are_taken_when_there_is_a_row(tables):
 
 
 @pytest.mark.slow
-def test_programs_do_not_depend_on_the_number_of_requests(tables):
-  traces = []
-
-  def apply_fn(*args):
-    traces.append(args[1].shape)
-    return tables[0].apply_fn(*args)
-
-  models = dataclasses.replace(tables[0], apply_fn=apply_fn), tables[1]
-  options = {'method': 'spectr', 'tree': TokenTree.chains(2, 2), 'batch_size': 8}
-  list(_together(models, _requests(20), **options))
-  before = len(traces)
+def test_programs_do_not_depend_on_the_number_of_requests(tables, traces):
+  options, first = {'method': 'spectr', 'tree': TokenTree.chains(2, 2), 'batch_size': 8}, len(traces['target'])
+  list(_together(tables, _requests(20), **options))
+  before = len(traces['target'])
   # A prefill for all rows, one per padded length, and the round.
-  assert len(set(traces)) <= 2 + len(padded_lengths(_LONGEST))
-  list(_together(models, _requests(60, seed=2), **options))
-  assert len(traces) == before
+  assert len(set(traces['target'][first:])) <= 2 + len(padded_lengths(_LONGEST))
+  list(_together(tables, _requests(60, seed=2), **options))
+  assert len(traces['target']) == before
 
 
 @pytest.mark.slow
 def test_on_a_mesh(tables):
   sharding = DecodeSharding(make_mesh({}, jax.devices()[:1]))
   options = {'method': 'spectr', 'tree': TokenTree.chains(2, 2)}
-  found = _together(tables, _requests(6), sharding=sharding, **options)
-  _assert_as_by_themselves(tables, _requests(6), found, **options)
+  continuations = _together(tables, _requests(6), sharding=sharding, **options)
+  _assert_as_by_themselves(tables, _requests(6), continuations, **options)
 
 
 def test_padded_lengths():
-  assert padded_lengths(256) == [16, 32, 64, 128, 256]
-  assert padded_lengths(100) == [16, 32, 64, 100]
-  assert padded_lengths(16) == [16]
-  assert padded_lengths(5) == [5]
+  for longest, lengths in ((256, [16, 32, 64, 128, 256]), (100, [16, 32, 64, 100]), (16, [16]), (5, [5])):
+    assert padded_lengths(longest) == lengths
 
 
 def test_bad_requests_are_named(tables):
   good = _requests(2)
   options = {'method': 'autoregressive'}
-  for tokens in ([], [0] * (_LONGEST + 1)):
+  sizes, ids = f'tokens, allowed are 1 to {_LONGEST}', 'ids from .*, the vocabulary is 0 to 5'
+  for tokens, message in (
+    ([], f'has 0 {sizes}'), ([0] * (_LONGEST + 1), f'has {_LONGEST + 1} {sizes}'), ([0, 6], ids), ([-1], ids),
+    ([2**32], ids), (np.array([2**32 + 1]), ids), ([0.5], 'must be integers'), ([[0]], 'must be integers'),
+  ):  # fmt: skip
     bad = dataclasses.replace(good[0], name='bad', tokens=tokens)
-    with pytest.raises(ValueError, match=f'prompt bad has {len(tokens)} tokens, allowed are 1 to {_LONGEST}'):
-      list(_together(tables, [good[1], bad], **options))
-  for tokens in ([0, 6], [-1], [2**32], np.array([2**32 + 1]), [0.5], [[0]]):
-    bad = dataclasses.replace(good[0], name='bad', tokens=tokens)
-    with pytest.raises(ValueError, match='prompt bad (has ids from .*, the vocabulary is 0 to 5|must be integers)'):
+    with pytest.raises(ValueError, match=f'prompt bad .*{message}'):
       list(_together(tables, [good[1], bad], **options))
   for name in ('batch_size', 'longest_prompt', 'rounds_at_a_time'):
     with pytest.raises(ValueError, match='must be at least 1'):
@@ -182,35 +166,11 @@ def test_rows_are_refilled_one_by_one(tables):
   state = refill(decoder, state, [1, 3], keys[:2], np.array([[5, 0, 1], [0, 0, 0]]), np.array([3, 1]))
   assert state.result.lengths.tolist() == [2, 0, 2]
   np.testing.assert_array_equal(state.result.tokens[::2], before.tokens[::2])
-  found = decode_rounds(decoder, state).result.of_size(6)
+  result = decode_rounds(decoder, state).result.of_size(6)
   expected = generate(keys[:1], *tables, np.array([[5, 0, 1]]), np.array([3]), **options)
-  np.testing.assert_array_equal(found.tokens[1], expected.tokens[0])
+  np.testing.assert_array_equal(result.tokens[1], expected.tokens[0])
   expected = generate(keys, *tables, prompts, np.array([2, 2, 1]), **options)
-  np.testing.assert_array_equal(found.tokens[::2], expected.tokens[::2])
-
-
-def test_rows_with_filters_follow_rows_without(tables):
-  """The loop is compiled again, once, and rows without filters go on as they would have."""
-  options = {'method': with_gumbel(METHODS['autoregressive']), 'max_new_tokens': 6}
-  keys, prompts, lengths = jax.random.split(jax.random.key(3), 2), np.array([[0, 1], [2, 3]]), np.array([2, 2])
-  decoder = Decoder.make(*tables, cache_size=8, **options)
-  state = decode_rounds(decoder, init_decode(decoder, keys, prompts, lengths), 2)
-  state = refill(decoder, state, [1], keys[:1], prompts[1:], lengths[1:], sampling=SamplingParams(top_k=1))
-  state = decode_rounds(decoder, state, 2)
-  # A row without filters in the place of one with them.
-  state = refill(decoder, state, [1, 2], keys, prompts[::-1], lengths, sampling=SamplingParams(0.5))
-  found = decode_rounds(decoder, state).result.of_size(6)
-  expected = generate(keys, *tables, prompts, lengths, **options)
-  np.testing.assert_array_equal(found.tokens[0], expected.tokens[0])
-  expected = generate(keys, *tables, prompts[::-1], lengths, sampling=SamplingParams(0.5), **options)
-  np.testing.assert_array_equal(found.tokens[1], expected.tokens[0])
-
-  state = decode_rounds(decoder, init_decode(decoder, keys, prompts, lengths), 2)
-  found = decode_rounds(
-    decoder, refill(decoder, state, [1], keys[:1], prompts[1:], lengths[1:], sampling=SamplingParams(top_k=1))
-  ).result.of_size(6)
-  expected = generate(keys[:1], *tables, prompts[1:], lengths[1:], sampling=SamplingParams(top_k=1), **options)
-  np.testing.assert_array_equal(found.tokens[1], expected.tokens[0])
+  np.testing.assert_array_equal(result.tokens[::2], expected.tokens[::2])
 
 
 def test_rows_that_cannot_be_refilled(tables):
@@ -231,7 +191,7 @@ def test_rows_that_cannot_be_refilled(tables):
 
 
 def test_requests_have_their_own_parameters_and_limits(tables):
-  """In one batch, also where a filter first comes with a later request."""
+  """In one batch: a filter first comes with a later request, and rows without filters follow rows with them."""
   options = {'method': 'spectr', 'tree': TokenTree.chains(2, 2), 'eos_id': _EOS}
   own = [None, SamplingParams(0.5), SamplingParams(0), SamplingParams(2.0, top_p=0.6), SamplingParams(1.0, top_k=2)]
   requests = [
@@ -239,16 +199,16 @@ def test_requests_have_their_own_parameters_and_limits(tables):
     for i, each in enumerate(_requests(11))
   ]
   common = SamplingParams(0.8)
-  found = {each.name: each for each in _together(tables, requests, sampling=common, batch_size=3, **options)}
-  assert len(found) == 11
+  continuations = {each.name: each for each in _together(tables, requests, sampling=common, batch_size=3, **options)}
+  assert len(continuations) == 11
   for request in requests:
     limit = request.max_new_tokens or _NEW
     tokens, _, num_calls = _by_itself(
       tables, request, sampling=request.sampling or common, max_new_tokens=limit, **options
     )
     assert len(tokens) <= limit
-    np.testing.assert_array_equal(found[request.name].tokens, tokens, err_msg=str(request))
-    assert found[request.name].num_target_calls == num_calls
+    np.testing.assert_array_equal(continuations[request.name].tokens, tokens, err_msg=str(request))
+    assert continuations[request.name].num_target_calls == num_calls
 
 
 def test_a_row_that_is_not_finite_ends_alone(tables):

@@ -4,8 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-import spectr_jax
-from spectr_jax import Request, generate_many, sample_keys
+from spectr_jax import sample_keys
 from spectr_jax.engine.sharding import DecodeSharding
 from spectr_jax.sharding import make_mesh
 from tests.engine.runs import KINDS, LENGTHS, PROMPTS, assert_same, generate, make_keys
@@ -20,9 +19,9 @@ def _rows(result, rows):
 
 def test_keys_are_those_of_no_round():
   keys = make_keys()
-  found = sample_keys(keys, 3)
-  assert found.shape == (12,)
-  data = np.asarray(jax.random.key_data(found)).reshape(4, 3, -1)
+  samples = sample_keys(keys, 3)
+  assert samples.shape == (12,)
+  data = np.asarray(jax.random.key_data(samples)).reshape(4, 3, -1)
   np.testing.assert_array_equal(data[:, 0], jax.random.key_data(keys))
   np.testing.assert_array_equal(data[:, :2].reshape(8, -1), jax.random.key_data(sample_keys(keys, 2)))
   # A round folds in the length of the text, then a purpose.
@@ -35,42 +34,31 @@ def test_keys_are_those_of_no_round():
 def test_each_is_what_its_key_gives(target, draft, method):
   """By itself, in a ragged batch with sampling parameters of its own, whatever the number of samples."""
   options = {'temperature': np.array([0.7, 1.0, 1.3, 0.9]), 'top_k': 6, 'logprobs': True}
-  found = generate((target, draft), method, make_keys(), num_samples=3, **options)
-  assert found.tokens.shape == (12, 12)
-  assert not np.array_equal(found.tokens[0], found.tokens[1])
+  samples = generate((target, draft), method, make_keys(), num_samples=3, **options)
+  assert samples.tokens.shape == (12, 12)
+  assert not np.array_equal(samples.tokens[0], samples.tokens[1])
   repeated = {'temperature': np.repeat(options['temperature'], 3), 'top_k': 6, 'logprobs': True}
   keys = sample_keys(make_keys(), 3)
   alone = generate((target, draft), method, keys, np.repeat(PROMPTS, 3, axis=0), np.repeat(LENGTHS, 3), **repeated)
-  np.testing.assert_allclose(found.logprobs, alone.logprobs, rtol=1e-4, atol=1e-5)
-  assert_same(found.tokens, alone.tokens)
-  assert_same(found.num_target_calls, alone.num_target_calls)
+  np.testing.assert_allclose(samples.logprobs, alone.logprobs, rtol=1e-4, atol=1e-5)
+  assert_same(samples.tokens, alone.tokens)
+  assert_same(samples.num_target_calls, alone.num_target_calls)
 
 
 @pytest.mark.slow
 def test_number_of_samples_does_not_matter(tables):
   single = generate(tables, 'spectr', make_keys(1))
-  found = generate(tables, 'spectr', make_keys(1), num_samples=3)
-  assert_same(_rows(found, np.arange(0, 12, 3)), jax.device_get(single))
+  samples = generate(tables, 'spectr', make_keys(1), num_samples=3)
+  assert_same(_rows(samples, np.arange(0, 12, 3)), jax.device_get(single))
   sharding = DecodeSharding(make_mesh({}, jax.devices()[:1]))
-  assert_same(found, generate(tables, 'spectr', make_keys(1), num_samples=3, sharding=sharding))
+  assert_same(samples, generate(tables, 'spectr', make_keys(1), num_samples=3, sharding=sharding))
 
 
 def test_one_key_of_all_rows(tables):
   """The samples are of the rows' keys."""
   rows = jax.vmap(lambda i: jax.random.fold_in(jax.random.key(4), i))(np.arange(4))
-  found = generate(tables, 'spectr', jax.random.key(4), num_samples=3)
-  assert_same(found, generate(tables, 'spectr', rows, num_samples=3))
-
-
-@pytest.mark.slow
-def test_by_requests(tables):
-  """With the same keys, `generate_many` continues the same samples."""
-  keys = sample_keys(make_keys(1), 3)
-  requests = [Request(i, PROMPTS[i // 3, : LENGTHS[i // 3]].tolist(), key) for i, key in enumerate(keys)]
-  options = {'method': 'spectr', 'tree': spectr_jax.TokenTree.chains(2, 3), 'max_new_tokens': 12}
-  whole = generate(tables, 'spectr', make_keys(1), num_samples=3)
-  for found in generate_many(*tables, requests, batch_size=5, longest_prompt=6, **options):
-    np.testing.assert_array_equal(found.tokens, whole.tokens[found.name])
+  samples = generate(tables, 'spectr', jax.random.key(4), num_samples=3)
+  assert_same(samples, generate(tables, 'spectr', rows, num_samples=3))
 
 
 @pytest.mark.parametrize('num_samples', [0, -1, 2.0])

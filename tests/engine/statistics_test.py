@@ -18,11 +18,9 @@ pytestmark = pytest.mark.usefixtures('highest')
 
 @pytest.mark.slow
 def test_statistics_in_closed_form():
-  """Ber(.25) -> Ber(.5) at every position: with two candidates K-SEQ accepts .8476 and the optimum is .9375, with one
-  both are .75.
-  """
+  """Ber(.25) -> Ber(.5): with two candidates K-SEQ accepts .8476, the optimum is .9375; with one both are .75."""
   rows, num_rounds, tree = 1000, 5, TokenTree.chains(2, 2)
-  target, draft = (table_model(jnp.log(jnp.tile(jnp.float32(law), (2, 1)))) for law in ([0.5, 0.5], [0.75, 0.25]))
+  target, draft = (table_model(jnp.log(jnp.tile(jnp.float32(probs), (2, 1)))) for probs in ([0.5, 0.5], [0.75, 0.25]))
   prompts = jnp.zeros((rows, 1), jnp.int32), jnp.ones(rows, jnp.int32)
   options = {'tree': tree, 'max_new_tokens': num_rounds * 3}  # so that nothing is cut off
 

@@ -90,19 +90,17 @@ def _expected_length(tokens):
 def test_rows_end_as_if_nothing_had_run_on(tables, method):
   plain = jax.device_get(generate(tables, method, make_keys(2), **_OPTIONS))
   stopped = functools.partial(generate, tables, method, make_keys(2), stop=_STOP, **_OPTIONS)
-  found = stopped(rounds_at_a_time=1)
+  ended = stopped(rounds_at_a_time=1)
   for other in (3, 100):
-    assert_same(found, stopped(rounds_at_a_time=other))
+    assert_same(ended, stopped(rounds_at_a_time=other))
   cut = 0
   for row, length in enumerate(plain.lengths):
     wanted = _expected_length(plain.tokens[row, :length])
-    assert found.lengths[row] == wanted
-    np.testing.assert_array_equal(found.tokens[row, :wanted], plain.tokens[row, :wanted])
-    np.testing.assert_array_equal(found.origins[row, :wanted], plain.origins[row, :wanted])
-    np.testing.assert_array_equal(found.logprobs[row, :wanted], plain.logprobs[row, :wanted])
-    assert (found.tokens[row, wanted:] == -1).all()
-    assert (found.origins[row, wanted:] == -1).all()
-    assert np.isnan(found.logprobs[row, wanted:]).all()
+    assert ended.lengths[row] == wanted
+    for name, nothing in (('tokens', -1), ('origins', -1), ('logprobs', np.nan)):
+      kept, whole = (getattr(result, name)[row] for result in (ended, plain))
+      np.testing.assert_array_equal(kept[:wanted], whole[:wanted])
+      np.testing.assert_array_equal(kept[wanted:], nothing)
     cut += wanted < length
   assert 0 < cut < 12
 
@@ -116,12 +114,8 @@ def test_a_cut_is_that_of_a_limit(tables, method):
     jax.device_get(generate(tables, method, make_keys(5), num_samples=3, logprobs=True, max_new_tokens=size))
     for size in (12, limit)
   )
-  cut = whole.cut(dict.fromkeys(range(12), limit))
   np.testing.assert_array_equal(whole.lengths, 12)
-  for name in ('tokens', 'origins', 'logprobs'):
-    np.testing.assert_array_equal(getattr(cut, name)[:, :limit], getattr(limited, name))
-  for name in ('lengths', 'num_target_calls', 'accepted_by_depth', 'failures'):
-    np.testing.assert_array_equal(getattr(cut, name), getattr(limited, name))
+  assert_same(whole.cut(dict.fromkeys(range(12), limit)).of_size(limit), limited)
 
 
 def test_what_cannot_be_cut(tables):
@@ -165,15 +159,14 @@ def test_many_requests_end_as_in_a_batch(tables):
   options = {'method': 'race_traversal', 'tree': spectr_jax.TokenTree.chains(2, 3), 'max_new_tokens': 24}
   for rounds in (1, 4):
     reasons = set()
-    for found in generate_many(
+    for continuation in generate_many(
       *tables, requests, batch_size=5, longest_prompt=6, eos_id=4, logprobs=True, stop=_STOP, rounds_at_a_time=rounds,
       **options,
     ):  # fmt: skip
-      length = batch.lengths[found.name]
-      np.testing.assert_array_equal(found.tokens, batch.tokens[found.name, :length])
-      np.testing.assert_array_equal(found.origins, batch.origins[found.name, :length])
-      np.testing.assert_array_equal(found.logprobs, batch.logprobs[found.name, :length])
-      assert found.num_target_calls == batch.num_target_calls[found.name]
-      assert found.finish_reason == finish_reason(found.tokens, (4,), _STOP)
-      reasons.add(found.finish_reason)
+      for name in ('tokens', 'origins', 'logprobs'):
+        own = getattr(batch, name)[continuation.name, : batch.lengths[continuation.name]]
+        np.testing.assert_array_equal(getattr(continuation, name), own)
+      assert continuation.num_target_calls == batch.num_target_calls[continuation.name]
+      assert continuation.finish_reason == finish_reason(continuation.tokens, (4,), _STOP)
+      reasons.add(continuation.finish_reason)
     assert reasons >= {'stop', 'eos'}

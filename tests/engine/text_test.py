@@ -26,46 +26,45 @@ class _Letters:
 
 
 _TEXTS = ['a', 'abcde', 'dd']
-_OPTIONS = {'method': 'speculative', 'tree': TokenTree.chains(1, 3), 'max_new_tokens': 12}
+_OPTIONS = {
+  'method': 'speculative', 'tree': TokenTree.chains(1, 3), 'max_new_tokens': 12, 'sampling': SamplingParams(1.5),
+}  # fmt: skip
+
+
+def _continue(tables, texts=_TEXTS, **options):
+  return generate_text(*tables, _Letters(), texts, seed=3, **options, **_OPTIONS)
 
 
 def test_continuations_are_those_of_the_ids(tables):
-  found = generate_text(*tables, _Letters(), _TEXTS, seed=3, sampling=SamplingParams(1.5), **_OPTIONS)
+  continuations = _continue(tables)
   rows = _Letters().encode_prompts(_TEXTS)
-  prompts = np.array([[*row, *[0] * (16 - len(row))] for row in rows])
-  expected = spectr_jax.generate(
-    jax.random.key(3), *tables, prompts, np.array([len(row) for row in rows]), eos_id=5,
-    sampling=SamplingParams(1.5), **_OPTIONS,
-  )  # fmt: skip
-  assert [each.name for each in found] == _TEXTS
-  for row, each in enumerate(found):
+  prompts, lengths = np.array([[*row, *[0] * (16 - len(row))] for row in rows]), np.array([len(row) for row in rows])
+  expected = spectr_jax.generate(jax.random.key(3), *tables, prompts, lengths, eos_id=5, **_OPTIONS)
+  assert [each.name for each in continuations] == _TEXTS
+  for row, each in enumerate(continuations):
     tokens = np.asarray(expected.tokens[row, : expected.lengths[row]])
     assert each.tokens.tolist() == tokens.tolist()
     assert each.text == _Letters().decode(tokens)
     assert each.tokens_per_call == float(expected.lengths[row]) / float(expected.num_target_calls[row])
     assert each.finish_reason == ('eos' if tokens[-1] == 5 else 'length')
   # A stop text cuts them.
-  stop = max((each.text for each in found), key=len)[1:3]
+  stop = max((each.text for each in continuations), key=len)[1:3]
   assert len(stop) == 2
-  for each in generate_text(*tables, _Letters(), _TEXTS, seed=3, stop=[stop], sampling=SamplingParams(1.5), **_OPTIONS):
-    whole = found[_TEXTS.index(each.name)].text
+  for each in _continue(tables, stop=[stop]):
+    whole = continuations[_TEXTS.index(each.name)].text
     assert each.text == whole.partition(stop)[0]
     assert (each.finish_reason == 'stop') == (stop in whole)
   # A special token is one as well, and so is one behind a text.
-  ended = next(each for each in found if each.finish_reason == 'eos' and each.text)
+  ended = next(each for each in continuations if each.finish_reason == 'eos' and each.text)
   for stop, kept in (('<end>', ended.text), (ended.text[-1] + '<end>', ended.text[:-1])):
-    again = generate_text(*tables, _Letters(), _TEXTS, seed=3, stop=[stop], sampling=SamplingParams(1.5), **_OPTIONS)[
-      found.index(ended)
-    ]
+    again = _continue(tables, stop=[stop])[continuations.index(ended)]
     assert (again.text, again.finish_reason, again.tokens.tolist()) == (kept, 'stop', ended.tokens.tolist())
 
 
 @pytest.mark.slow  # a batch of another size is another program
 def test_one_text_is_continued_as_among_others(tables):
-  sampling = SamplingParams(1.5)
-  found = generate_text(*tables, _Letters(), _TEXTS, seed=3, sampling=sampling, **_OPTIONS)
-  (alone,) = generate_text(*tables, _Letters(), _TEXTS[0], seed=3, sampling=sampling, **_OPTIONS)
-  assert alone.tokens.tolist() == found[0].tokens.tolist()
+  (alone,) = _continue(tables, _TEXTS[0])
+  assert alone.tokens.tolist() == _continue(tables)[0].tokens.tolist()
 
 
 def test_auto_takes_the_fastest(tables, monkeypatch):
@@ -79,15 +78,11 @@ def test_auto_takes_the_fastest(tables, monkeypatch):
     return [types.SimpleNamespace(setting=best), None]
 
   monkeypatch.setattr(text, 'predict_speeds', predict_speeds)
-  sampling = SamplingParams(1.5)
-  found = generate_text(*tables, _Letters(), _TEXTS, method='auto', max_new_tokens=12, sampling=sampling)
-  expected = generate_text(*tables, _Letters(), _TEXTS, sampling=sampling, **_OPTIONS)
-  assert [each.tokens.tolist() for each in found] == [each.tokens.tolist() for each in expected]
+  options = _OPTIONS | {'method': 'auto', 'tree': None}
+  continuations, expected = (generate_text(*tables, _Letters(), _TEXTS, **own) for own in (options, _OPTIONS))
+  assert [each.tokens.tolist() for each in continuations] == [each.tokens.tolist() for each in expected]
   with pytest.raises(ValueError, match='auto chooses the tree'):
-    generate_text(*tables, _Letters(), _TEXTS, method='auto', tree=TokenTree.chains(1, 3), max_new_tokens=12)
-
-
-def test_no_texts(tables):
+    generate_text(*tables, _Letters(), _TEXTS, **_OPTIONS | {'method': 'auto'})
   assert generate_text(*tables, _Letters(), [], max_new_tokens=3) == []
 
 

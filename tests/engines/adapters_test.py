@@ -10,14 +10,14 @@ from spectr_jax import TokenTree
 from spectr_jax.testing import check_verifier
 
 
-def _levanter(has_laws):
+def _levanter(has_probs):
   verify = jax.jit(levanter.verify_proposals, static_argnames=('logprobs_mode', 'stop_token_ids'))
 
   def verify_proposals(key, tokens, lengths, draft_probs, target_probs):
     full, none = jnp.full(len(tokens), 99), jnp.zeros(len(tokens), bool)
     logits = jnp.log(jnp.asarray(target_probs))
-    laws = draft_probs if has_laws else None
-    return verify(logits, tokens, lengths, jnp.ones(len(tokens)), full, none, key=key, draft_probs=laws).token_ids
+    probs = draft_probs if has_probs else None
+    return verify(logits, tokens, lengths, jnp.ones(len(tokens)), full, none, key=key, draft_probs=probs).token_ids
 
   return verify_proposals
 
@@ -27,21 +27,21 @@ def _levanter(has_laws):
 @pytest.mark.parametrize('children', ['independent', 'given'])
 def test_levanter_is_exact(children):
   tree = TokenTree.chains(1, 2)
-  found = check_verifier(_levanter(children != 'given'), tree=tree, children=children, num_samples=10_000)
-  assert found.is_passed, found
+  report = check_verifier(_levanter(children != 'given'), tree=tree, children=children, num_samples=10_000)
+  assert report.is_passed, report
 
 
 def test_levanter_cuts_at_limits_and_stop_tokens():
   logits = jnp.log(jax.nn.one_hot(jnp.array([[1, 2, 3]] * 4), 5))
   verify = jax.jit(levanter.verify_proposals, static_argnames=('logprobs_mode', 'stop_token_ids'))
-  found = verify(
+  verified = verify(
     logits, jnp.array([[1, 2]] * 4), jnp.array([2, 2, 2, 1]), jnp.array([0.0, 1.0, 0.5, 1.0]), jnp.array([9, 2, 9, 9]),
     jnp.array([False, False, True, False]), key=jax.random.key(0), stop_token_ids=(2,),
   )  # fmt: skip
-  assert found.token_ids.tolist() == [[1, 2, -1], [1, 2, -1], [-1, -1, -1], [1, 2, -1]]
-  assert found.lengths.tolist() == [2, 2, 0, 2]
-  assert found.accepted_draft_tokens.tolist() == [2, 2, 0, 1]
-  np.testing.assert_allclose(found.logprobs, 0)
+  assert verified.token_ids.tolist() == [[1, 2, -1], [1, 2, -1], [-1, -1, -1], [1, 2, -1]]
+  assert verified.lengths.tolist() == [2, 2, 0, 2]
+  assert verified.accepted_draft_tokens.tolist() == [2, 2, 0, 1]
+  np.testing.assert_allclose(verified.logprobs, 0)
   with pytest.raises(ValueError, match='logprobs_mode must be'):
     levanter.verify_proposals(logits, *[jnp.zeros((4, 2), int)] * 5, key=jax.random.key(0), logprobs_mode='raw')
 
@@ -61,16 +61,16 @@ def test_trees_of_sglang_and_back():
 
 def test_a_tree_of_sglang_is_followed_as_far_as_the_target_goes():
   tokens = jnp.array([[9, 1, 2, 3, 4, 5, 6], [9, 1, 2, 3, 0, 0, 0]])
-  law = np.zeros((2, 7, 10), np.float32)
+  probs = np.zeros((2, 7, 10), np.float32)
   for row, nodes in enumerate(({0: 1, 1: 4, 4: 6, 6: 8}, {0: 1, 1: 2, 2: 7})):
-    law[row, :, 0] = 1
+    probs[row, :, 0] = 1
     for node, token in nodes.items():
-      law[row, node] = np.eye(10)[token]
-  path, found, accepted = sglang_jax.verify_tree(
-    jax.random.key(0), tokens, jnp.asarray(_FIRST), jnp.asarray(_SIBLING), law, widths=(2, 3, 2)
+      probs[row, node] = np.eye(10)[token]
+  path, emitted, accepted = sglang_jax.verify_tree(
+    jax.random.key(0), tokens, jnp.asarray(_FIRST), jnp.asarray(_SIBLING), probs, widths=(2, 3, 2)
   )
   assert path.tolist() == [[0, 1, 4, 6], [0, 1, 2, -1]]
-  assert found.tolist() == [[1, 4, 6, 8], [1, 2, 7, -1]]
+  assert emitted.tolist() == [[1, 4, 6, 8], [1, 2, 7, -1]]
   assert accepted.tolist() == [3, 2]
 
 
@@ -93,8 +93,8 @@ def test_trees_of_sglang_are_exact():
     with_root = jnp.pad(jnp.asarray(tokens), ((0, 0), (1, 0)))
     return sglang_jax.verify_tree(key, with_root, *rows, target_probs, widths=(2, 3))[1]
 
-  found = check_verifier(
+  report = check_verifier(
     lambda key, tokens, target_probs: verify_tree(key, tokens, target_probs),
     tree=tree, children='given', is_ragged=False, num_samples=3_000,
   )  # fmt: skip
-  assert found.is_passed, found
+  assert report.is_passed, report

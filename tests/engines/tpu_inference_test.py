@@ -66,7 +66,7 @@ def test_the_engines_own_suite_passes_with_ours_in_its_place(tmp_path):
   assert 'failed' not in ran.stdout
 
 
-def _plain_law(logits, temperature, top_k, top_p):
+def _plain_probs(logits, temperature, top_k, top_p):
   """The distributions of the engine's plain sampling, by its own filters in their order; the argmax of greedy rows."""
   from tpu_inference.layers.common.binary_search import topk_mask, topp_mask
 
@@ -79,14 +79,14 @@ def _plain_law(logits, temperature, top_k, top_p):
 
 def _check(sampler, metadata_class, **options):
   function = public_verifiers.make_tpu_inference(sampler, metadata_class)
-  return check_verifier(function, tree=TokenTree.chains(1, _DEPTH), plain_fn=_plain_law, num_samples=5_000, **options)
+  return check_verifier(function, tree=TokenTree.chains(1, _DEPTH), plain_fn=_plain_probs, num_samples=5_000, **options)
 
 
 @pytest.mark.parametrize('children', ['independent', 'given'])
 def test_ours_is_exact_in_mixed_batches(samplers, children):
   _, ours, metadata_class = samplers
-  found = _check(ours, metadata_class, children=children)
-  assert found.is_passed, found
+  report = _check(ours, metadata_class, children=children)
+  assert report.is_passed, report
 
 
 def test_the_kit_finds_what_the_released_sampler_does(samplers):
@@ -116,5 +116,4 @@ def test_whole_blocks_keep_more(samplers):
     out = sampler(arrays[0], lengths, arrays[1], arrays[2], bonus, metadata, jax.random.key(0))
     kept[name] = float(np.mean(np.asarray(out) >= 0) * len(out) / num_rows)
   assert kept['ours'] > kept['theirs'] + 0.01, kept
-  law = logits_to_probs(jnp.asarray(logits), SamplingParams(ones))
-  np.testing.assert_allclose(law, q, atol=1e-6)
+  np.testing.assert_allclose(logits_to_probs(jnp.asarray(logits), SamplingParams(ones)), q, atol=1e-6)

@@ -70,16 +70,14 @@ def test_shards_count_with_their_names(folder):
       files_of(folder)
 
 
-def test_one_file(tmp_path):
+def test_one_file_and_a_folder_of_ours(tmp_path):
   path = tmp_path / 'm.gguf'
   path.write_bytes(b'abc')
   before = hash_content(path)
   assert files_of(path) == [path]
   path.rename(tmp_path / 'n.gguf')
   assert hash_content(tmp_path / 'n.gguf') == before
-
-
-def test_a_folder_of_ours_is_what_its_hashes_say(tmp_path):
+  # The latter is what its hashes say.
   (tmp_path / 'model.json').write_text('{"sha256": {}}')
   before = hash_content(tmp_path)
   (tmp_path / 'model.json').write_text('{"sha256": {"a": "b"}}')

@@ -66,11 +66,11 @@ def test_safetensors_headers(header, data, problem, tmp_path):
   assert problem in hostile.refusal(read, tmp_path)
 
 
-@pytest.mark.parametrize('size', [0, 7, 8, 9])
-def test_short_safetensors(size, tmp_path):
+def test_short_safetensors(tmp_path):
   path = tmp_path / 'model.safetensors'
-  path.write_bytes(safetensors.numpy.save({'a': np.ones(3)})[:size])
-  assert 'is damaged' in hostile.refusal(lambda: SafetensorsFolder(tmp_path), path)
+  for size in (0, 7, 8, 9):
+    path.write_bytes(safetensors.numpy.save({'a': np.ones(3)})[:size])
+    hostile.refusal(lambda: SafetensorsFolder(tmp_path), path, 'is damaged')
 
 
 @pytest.mark.parametrize('kind', ['pipe', 'device', 'folder', 'missing', 'dangling'])
@@ -88,20 +88,13 @@ def test_what_is_no_file_of_tensors(kind, tmp_path):
   hostile.refusal(lambda: TorchFile(tmp_path / 'x.bin'), tmp_path / 'x.bin')
 
 
-@pytest.mark.parametrize(
-  'name', ['../x', '/dev/zero', '..', '.', '', 'a/b', 'a\\b', 'x' * 300, 'a\0b', '\x1b[2J', '\ud800', 1, None, [], {}]
-)
-def test_indices_name_files_beside_them(name, tmp_path):
+def test_indices_name_files_beside_them(tmp_path):
   index = tmp_path / 'model.safetensors.index.json'
-  index.write_text(json.dumps({'weight_map': {'a': name}}))
-  hostile.refusal(lambda: SafetensorsFolder(tmp_path), index)
-
-
-@pytest.mark.parametrize('text', ['{}', '[]', '{"weight_map": null}', '{"weight_map": []}', '[' * 10**5, '\xff'])
-def test_indices(text, tmp_path):
-  index = tmp_path / 'model.safetensors.index.json'
-  index.write_bytes(text.encode('latin-1'))
-  hostile.refusal(lambda: SafetensorsFolder(tmp_path), index)
+  names = '../x', '/dev/zero', '..', '.', '', 'a/b', 'a\\b', 'x' * 300, 'a\0b', '\x1b[2J', '\ud800', 1, None, [], {}
+  texts = '{}', '[]', '{"weight_map": null}', '{"weight_map": []}', '[' * 10**5, '\xff'
+  for text in (*texts, *(json.dumps({'weight_map': {'a': name}}) for name in names)):
+    index.write_bytes(text.encode('latin-1'))
+    hostile.refusal(lambda: SafetensorsFolder(tmp_path), index)
 
 
 # GGUF.

@@ -16,7 +16,6 @@ from hub_specs import SPECS
 from tiny_hub import write_model
 
 from spectr_jax import Tokenizer, load_drafter, save_model
-from spectr_jax.io.foreign import named
 from spectr_jax.io.heads.layout import target_sizes
 from spectr_jax.io.heads.load import output_head_rows
 from spectr_jax.io.hub.gguf_config import architecture_of, hub_config
@@ -24,6 +23,7 @@ from spectr_jax.io.hub.gguf_header import GgufHeader, StoredTensor
 from spectr_jax.io.hub.gguf_tensors import GgufTensors
 from spectr_jax.io.hub.load import load_hub_model, make_model
 from spectr_jax.io.load import load_model
+from spectr_jax.io.untrusted import named
 from spectr_jax.models import transformer
 
 TEXT = inspect.getsource(argparse)

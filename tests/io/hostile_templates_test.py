@@ -110,10 +110,9 @@ def test_mutated_and_nasty_templates(monkeypatch):
   for rng in hostile.rngs():
     source = _source(rng)
     tally.read(functools.partial(renderer.render, source), source)
-  tally.check()
+  tally.check(least_read=300)
   limits = 'longer than', 'too much memory', 'writes more than', 'nested too deeply', 'its process ended'
   reached = {limit: sum(num for text, num in tally.refusals.items() if limit in text) for limit in limits}
   print(reached)
-  assert tally.num_read > 300
   assert reached['longer than'] > 0
   assert reached['too much memory'] > 0

@@ -63,7 +63,6 @@ def test_every_special_token_ends_a_text(kind):
 
 
 def test_the_longest_of_several_names_is_meant():
-  """As where the tokenizer reads the same text."""
   special = {'<|end|>': 50, '<|end|>>': 51, '>>': 52}
   tokenizer = hub(tiny_hub.backend(special), 50)
   for text, index in (('a<|end|>>', 51), ('a<|end|>', 50), ('a<|end|>b>>', 52)):
@@ -153,7 +152,6 @@ def test_random_tokens_and_stop_texts(kind):
 
 
 def test_ids_that_end_a_text_have_none_in_streams():
-  """Whether or not their tokens are special."""
   backend = tiny_hub.backend()
   (x, y) = backend.encode('xy').ids
   tokenizer = HubTokenizer.from_parts(

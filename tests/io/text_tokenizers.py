@@ -8,23 +8,8 @@ from spectr_jax import TextStream, Tokenizer
 from spectr_jax.io.hub.hub_tokenizer import HubTokenizer
 
 WORDS = [
-  'a',
-  'he',
-  '##ing',
-  '▁the',
-  '▁',
-  '▁▁',
-  'owl</w>',
-  'a</w>',
-  '.',
-  'x',
-  "'s",
-  '日',
-  '##.',
-  '<0x41>',
-  '<0xE6>',
-  '<0x97>',
-]
+  'a', 'he', '##ing', '▁the', '▁', '▁▁', 'owl</w>', 'a</w>', '.', 'x', "'s", '日', '##.', '<0x41>', '<0xE6>', '<0x97>',
+]  # fmt: skip
 SPACED = [decoders.Replace('▁', ' '), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(' ', 1, 0)]
 DECODERS = {
   'none': None,

@@ -3,9 +3,9 @@
 import base64
 import json
 import os
-import re
 import struct
 
+import hostile
 import pytest
 import tokenizers
 
@@ -49,6 +49,11 @@ def _unigram(*pieces, **fields):
   return _spec() | {'model': {'type': 'Unigram', 'unk_id': 0, 'vocab': [['<u>', 0.0], *pieces], **fields}}
 
 
+def _template(*pieces):
+  step = {'type': 'TemplateProcessing', 'single': pieces, 'pair': [], 'special_tokens': {}}
+  return _spec(post_processor=step)
+
+
 def _read(tmp_path, spec):
   path = tmp_path / 'tokenizer.json'
   path.write_text(spec if isinstance(spec, str) else json.dumps(spec))
@@ -56,11 +61,7 @@ def _read(tmp_path, spec):
 
 
 def _refusal(tmp_path, function):
-  with pytest.raises(ValueError, match=re.escape(str(tmp_path / 'tokenizer.json'))) as caught:
-    function()
-  assert str(caught.value).isprintable()
-  assert len(str(caught.value)) < 1000
-  return str(caught.value)
+  return hostile.refusal(function, tmp_path / 'tokenizer.json')
 
 
 @pytest.mark.parametrize(
@@ -78,7 +79,6 @@ def _refusal(tmp_path, function):
     (_spec({'vocab': {'a': 0, 'b': 0, 'ab': 0}}), 'vocab must be'),
     (_spec({'vocab': {'a': True}}), 'vocab must be'),
     (_spec({'vocab': []}), 'vocab must have a token'),
-    (_spec({'vocab': {}}), 'vocab must have a token'),
     (_spec({'vocab': None}), 'vocab must have a token'),
     (_spec({'vocab': {'a' * 300_000: 0}}), 'a token of 300,000 characters'),
     (_spec({'type': 'Nope'}), "type must be 'BPE' or"),
@@ -87,7 +87,6 @@ def _refusal(tmp_path, function):
     (_spec({'merges': [['a', 'c']]}), "'a' and 'c' are merged, but join to no token"),
     (_spec({'merges': ['a b c']}), 'merges must have pairs of texts'),
     (_spec({'merges': [['a']]}), 'merges must have pairs of texts'),
-    (_spec({'merges': [['ab', 'ab']]}), "'ab' and 'ab' are merged, but join to no token"),
     (_spec({'continuing_subword_prefix': 'xxxx'}), "'a' and 'b' are merged, but join to no token"),
     (
       _spec({'vocab': {'a': 0, '字b': 1, 'ab': 2}, 'merges': [['a', '字b']], 'continuing_subword_prefix': 'x'}),
@@ -101,7 +100,6 @@ def _refusal(tmp_path, function):
     # Added tokens.
     (_spec(added_tokens=[_added('<x>', 10**9)]), 'id must be a whole number'),
     (_spec(added_tokens=[_added('<x>', 9)]), "the added token '<x>' is to have the id 9, but gets 3"),
-    (_spec(added_tokens=[_added('<x>', 0)]), "the added token '<x>' is to have the id 0, but gets 3"),
     (_spec(added_tokens=[_added('<x>', 3), _added('<y>', 3)]), "the added token '<y>' is to have the id 3, but gets 4"),
     (_spec(added_tokens=[_added('x' * 5000, 3)]), 'content must be a text of at most'),
     (_spec(added_tokens=[{'id': 3}]), 'a token without an id or content'),
@@ -113,10 +111,7 @@ def _refusal(tmp_path, function):
     (_spec(normalizer={'type': 'Prepend', 'prepend': 'a' * 10**6}), 'prepend must be a text of at most 64'),
     (_spec(normalizer=_replace({'String': 'a'}, 'b' * 10**6)), 'content must be a text of at most 64'),
     (_spec(normalizer=_replace({'Regex': '(a+)+$'}, 'b')), 'in too many ways'),
-    (
-      _spec(normalizer={'type': 'Sequence', 'normalizers': [_replace({'String': 'a'}, 'aa')] * 30}),
-      'more than 256 times as long',
-    ),
+    (_spec(normalizer={'type': 'Sequence', 'normalizers': [_replace({'String': 'a'}, 'aa')] * 30}), '256 times as'),
     (_spec(normalizer=_charsmap([], b'', size=2**32 - 1)), 'an index of 4294967295 bytes of 4'),
     (_spec(normalizer=_charsmap([0] * 256, b'a' * 10**5 + b'\0')), 'replaces a character by more than 64 bytes'),
     (_spec(normalizer={'type': 'Precompiled', 'precompiled_charsmap': '&'}), 'is not base64'),
@@ -124,33 +119,12 @@ def _refusal(tmp_path, function):
     (_spec(pre_tokenizer=_split(r'\p{Nope}')), 'the tokenizer fails'),
     (_spec(pre_tokenizer={'type': 'FixedLength', 'length': 0}), 'length must be a whole number from 1'),
     (_spec(pre_tokenizer={'type': 'Metaspace', 'replacement': 'ab'}), 'replacement must be a character'),
-    (
-      _spec(pre_tokenizer={'type': 'Sequence', 'pretokenizers': [{'type': 'ByteLevel'}] * 60}),
-      'more than 256 times as long',
-    ),
-    (
-      _spec(pre_tokenizer={'type': 'Sequence', 'pretokenizers': [_split('a')] * 60}),
-      'more than 24 regular expressions',
-    ),
+    (_spec(pre_tokenizer={'type': 'Sequence', 'pretokenizers': [{'type': 'ByteLevel'}] * 60}), '256 times as long'),
+    (_spec(pre_tokenizer={'type': 'Sequence', 'pretokenizers': [_split('a')] * 60}), 'than 24 regular expressions'),
     (_spec(decoder={'type': 'Strip', 'content': 'a', 'start': 2**63, 'stop': 0}), 'start must be a whole number'),
-    (
-      _spec(post_processor={
-        'type': 'TemplateProcessing', 'single': [{'SpecialToken': {'id': '<s>', 'type_id': 0}}], 'pair': [],
-        'special_tokens': {},
-      }),
-      "single has the token '<s>', which is not among special_tokens",
-    ),
-    (
-      _spec(post_processor={
-        'type': 'TemplateProcessing', 'single': [{'Sequence': {'id': 'A', 'type_id': 0}}] * 50, 'pair': [],
-        'special_tokens': {},
-      }),
-      'single must have every text once',
-    ),
-    (
-      _spec(post_processor={'type': 'TemplateProcessing', 'single': [], 'pair': [], 'special_tokens': {}}),
-      'single must have every text once',
-    ),
+    (_template({'SpecialToken': {'id': '<s>', 'type_id': 0}}), "the token '<s>', which is not among special_tokens"),
+    (_template(*[{'Sequence': {'id': 'A', 'type_id': 0}}] * 50), 'single must have every text once'),
+    (_template(), 'single must have every text once'),
   ],
 )  # fmt: skip
 def test_damaged_files_are_refused(spec, problem, tmp_path):
@@ -182,16 +156,6 @@ def test_panics_when_decoding_are_one_line(tmp_path):
   assert 'the tokenizer fails: ' in _refusal(tmp_path, lambda: backend.decode([-1]))
 
 
-def test_other_errors_pass():
-  def interrupted():
-    raise KeyboardInterrupt
-
-  with pytest.raises(KeyboardInterrupt):
-    guarded('x', interrupted)
-  with pytest.raises(ZeroDivisionError):
-    guarded('x', lambda: 1 / 0)
-
-
 def test_what_cuts_and_fills_texts_is_left_out(tmp_path):
   padding = {
     'strategy': {'Fixed': 10**9}, 'direction': 'Right', 'pad_to_multiple_of': None, 'pad_id': 0, 'pad_type_id': 0,
@@ -220,14 +184,16 @@ def test_pipes_and_large_files_are_refused(tmp_path):
   assert 'larger than 67,108,864 bytes' in _refusal(tmp_path, lambda: Tokenizer.load(path))
 
 
-def test_a_wrapped_tokenizer_keeps_its_name():
+def test_a_wrapped_tokenizer_keeps_its_name_and_other_errors_pass():
+  def interrupted():
+    raise KeyboardInterrupt
+
+  with pytest.raises(KeyboardInterrupt):
+    guarded('x', interrupted)
+  with pytest.raises(ZeroDivisionError):
+    guarded('x', lambda: 1 / 0)
   backend = Backend(Backend(tokenizers.Tokenizer(tokenizers.models.WordLevel({'a': 0}, '[UNK]')), 'first'), 'second')
   with pytest.raises(ValueError, match='^first: the tokenizer fails: .*UNK'):
     backend.encode('b')
   with pytest.raises(AttributeError):
     backend.encode_special_tokens = True
-
-
-def test_vocabularies_that_are_trained_are_bounded():
-  with pytest.raises(ValueError, match='vocab_size must be at most 1048576'):
-    Tokenizer.train(['a'], 10**9)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spectr_jax.kernels import attention, attention_kernel
+from spectr_jax.kernels import attention, attention_kernel, native
 from spectr_jax.kernels.attention_kernel import attend_by_kernel
 from spectr_jax.kernels.dispatch import tracing_for
 
@@ -43,7 +43,6 @@ def _inputs(
 
 
 def _in_float64(query, new_keys, new_values, mask, prefix, soft_cap):
-  """Attention of every query by itself."""
   query, new_keys, new_values, old_keys, old_values = (
     np.asarray(x, np.float64) for x in (query, new_keys, new_values, *prefix[:2])
   )
@@ -64,18 +63,15 @@ def _in_float64(query, new_keys, new_values, mask, prefix, soft_cap):
 
 
 _SIZES = {
-  'a tree of grouped heads': dict(num_queries=9, num_heads=6, num_kv_heads=2, head_dim=16, num_new=9, num_slots=50),
-  'one token': dict(num_queries=1, num_heads=4, num_kv_heads=4, head_dim=16, num_new=1, num_slots=70),
-  'more queries than a program has': dict(
-    num_queries=40, num_heads=4, num_kv_heads=2, head_dim=16, num_new=40, num_slots=30
-  ),
-  'more pending tokens than a block': dict(
-    num_queries=3, num_heads=2, num_kv_heads=1, head_dim=32, num_new=150, num_slots=64
-  ),
-  'slots divided among programs': dict(
-    num_queries=2, num_heads=2, num_kv_heads=1, head_dim=16, num_new=5, num_slots=900
-  ),
-  'wide heads': dict(num_queries=2, num_heads=2, num_kv_heads=1, head_dim=256, num_new=3, num_slots=40),
+  name: dict(zip(('num_queries', 'num_heads', 'num_kv_heads', 'head_dim', 'num_new', 'num_slots'), sizes))
+  for name, sizes in {
+    'a tree of grouped heads': (9, 6, 2, 16, 9, 50),
+    'one token': (1, 4, 4, 16, 1, 70),
+    'more queries than a program has': (40, 4, 2, 16, 40, 30),
+    'more pending tokens than a block': (3, 2, 1, 32, 150, 64),
+    'slots divided among programs': (2, 2, 1, 16, 5, 900),
+    'wide heads': (2, 2, 1, 256, 3, 40),
+  }.items()
 }
 
 
@@ -131,8 +127,7 @@ def test_which_heads_it_takes(head_dim, query_dtype, cache_dtype, is_taken):
   ],
 )
 def test_attention_over_a_cache_is_a_kernel_on_gpus(platform, dtype, has_prefix, has_kernel):
-  sizes = dict(num_queries=9, num_heads=6, num_kv_heads=2, head_dim=16, num_new=9, num_slots=50)
-  query, new_keys, new_values, mask, prefix = _inputs(batch_size=3, **sizes)
+  query, new_keys, new_values, mask, prefix = _inputs(batch_size=3, **_SIZES['a tree of grouped heads'])
   arrays = [x.astype(dtype) for x in (query, new_keys, new_values)]
   prefix = (*(x.astype(dtype) for x in prefix[:2]), prefix[2])
 
@@ -178,20 +173,14 @@ _RAGGED = dict(
 @pytest.mark.parametrize('size', [1, 8, 21, 64])
 @pytest.mark.parametrize('soft_cap', [None, 2.0])
 @pytest.mark.parametrize('has_window', [False, True])
-def test_blocks_of_the_prefix_are_the_whole(monkeypatch, size, soft_cap, has_window):
+@pytest.mark.parametrize(('dtype', 'atol'), [('float32', 2e-6), ('bfloat16', 2e-2)])
+def test_blocks_of_the_prefix_are_the_whole(monkeypatch, size, soft_cap, has_window, dtype, atol):
   monkeypatch.setattr(attention, '_BLOCK_SLOTS', size)
-  inputs = _inputs(**_RAGGED, dtype='float32', has_window=has_window)
+  inputs = _inputs(**_RAGGED, dtype=dtype, has_window=has_window)
   expected = attention._attend(*inputs, soft_cap=soft_cap)
   found = jax.jit(lambda *x: attention._attend_in_blocks(*x, soft_cap=soft_cap))(*inputs)
-  np.testing.assert_allclose(found, expected, atol=2e-6)
-
-
-def test_blocks_multiply_in_the_type_of_the_queries():
-  inputs = _inputs(**_RAGGED)
-  expected = attention._attend(*inputs, soft_cap=None)
-  found = attention._attend_in_blocks(*inputs, soft_cap=None)
-  assert found.dtype == jnp.bfloat16
-  np.testing.assert_allclose(found.astype('float32'), expected.astype('float32'), atol=2e-2)
+  assert found.dtype == dtype  # that of the queries
+  np.testing.assert_allclose(found.astype('float32'), expected.astype('float32'), atol=atol)
 
 
 def test_slots_that_no_query_sees_are_not_visited(monkeypatch):
@@ -236,3 +225,60 @@ def test_causal_attention_in_blocks_is_that_of_all_tokens(num_tokens):
     for attend in (attention.attend_causally, attention.attend)
   )
   jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5), found, expected)
+
+
+@pytest.fixture
+def forms():
+  """The forms in C++ that this processor has, each used from when it is asked for; then its best again."""
+  best = native.form()
+  yield (name for name in ('avx512_bf16', 'avx512', 'avx2') if best and native.use_form(name))
+  if best:
+    native.use_form(best)
+
+
+@pytest.mark.skipif(native.form() is None, reason=f'no products in C++: {native.why_not()}')
+@pytest.mark.parametrize('has_window', [False, True])
+@pytest.mark.parametrize('sizes', _SIZES.values(), ids=_SIZES)
+def test_attention_in_c_is_that_of_every_query(forms, sizes, has_window):
+  """In float32, whatever type queries have; a row does not depend on those beside it, up to rounding of a tile."""
+  inputs = _inputs(batch_size=3, dtype='float32', cache_dtype='float32', has_window=has_window, **sizes)
+  expected = _in_float64(*inputs, None)
+  num_forms = 0
+  for _ in forms:
+    assert attention.tree_attention.form_for(*inputs, soft_cap=None).__name__ == '_attend_natively'
+    found = np.asarray(attention.tree_attention(*inputs, soft_cap=None))
+    np.testing.assert_allclose(found, expected, atol=5e-6)
+    *arrays, prefix = inputs
+    row = [array[1:2] for array in arrays], tuple(array[1:2] for array in prefix)
+    np.testing.assert_array_equal(attention.tree_attention(*row[0], row[1], soft_cap=None), found[1:2])
+    num_forms += 1
+  assert num_forms
+
+
+@pytest.mark.skipif(native.form() is None, reason=f'no products in C++: {native.why_not()}')
+def test_attention_in_c_keeps_nan_and_large_scores(forms):
+  """NaN of a query reaches its own results alone; scores of thousands overflow nothing."""
+  query, *others = _inputs(
+    batch_size=2, num_queries=5, num_heads=2, num_kv_heads=1, head_dim=32, num_new=5, num_slots=300, dtype='float32',
+    cache_dtype='float32', lengths=[300, 40],
+  )  # fmt: skip
+  for _ in forms:
+    found = attention.tree_attention((query * 3000).at[1, 2, 1, 7].set(jnp.nan), *others, soft_cap=None)
+    expected = _in_float64(query * 3000, *others, None)
+    assert np.isnan(found[1, 2, 1]).all()
+    np.testing.assert_allclose(found[0], expected[0], atol=1e-3)
+    np.testing.assert_allclose(found[1, :2], expected[1, :2], atol=1e-3)
+
+
+def test_attention_in_c_takes_what_it_can():
+  """Not a bound on scores, bfloat16 caches, narrow heads, or what a mesh divides."""
+  sizes = dict(batch_size=1, num_queries=2, num_heads=2, num_kv_heads=1, num_new=2, num_slots=8, dtype='float32')
+
+  def is_native(*, head_dim=16, soft_cap=None, cache_dtype='float32'):
+    inputs = _inputs(head_dim=head_dim, cache_dtype=cache_dtype, **sizes)
+    return attention.tree_attention.form_for(*inputs, soft_cap=soft_cap).__name__ == '_attend_natively'
+
+  assert is_native() == (native.form() is not None)
+  assert not any([is_native(head_dim=8), is_native(soft_cap=2.0), is_native(cache_dtype='bfloat16')])
+  with native.disabled():
+    assert not is_native()

@@ -14,6 +14,7 @@ from spectr_jax.kernels.block_kernel import (
   fit_side_by_side,
   packed,
   rounded_inputs,
+  rounded_to_blocks,
   side_by_side,
 )
 
@@ -57,6 +58,22 @@ def test_weights_are_those_of_the_file(kind):
   outputs = jnp.array([[0, 39], [17, 16]])
   np.testing.assert_array_equal(kernel.columns(outputs), _weights(stored, kind)[np.asarray(outputs)])
   np.testing.assert_array_equal(kernel.columns(jnp.arange(40)), _weights(stored, kind))
+
+
+def test_kernels_are_rounded_to_blocks():
+  """By half a step at most, zeros exactly; the steps are those of the package `gguf`."""
+  kernel = np.random.default_rng(0).normal(size=(64, 40)).astype(np.float32) * np.logspace(-2, 2, 40, dtype=np.float32)
+  kernel[:32, 3] = 0
+  rounded = rounded_to_blocks(kernel).columns(jnp.arange(40)).T
+  steps = np.abs(kernel.reshape(2, 32, 40)).max(axis=1, keepdims=True) / 127
+  assert (np.abs(rounded - kernel).reshape(2, 32, 40) <= 0.57 * steps).all()
+  theirs = gguf.quants.quantize(np.ascontiguousarray(kernel.T), gguf.GGMLQuantizationType.Q8_0)
+  expected = gguf.quants.dequantize(theirs, gguf.GGMLQuantizationType.Q8_0).T
+  assert (np.abs(rounded - expected).reshape(2, 32, 40) <= 1.01 * steps).all()
+  assert np.mean(rounded != expected) < 0.1  # nearly halfway between two numbers
+  np.testing.assert_array_equal(rounded[:32, 3], 0)
+  with pytest.raises(ValueError, match='a scale of its Q8_0 blocks is not finite'):
+    rounded_to_blocks(np.full((32, 16), 1e9, np.float32))
 
 
 @pytest.mark.parametrize('kind', KINDS)

@@ -38,36 +38,37 @@ def _filtered_by(platform):
   return jax.jit(run)
 
 
-@pytest.fixture(params=['rows', 'parts'])
-def by_kernel(request, monkeypatch):
-  """Filters by the kernel that takes whole rows, or by the one that takes three parts of each."""
-  calls = []
+def _in_parts(find, probs, values):
+  size = -(-probs.shape[1] // 3)
+  parts = jnp.pad(probs, ((0, 0), (0, 3 * size - probs.shape[1]))).reshape(len(probs), 3, size)
+  columns = filter_rows.find_in_rows(find, parts, values)
+  return filters._keep(probs, columns[:, :1], columns[:, 1:])
 
-  def in_parts(find, probs, values):
-    size = -(-probs.shape[1] // 3)
-    parts = jnp.pad(probs, ((0, 0), (0, 3 * size - probs.shape[1]))).reshape(len(probs), 3, size)
-    found = filter_rows.find_in_rows(find, parts, values)
-    return filters._keep(probs, found[:, :1], found[:, 1:])
 
-  monkeypatch.setattr(filters, 'launch', launch_into(calls))
+@pytest.fixture(params=['rows', 'parts', 'cpu', 'gpu'])
+def filter_rows_by(request, monkeypatch):
+  """Filters by the kernel for whole rows, by the one for three parts of each, or by another platform's form."""
+  calls, filter_all = [], _filtered_by(request.param)
+  if request.param in ('rows', 'parts'):
+    monkeypatch.setattr(filters, 'launch', launch_into(calls))
+    filter_all = jax.jit(_filtered_by('tpu').__wrapped__)
   if request.param == 'parts':
-    monkeypatch.setattr(filters, 'keep_in_rows', in_parts)
-  filter_all = jax.jit(_filtered_by('tpu').__wrapped__)
+    monkeypatch.setattr(filters, 'keep_in_rows', _in_parts)
 
   def run(probs, **values):
-    found = filter_all(jnp.asarray(probs)[:, None], _values(len(probs), **values))[:, 0]
+    kept = filter_all(jnp.asarray(probs)[:, None], _values(len(probs), **values))[:, 0]
     assert {shapes[0] for shapes in calls} <= {probs.shape}
     calls.clear()
-    return np.asarray(found)
+    return np.asarray(kept)
 
   return run
 
 
 @pytest.mark.parametrize('vocab_size', [100, 2356, 5000])
-def test_the_tokens_kept_have_the_mass_and_no_fewer_would(by_kernel, vocab_size):
+def test_the_tokens_kept_have_the_mass_and_no_fewer_would(filter_rows_by, vocab_size):
   probs = rows_of_many_shapes(vocab_size)
   for goal in (1e-4, 0.95, 0.999):
-    for row, own in zip(np.float64(probs), by_kernel(probs, top_p=np.float32(goal)) > 0):
+    for row, own in zip(np.float64(probs), filter_rows_by(probs, top_p=np.float32(goal)) > 0):
       # Sums are rounded, so a goal that is met by a hair may be missed.
       assert row[own].sum() >= goal - 2e-6
       smallest = row[own].min()
@@ -76,62 +77,39 @@ def test_the_tokens_kept_have_the_mass_and_no_fewer_would(by_kernel, vocab_size)
       assert len(larger) == 0 or larger.sum() < goal + 2e-6
 
 
-def _check_counts(filter_fn):
+def test_counts_are_exact(filter_rows_by):
+  """Also among neighboring floats, which only the last pass tells apart."""
   probs = np.maximum(rows_of_many_shapes(1300), np.float32(1e-37))
   for goal in (1, 37, 1300, 2000):
     smallest = -np.sort(-probs, axis=1)[:, min(goal, 1300) - 1 :][:, :1]
-    found = filter_fn(probs, top_k=goal)
-    np.testing.assert_array_equal(found > 0, probs >= smallest)
+    kept = filter_rows_by(probs, top_k=goal)
+    np.testing.assert_array_equal(kept > 0, probs >= smallest)
     whole = np.where(probs >= smallest, probs, 0).astype(np.float64)
-    np.testing.assert_allclose(found, whole / whole.sum(1, keepdims=True), rtol=2e-6)
+    np.testing.assert_allclose(kept, whole / whole.sum(1, keepdims=True), rtol=2e-6)
 
 
-def test_counts_are_exact(by_kernel):
-  _check_counts(by_kernel)
-
-
-@pytest.mark.parametrize('platform', ['cpu', 'gpu'])
-def test_counts_of_other_platforms_are_exact(platform):
-  """Also among neighboring floats, which only the last pass tells apart."""
-
-  def filter_fn(probs, top_k):
-    return np.asarray(_filtered_by(platform)(probs[:, None], _values(len(probs), top_k=top_k)))[:, 0]
-
-  _check_counts(filter_fn)
-
-
-def test_all_filters_at_once_keep_what_the_plain_form_keeps(by_kernel):
+def test_all_filters_at_once_keep_what_the_plain_form_keeps(filter_rows_by):
   probs = np.float32(np.random.default_rng(0).dirichlet(np.full(700, 0.1), 30))
   own = dict(
     top_k=np.arange(30) * 7 % 60, top_p=np.linspace(0.1, 1, 30, dtype=np.float32), min_p=np.float32([0, 0.1, 0.3] * 10)
   )
   plain = np.asarray(_filtered_by('cpu')(probs[:, None], _values(30, **own)))[:, 0]
-  found = by_kernel(probs, **own)
-  np.testing.assert_array_equal(found > 0, plain > 0)
-  np.testing.assert_allclose(found, plain, rtol=2e-6)
+  kept = filter_rows_by(probs, **own)
+  np.testing.assert_array_equal(kept > 0, plain > 0)
+  np.testing.assert_allclose(kept, plain, rtol=2e-6)
   few = {name: values[:3] for name, values in own.items()}
-  np.testing.assert_array_equal(by_kernel(probs[:3], **few), found[:3])
+  np.testing.assert_array_equal(filter_rows_by(probs[:3], **few), kept[:3])
 
 
-@pytest.mark.parametrize('platform', ['cpu', 'gpu', 'tpu'])
-def test_rows_without_filters_stay_as_they_are(platform):
+def test_rows_without_filters_stay_as_they_are(filter_rows_by):
   """To the bit, and also one that is not a distribution, which must be seen by whoever reads it."""
   probs = np.array(rows_of_many_shapes(300))
   probs[3] = np.nan
-  own = dict(top_k=np.where(np.arange(len(probs)) == 1, 5, 0), top_p=np.where(np.arange(len(probs)) == 4, 0.5, 1.0))
-  found = np.asarray(_filtered_by(platform)(probs[:, None], _values(len(probs), **own)))[:, 0]
-  unused = np.delete(np.arange(len(probs)), [1, 4])
-  np.testing.assert_array_equal(found[unused], probs[unused])
-  assert ((found[[1, 4]] > 0).sum(1) < (probs[[1, 4]] > 0).sum(1)).all()
-
-
-def test_kernels_leave_rows_without_filters_as_they_are(by_kernel):
-  probs = np.array(rows_of_many_shapes(300))
-  probs[3] = np.nan
   is_used = np.arange(len(probs)) % 2 == 0
-  found = by_kernel(probs, top_p=np.where(is_used, np.float32(0.9), 1), min_p=np.where(is_used, np.float32(0.2), 0))
-  np.testing.assert_array_equal(found[~is_used], probs[~is_used])
-  np.testing.assert_allclose(found[is_used].sum(1), 1, rtol=2e-6)
+  top_p, min_p = np.where(is_used, np.float32(0.9), 1), np.where(is_used, np.float32(0.2), 0)
+  kept = filter_rows_by(probs, top_k=np.where(np.arange(len(probs)) == 4, 5, 0), top_p=top_p, min_p=min_p)
+  np.testing.assert_array_equal(kept[~is_used], probs[~is_used])
+  np.testing.assert_allclose(kept[is_used].sum(1), 1, rtol=2e-6)
 
 
 def test_rows_too_long_for_the_kernel_have_the_plain_form(monkeypatch):

@@ -103,6 +103,11 @@ def test_large_kernels_are_packed_once(dtype):
   assert kernels_for_decoding(fast) is fast
   rows = jax.random.normal(jax.random.key(0), (2, 3, 48), dtype)
   np.testing.assert_allclose(matmul(rows, fast['a']['kernel']), matmul(rows, kernel), rtol=1e-4, atol=1e-4)
+  # A kernel stays on its device.
+  placed = jax.device_put(kernel, jax.devices()[-1])
+  assert native.pack(placed).committed
+  assert native.pack(placed).devices() == placed.devices()
+  assert not native.pack(kernel).committed
 
 
 @needs_native
@@ -113,14 +118,6 @@ def test_small_kernels_of_16_bits_are_packed(monkeypatch, dtype, is_packed):
   fast = kernels_for_decoding(kernels)
   assert isinstance(fast['small']['kernel'], PackedKernel) == is_packed
   assert not isinstance(fast['tiny']['kernel'], PackedKernel)
-
-
-@needs_native
-def test_kernels_stay_on_their_device():
-  kernel = jax.device_put(jnp.ones((96, 96)), jax.devices()[-1])
-  assert native.pack(kernel).committed
-  assert native.pack(kernel).devices() == kernel.devices()
-  assert not native.pack(jnp.ones((96, 96))).committed
 
 
 @needs_native

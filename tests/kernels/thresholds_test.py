@@ -25,38 +25,35 @@ def _by_sorting(probs, goal, weights):
   return 0.0
 
 
-@pytest.mark.parametrize('form', _FORMS.values(), ids=_FORMS)
-@pytest.mark.parametrize('is_weighted', [False, True])
-@pytest.mark.parametrize('vocab_size', [24, 64])  # a multiple of the parts of a sum, and none
-def test_every_form_keeps_what_sorting_keeps(form, is_weighted, vocab_size):
+def _eighths(vocab_size):
+  """Of which sums are exact; with ties and zeros, and the last row asks for more than there is."""
   rng = np.random.default_rng(0)
-  # Eighths and sums of them are exact; there are ties and zeros, and the last rows ask for more than there is.
-  probs = np.float32(rng.integers(0, 9, (3, 5, vocab_size)) / 8)
-  weights = probs if is_weighted else np.ones_like(probs)
-  goal = np.float32(rng.integers(1, 8, (3, 5)))
-  goal[-1] = 100
-  found = np.asarray(jax.jit(form, static_argnames='is_weighted')(probs, goal, is_weighted=is_weighted))
-  assert found.shape == (3, 5, 1)
-  expected = np.array([_by_sorting(*row) for row in zip(*(x.reshape(15, -1) for x in (probs, goal, weights)))])
-  kept = probs >= found
-  np.testing.assert_array_equal(kept, probs >= expected.reshape(3, 5, 1))
-  np.testing.assert_array_equal(found[-1], 0)
-  assert not kept.all()
+  probs = np.float32(rng.integers(0, 9, (15, vocab_size)) / 8)
+  goal = np.append(rng.integers(1, 8, 14), 100)
+  return probs, lambda weights: goal
 
 
+def _many_sizes():
+  """Multiples of 2^-24 whose sums are exact in any order, some of them neighboring floats."""
+  sizes = np.int64(2.0 ** np.random.default_rng(2).uniform(0, 17, (6, 1000)))
+  sizes[:, :40] = 2**16 + np.arange(40)
+  return np.float32(sizes / 2**24), lambda weights: weights.sum(-1) * [0.999, 0.95, 0.9, 0.5, 0.1, 0.001]
+
+
+# 64 tokens are a multiple of the parts of a sum, 24 are none.
+@pytest.mark.parametrize('case', [_eighths(24), _eighths(64), _many_sizes()], ids=['24', '64', 'many sizes'])
 @pytest.mark.parametrize('form', _FORMS.values(), ids=_FORMS)
 @pytest.mark.parametrize('is_weighted', [False, True])
-def test_thresholds_among_probabilities_of_many_sizes_and_neighboring_ones(form, is_weighted):
-  """Multiples of 2^-24 whose sums are exact in any order, some of them neighboring floats."""
-  rng = np.random.default_rng(2)
-  sizes = np.int64(2.0 ** rng.uniform(0, 17, (6, 1000)))
-  sizes[:, :40] = 2**16 + np.arange(40)
-  probs = np.float32(sizes / 2**24)
+def test_every_form_keeps_what_sorting_keeps(form, is_weighted, case):
+  probs, goals_of = case
   weights = probs if is_weighted else np.ones_like(probs)
-  goal = np.float32(weights.sum(-1) * [0.999, 0.95, 0.9, 0.5, 0.1, 0.001])
+  goal = np.float32(goals_of(weights))
   found = np.asarray(jax.jit(form, static_argnames='is_weighted')(probs, goal, is_weighted=is_weighted))
+  assert found.shape == (len(probs), 1)
   expected = np.array([_by_sorting(*row) for row in zip(probs, goal, weights)])
   np.testing.assert_array_equal(probs >= found, probs >= expected[:, None])
+  assert not (probs >= found).all()
+  np.testing.assert_array_equal(found[goal > weights.sum(-1)], 0)
 
 
 @pytest.mark.parametrize('form', _FORMS.values(), ids=_FORMS)
@@ -70,13 +67,8 @@ def test_a_bound_from_below_changes_nothing(form, is_weighted):
   expected = np.asarray(search(probs, goal))
   # The threshold itself, the largest number below it, one far below, one between two of its tokens, 0.
   ranked = np.sort(probs, axis=-1)
-  for bound in (
-    expected,
-    np.nextafter(expected, np.float32(0)),
-    ranked[:, 500:501],
-    ranked[:, 700:701] * 1.0001,
-    0 * expected,
-  ):
+  below = np.nextafter(expected, np.float32(0))
+  for bound in (expected, below, ranked[:, 500:501], ranked[:, 700:701] * 1.0001, 0 * expected):
     weight = np.sum(np.where(probs >= bound, weights, 0), axis=-1, dtype=np.float32)
     assert (weight >= goal).all()
     found = np.asarray(search(probs, goal, above=(jnp.asarray(bound), jnp.asarray(weight))))

@@ -86,12 +86,7 @@ def _kept_plainly(first, second, params, *, rows):
 # Neighbors in both tables, more than eight of them; rows far from each other, and again; more runs than a loop takes.
 @pytest.mark.parametrize(
   'rows',
-  [
-    (range(11), range(2, 13)),
-    ((0, 1, 2, 5, 6, 3), (4, 5, 6, 7, 8, 4)),
-    (range(20), range(20)[::-1]),
-    ((7,), (0,)),
-  ],
+  [(range(11), range(2, 13)), ((0, 1, 2, 5, 6, 3), (4, 5, 6, 7, 8, 4)), (range(20), range(20)[::-1]), ((7,), (0,))],
 )
 @pytest.mark.parametrize('vocab_size', [128, 1408])
 def test_the_kernel_reads_rows_in_place(kernels, rows, vocab_size):

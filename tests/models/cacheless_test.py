@@ -36,12 +36,12 @@ def _without_cache(model):
 
 def test_fewest_texts():
   """Two chains of two share the root only; in a tree a text for each leaf."""
-  paths, found = _fewest_texts(TokenTree.chains(2, 2).ancestors)
+  paths, places = _fewest_texts(TokenTree.chains(2, 2).ancestors)
   assert sorted(paths.tolist()) == [[0, 1, 3], [0, 2, 4]]
   for tree in (TokenTree.prefix((2, 3, 1)), TokenTree.chains(1, 5), TokenTree.from_parents((0, 0, 0, 1, 1, 2, 3, 3))):
-    paths, found = _fewest_texts(tree.ancestors)
+    paths, places = _fewest_texts(tree.ancestors)
     assert len(paths) == (tree.num_children == 0).sum()
-    for node, (path, place) in enumerate(found):
+    for node, (path, place) in enumerate(places):
       assert paths[path, : place + 1].tolist() == np.flatnonzero(tree.ancestors[node]).tolist()
 
 
@@ -66,8 +66,8 @@ def test_logits_are_those_with_a_cache(target):
   known = jax.jit(lambda model, prompts: calls.__wrapped__(model, prompts, tree.ancestors))
   expected = known(target, _PROMPTS)
   padded = np.where(np.arange(6) < _LENGTHS[:, None], _PROMPTS, 10**6)
-  for found in (known(_without_cache(target), padded), calls(_without_cache(target), padded, tree.ancestors)):
-    for one, other in zip(found, expected):
+  for logits in (known(_without_cache(target), padded), calls(_without_cache(target), padded, tree.ancestors)):
+    for one, other in zip(logits, expected):
       np.testing.assert_allclose(one, other, atol=1e-4)
 
 
@@ -106,10 +106,10 @@ def test_a_round_takes_one_text_for_each_leaf(tree, num_texts):
   seen.clear()
   options = {'method': 'specinfer', 'tree': tree, 'max_new_tokens': 5}
   prompts, lengths = np.array([[1, 0], [2, 3], [4, 0]]), np.array([1, 2, 1])
-  found = spectr_jax.generate(jax.random.key(1), model, table.table_model(logits), prompts, lengths, **options)
+  result = spectr_jax.generate(jax.random.key(1), model, table.table_model(logits), prompts, lengths, **options)
   assert seen[-1] == (num_texts, 9)
   expected = spectr_jax.generate(jax.random.key(1), *[table.table_model(logits)] * 2, prompts, lengths, **options)
-  np.testing.assert_array_equal(found.tokens, expected.tokens)
+  np.testing.assert_array_equal(result.tokens, expected.tokens)
 
 
 def _by_mean(tokens):

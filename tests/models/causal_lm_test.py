@@ -72,6 +72,13 @@ def _logits(model, prompts, tokens, texts):
   return whole, tree, steps
 
 
+def _plain(model, tokens):
+  """A call on whole texts from their first tokens on, with an empty cache."""
+  causal = jnp.tril(jnp.ones((tokens.shape[1],) * 2, bool))
+  positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+  return _apply(model, tokens, positions, causal, model.init_cache_fn(len(tokens), 16))
+
+
 @pytest.mark.parametrize('name', slow_but(_QUICK, SPECS))
 def test_cached_logits_are_those_of_the_whole_text(name):
   prompts, tokens, texts, lengths = _texts()
@@ -97,10 +104,7 @@ def test_hidden_states_of_whole_texts(name):
     return model.unembed_fn(params, hidden), pull(place)[0]
 
   logits, gradient = run(model.params)
-  positions = jnp.broadcast_to(jnp.arange(texts.shape[1]), texts.shape)
-  causal = jnp.tril(jnp.ones((texts.shape[1],) * 2, bool))
-  expected = _apply(model, texts, positions, causal, model.init_cache_fn(len(texts), 1)).logits
-  np.testing.assert_allclose(logits, expected, atol=TOLERANCE, rtol=0)
+  np.testing.assert_allclose(logits, _plain(model, texts).logits, atol=TOLERANCE, rtol=0)
   moved = np.abs(gradient).max(1) > 0
   assert moved[texts[0, 5]]
   assert set(np.flatnonzero(moved)) <= set(texts[0, :6])
@@ -112,16 +116,11 @@ def test_every_family_is_tested():
 
 def test_a_window_hides_what_is_before_it():
   """The logits of the last token depend on no token that all windows together cannot reach, and on others."""
-  model = _model('mistral')  # two layers of windows of 4: six tokens back
-
-  def apply(tokens):
-    causal = jnp.tril(jnp.ones((9, 9), bool))
-    return _apply(model, tokens, jnp.arange(9)[None], causal, model.init_cache_fn(1, 1)).logits[0, -1]
-
-  tokens = jnp.arange(9)[None]
-  logits = apply(tokens)
-  np.testing.assert_array_equal(apply(tokens.at[0, :2].set(20)), logits)
-  assert np.abs(apply(tokens.at[0, 2].set(20)) - logits).max() > 1e-4
+  model, tokens = _model('mistral'), jnp.arange(9)[None]  # two layers of windows of 4: six tokens back
+  texts = tokens, tokens.at[0, :2].set(20), tokens.at[0, 2].set(20)
+  logits, same, other = (_plain(model, text).logits[0, -1] for text in texts)
+  np.testing.assert_array_equal(same, logits)
+  assert np.abs(other - logits).max() > 1e-4
 
 
 def test_copies_of_heads_change_nothing():
@@ -136,17 +135,14 @@ def test_copies_of_heads_change_nothing():
   wide = causal_lm(jax.tree_util.tree_map_with_path(repeat, params), copied)
   assert wide.init_cache_fn(1, 4).keys[0].shape[1] == 4
   assert copied.num_params == config.num_params
-  call = jnp.arange(5)[None], jnp.arange(5)[None], jnp.tril(jnp.ones((5, 5), bool))
-  found, expected = (_apply(model, *call, model.init_cache_fn(1, 4)).logits for model in (wide, _model('llama')))
-  np.testing.assert_allclose(found, expected, atol=TOLERANCE, rtol=0)
+  copied_logits, expected = (_plain(model, jnp.arange(5)[None]).logits for model in (wide, _model('llama')))
+  np.testing.assert_allclose(copied_logits, expected, atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize('name', ['gemma2', 'gpt2'])
 def test_what_drafters_share(name):
-  model = _model(name)
-  tokens = jnp.array([[1, 2, 3]])
-  call = tokens, jnp.arange(3)[None], jnp.tril(jnp.ones((3, 3), bool)), model.init_cache_fn(1, 4)
-  output = _apply(model.with_features((0, -1)), *call)
+  model, tokens = _model(name), jnp.array([[1, 2, 3]])
+  output = _plain(model.with_features((0, -1)), tokens)
   np.testing.assert_array_equal(model.unembed_fn(model.params, output.features[:, :, 1]), output.logits)
   if name == 'gpt2':  # learned positions are part of what is embedded
     assert model.embed_fn is None
@@ -157,28 +153,22 @@ def test_what_drafters_share(name):
 
 
 def test_parameters_are_of_one_dtype():
-  config = dataclasses.replace(LLAMA, dtype='bfloat16')
-  model = causal_lm(_model('llama').params, config)
+  model = causal_lm(_model('llama').params, dataclasses.replace(LLAMA, dtype='bfloat16'))
   assert {leaf.dtype for leaf in jax.tree.leaves(model.params)} == {jnp.dtype('bfloat16')}
-  output = _apply(model, jnp.array([[1]]), jnp.array([[0]]), jnp.ones((1, 1), bool), model.init_cache_fn(1, 4))
+  output = _plain(model, jnp.array([[1]]))
   assert output.logits.dtype == jnp.float32
   assert output.cache.keys[0].dtype == jnp.bfloat16
 
 
+_FORMS = ('float32', 'native'), ('bfloat16', 'units'), *(
+  slow(*each) for each in (('float32', 'xla'), ('bfloat16', 'native'), ('bfloat16', 'xla'))
+)  # fmt: skip
+
+
 # Products in C++, and those of XLA on processors with units for bfloat16 products and on others.
-@pytest.mark.parametrize(
-  ('dtype', 'form'),
-  [
-    ('float32', 'native'),
-    slow('float32', 'xla'),
-    slow('bfloat16', 'native'),
-    ('bfloat16', 'units'),
-    slow('bfloat16', 'xla'),
-  ],
-)
-@pytest.mark.parametrize(
-  'name', slow_but(['llama', 'gpt2'], ['llama', 'gemma2', 'qwen2', 'gpt2'])
-)  # tied and not, with biases, without gates
+@pytest.mark.parametrize(('dtype', 'form'), _FORMS)
+# Tied and not, with biases, without gates.
+@pytest.mark.parametrize('name', slow_but(['llama', 'gpt2'], ['llama', 'gemma2', 'qwen2', 'gpt2']))
 def test_a_model_for_decoding_has_the_same_logits(name, dtype, form, monkeypatch):
   monkeypatch.setattr(products, 'LARGE', 1)
   monkeypatch.setattr(products, 'multiplies_bfloat16', lambda: form == 'units')
@@ -202,29 +192,30 @@ def test_a_model_for_decoding_has_the_same_logits(name, dtype, form, monkeypatch
     tokens = jnp.arange(num_tokens)[None]
     if model.embed_fn is not None:
       np.testing.assert_array_equal(fast.embed_fn(fast.params, tokens), model.embed_fn(model.params, tokens))
-    mask = jnp.tril(jnp.ones((num_tokens, num_tokens), bool))
-    call = tokens, jnp.arange(num_tokens)[None], mask, model.init_cache_fn(1, 16)
     tolerance = TOLERANCE if dtype == 'float32' else 0.05
-    np.testing.assert_allclose(_apply(fast, *call).logits, _apply(model, *call).logits, atol=tolerance)
+    np.testing.assert_allclose(_plain(fast, tokens).logits, _plain(model, tokens).logits, atol=tolerance)
 
 
 def test_activations_are_rounded_once():
   config = dataclasses.replace(LLAMA, dtype='bfloat16')
   x = jnp.linspace(-4, 4, 64).reshape(1, 64, 1).astype('bfloat16')
   one = {'kernel': jnp.ones((1, 1), 'bfloat16')}
-  found = jax.jit(lambda x: mlp({'gate': one, 'up': one, 'down': one}, config, x))(x)
+  outputs = jax.jit(lambda x: mlp({'gate': one, 'up': one, 'down': one}, config, x))(x)
   unit = jax.nn.silu(np.float32(x)).astype('bfloat16')
-  np.testing.assert_array_equal(found, (unit * x).astype('bfloat16'))
+  np.testing.assert_array_equal(outputs, (unit * x).astype('bfloat16'))
 
 
 def test_a_float32_cache_holds_the_keys_of_a_bfloat16_model():
-  found = {}
+  made = {}
   for cache_dtype in (None, 'float32'):
     config = dataclasses.replace(LLAMA, dtype='bfloat16', cache_dtype=cache_dtype)
     model = causal_lm(_model('llama').params, config)
     cache, _ = model.prefill(jnp.array([[1, 2, 3]]), jnp.array([3]), model.init_cache_fn(1, 4))
-    found[cache_dtype] = cache, _apply(model, jnp.array([[4]]), jnp.array([[3]]), jnp.ones((1, 1), bool), cache).logits
-  (narrow, narrow_logits), (wide, wide_logits) = found.values()
+    made[cache_dtype] = (
+      cache,
+      _apply(model, jnp.array([[4]]), jnp.array([[3]]), jnp.ones((1, 1), bool), cache).logits,
+    )
+  (narrow, narrow_logits), (wide, wide_logits) = made.values()
   assert (narrow.keys[0].dtype, wide.keys[0].dtype) == (jnp.bfloat16, jnp.float32)
   np.testing.assert_array_equal(wide.keys[0], narrow.keys[0].astype(jnp.float32))
   np.testing.assert_allclose(wide_logits, narrow_logits, atol=0.02 * np.abs(narrow_logits).max())
@@ -261,13 +252,14 @@ def test_equal_configurations_share_programs():
 
 def test_wrong_parameters_are_refused():
   params = _model('llama').params
-  with pytest.raises(ValueError, match=r'unembedding must be \(16, 33\), got \(16, 32\)|embedding must be \(33'):
-    causal_lm(params, dataclasses.replace(LLAMA, vocab_size=33))
-  with pytest.raises(ValueError, match='layer_1/attention/k/kernel must be absent'):
-    causal_lm(params, dataclasses.replace(LLAMA, num_layers=1))
   without = {name: value for name, value in params.items() if name != 'final_norm'}
-  with pytest.raises(ValueError, match='final_norm/gain must be .* got nothing'):
-    causal_lm(without, LLAMA)
+  for own, config, message in (
+    (params, dataclasses.replace(LLAMA, vocab_size=33), r'unembedding must be \(16, 33\), got|embedding must be \(33'),
+    (params, dataclasses.replace(LLAMA, num_layers=1), 'layer_1/attention/k/kernel must be absent'),
+    (without, LLAMA, 'final_norm/gain must be .* got nothing'),
+  ):
+    with pytest.raises(ValueError, match=message):
+      causal_lm(own, config)
 
 
 @pytest.mark.parametrize(
@@ -284,6 +276,5 @@ def test_wrong_parameters_are_refused():
   ],
 )
 def test_config_is_validated(change, message):
-  fields = {field.name: getattr(LLAMA, field.name) for field in dataclasses.fields(LLAMA)}
   with pytest.raises(ValueError, match=message):
-    CausalLMConfig(**{**fields, **change})
+    dataclasses.replace(LLAMA, **change)

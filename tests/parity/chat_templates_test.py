@@ -4,8 +4,8 @@ import pytest
 import tiny_hub
 
 from spectr_jax.io.hub.chat_template import ChatTemplate
-from spectr_jax.io.hub.gguf_file import GgufFile
 from spectr_jax.io.hub.hub_tokenizer import HubTokenizer
+from spectr_jax.io.load import GgufFile
 
 pytestmark = pytest.mark.parity
 
@@ -144,10 +144,7 @@ def test_a_real_model(smollm2):
   """SmolLM2's own template, tokenizer and special tokens, with the ids of transformers for the same file."""
   transformers = pytest.importorskip('transformers', reason='needs the extra parity')
   reference = transformers.AutoTokenizer.from_pretrained(str(smollm2.parent), gguf_file=smollm2.name)
-  file = GgufFile(smollm2)
-  tokenizer = HubTokenizer.from_parts(
-    file.tokenizer(), bos_id=file.bos_id, eos_ids=file.eos_ids, add_bos=file.add_bos, chat_template=file.chat_template
-  )
+  tokenizer = GgufFile(smollm2).tokenizer()
   for messages in _CONVERSATIONS.values():
     wanted = reference.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert tokenizer.encode_chat(messages) == wanted

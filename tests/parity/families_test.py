@@ -48,55 +48,28 @@ _GPT_NEOX = {'num_key_value_heads': None}
 _GPT2 = {
   'vocab_size': 61, 'n_embd': 32, 'n_layer': 3, 'n_head': 4, 'n_positions': 64, 'bos_token_id': 1, 'eos_token_id': 2,
 }  # fmt: skip
-# Name -> class of the configuration, class of the model, what differs from SIZES.
+_YARN = {'rope_type': 'yarn', 'rope_theta': 1e4, 'factor': 4.0, 'original_max_position_embeddings': 16}
+_LINEAR = {'rope_type': 'linear', 'rope_theta': 1e5, 'factor': 4.0}
+_BIASED = {'tie_word_embeddings': True, 'attention_bias': True, 'mlp_bias': True, 'head_dim': 12}
+_CAPPED = _GEMMA | {'attn_logit_softcapping': 2.0, 'final_logit_softcapping': 3.0}
+# Name -> class of the model, and what differs from SIZES.
 CASES = {
-  'llama': ('LlamaConfig', 'LlamaForCausalLM', {}),
-  'llama_tied_biased': (
-    'LlamaConfig',
-    'LlamaForCausalLM',
-    {'tie_word_embeddings': True, 'attention_bias': True, 'mlp_bias': True, 'head_dim': 12},
-  ),
-  'llama_llama3': ('LlamaConfig', 'LlamaForCausalLM', {'rope_parameters': _LLAMA3}),
-  'llama_linear': (
-    'LlamaConfig',
-    'LlamaForCausalLM',
-    {'rope_parameters': {'rope_type': 'linear', 'rope_theta': 1e5, 'factor': 4.0}},
-  ),
-  'llama_divisors': ('LlamaConfig', 'LlamaForCausalLM', {'rope_parameters': _DIVISORS}),
-  'llama_yarn': (
-    'LlamaConfig',
-    'LlamaForCausalLM',
-    {
-      'rope_parameters': {
-        'rope_type': 'yarn',
-        'rope_theta': 1e4,
-        'factor': 4.0,
-        'original_max_position_embeddings': 16,
-      }  # fmt: skip
-    },
-  ),
-  'mistral': ('MistralConfig', 'MistralForCausalLM', {'sliding_window': 5}),
-  'qwen2': ('Qwen2Config', 'Qwen2ForCausalLM', {'tie_word_embeddings': True}),
-  'qwen2_windows': (
-    'Qwen2Config',
-    'Qwen2ForCausalLM',
-    {'use_sliding_window': True, 'sliding_window': 4, 'max_window_layers': 1},
-  ),
-  'qwen3': ('Qwen3Config', 'Qwen3ForCausalLM', {'head_dim': 12}),
-  'gemma': ('GemmaConfig', 'GemmaForCausalLM', {'head_dim': 12}),
-  'gemma2': (
-    'Gemma2Config',
-    'Gemma2ForCausalLM',
-    {**_GEMMA, 'attn_logit_softcapping': 2.0, 'final_logit_softcapping': 3.0},
-  ),
-  'gemma3': (
-    'Gemma3TextConfig',
-    'Gemma3ForCausalLM',
-    {**_GEMMA, 'rope_parameters': _TWO_ROPES, 'sliding_window_pattern': 3},
-  ),
-  'gpt_neox': ('GPTNeoXConfig', 'GPTNeoXForCausalLM', _GPT_NEOX),
-  'gpt_neox_sequential': ('GPTNeoXConfig', 'GPTNeoXForCausalLM', {**_GPT_NEOX, 'use_parallel_residual': False}),
-  'gpt2': ('GPT2Config', 'GPT2LMHeadModel', None),
+  'llama': ('LlamaForCausalLM', {}),
+  'llama_tied_biased': ('LlamaForCausalLM', _BIASED),
+  'llama_llama3': ('LlamaForCausalLM', {'rope_parameters': _LLAMA3}),
+  'llama_linear': ('LlamaForCausalLM', {'rope_parameters': _LINEAR}),
+  'llama_divisors': ('LlamaForCausalLM', {'rope_parameters': _DIVISORS}),
+  'llama_yarn': ('LlamaForCausalLM', {'rope_parameters': _YARN}),
+  'mistral': ('MistralForCausalLM', {'sliding_window': 5}),
+  'qwen2': ('Qwen2ForCausalLM', {'tie_word_embeddings': True}),
+  'qwen2_windows': ('Qwen2ForCausalLM', {'use_sliding_window': True, 'sliding_window': 4, 'max_window_layers': 1}),
+  'qwen3': ('Qwen3ForCausalLM', {'head_dim': 12}),
+  'gemma': ('GemmaForCausalLM', {'head_dim': 12}),
+  'gemma2': ('Gemma2ForCausalLM', _CAPPED),
+  'gemma3': ('Gemma3ForCausalLM', {**_GEMMA, 'rope_parameters': _TWO_ROPES, 'sliding_window_pattern': 3}),
+  'gpt_neox': ('GPTNeoXForCausalLM', _GPT_NEOX),
+  'gpt_neox_sequential': ('GPTNeoXForCausalLM', {**_GPT_NEOX, 'use_parallel_residual': False}),
+  'gpt2': ('GPT2LMHeadModel', None),
 }
 TREE = TokenTree((0, 0, 1, 1, 2, 4))  # depths 0, 1, 1, 2, 2, 2, 3
 LENGTHS = np.array([11, 7, 1])
@@ -104,14 +77,18 @@ LENGTHS = np.array([11, 7, 1])
 TOLERANCE = {'float32': 1e-4, 'bfloat16': 0.05}
 
 
+def _class_and_config(name):
+  model_name, differences = CASES[name]
+  model_class, sizes = getattr(transformers, model_name), _GPT2 if differences is None else {**SIZES, **differences}
+  return model_class, model_class.config_class(**{k: v for k, v in sizes.items() if v is not None})
+
+
 @pytest.fixture(scope='module', params=CASES)
 def case(request, tmp_path_factory):
   """The reference, and the folder that it was saved to."""
-  config_class, model_class, differences = CASES[request.param]
-  sizes = _GPT2 if differences is None else {**SIZES, **differences}
-  config = getattr(transformers, config_class)(**{k: v for k, v in sizes.items() if v is not None})
+  model_class, config = _class_and_config(request.param)
   torch.manual_seed(0)
-  reference = getattr(transformers, model_class)._from_config(config, attn_implementation='eager').eval()
+  reference = model_class._from_config(config, attn_implementation='eager').eval()
   with torch.no_grad():
     for name, parameter in reference.named_parameters():
       if name.endswith(('bias', 'norm.weight')) or parameter.ndim == 1:
@@ -150,6 +127,16 @@ def _prefill(model, prompts, lengths):
   return model.prefill(prompts, lengths, model.init_cache_fn(prompts.shape[0], 24))[0]
 
 
+def _assert_same_logits_of_prompts(model, reference, dtype):
+  """Of whole prompts, ragged: what stands behind a row's end does not count."""
+  prompts, _, _ = _texts()
+  expected = _reference_logits(reference, [row[:n] for row, n in zip(prompts.tolist(), LENGTHS)])
+  positions = jnp.broadcast_to(jnp.arange(prompts.shape[1]), prompts.shape)
+  causal = jnp.tril(jnp.ones((prompts.shape[1],) * 2, bool))
+  logits = jax.jit(Model.apply)(model, prompts, positions, causal, model.init_cache_fn(3, 24)).logits
+  _assert_near(logits[np.arange(3), LENGTHS - 1], expected, dtype)
+
+
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 def test_prompts_trees_and_steps_have_the_references_logits(case, dtype):
   reference, folder = case
@@ -157,13 +144,8 @@ def test_prompts_trees_and_steps_have_the_references_logits(case, dtype):
   assert {leaf.dtype for leaf in jax.tree.leaves(model.params)} == {jnp.dtype(dtype)}
   reference = copy.deepcopy(reference).to(getattr(torch, dtype))
   prompts, tokens, texts = _texts()
-  causal = jnp.tril(jnp.ones((prompts.shape[1],) * 2, bool))
   apply = jax.jit(Model.apply)
-  # Whole prompts, ragged: what stands behind a row's end does not count.
-  positions = jnp.broadcast_to(jnp.arange(prompts.shape[1]), prompts.shape)
-  logits = apply(model, prompts, positions, causal, model.init_cache_fn(3, 24)).logits
-  expected = _reference_logits(reference, [row[:n] for row, n in zip(prompts.tolist(), LENGTHS)])
-  _assert_near(logits[np.arange(3), LENGTHS - 1], expected, dtype)
+  _assert_same_logits_of_prompts(model, reference, dtype)
   # A tree after them.
   expected = _reference_logits(reference, texts).reshape(3, 7, -1)
   cache = _prefill(model, prompts, LENGTHS)
@@ -217,28 +199,21 @@ def test_some_layers_written_here_are_read_there(case, tmp_path):
 @pytest.mark.parametrize('name', ['llama', 'qwen3', 'gemma', 'gemma3', 'gpt_neox', 'gpt2'])
 def test_a_stored_head_beside_a_tied_embedding(name, differs, tmp_path):
   """The reference keeps a head that differs, and says so."""
-  config_class, model_class, differences = CASES[name]
-  sizes = _GPT2 if differences is None else {**SIZES, **differences}
-  config = getattr(transformers, config_class)(**{k: v for k, v in sizes.items() if v is not None})
+  model_class, config = _class_and_config(name)
   config.tie_word_embeddings = False
   torch.manual_seed(0)
-  whole = getattr(transformers, model_class)._from_config(config, attn_implementation='eager')
+  whole = model_class._from_config(config, attn_implementation='eager')
   if not differs:
     whole.get_output_embeddings().weight.data = whole.get_input_embeddings().weight.data.clone()
   whole.config.tie_word_embeddings = True
   state = {key: tensor.clone().contiguous() for key, tensor in whole.state_dict().items()}
-  whole.config.architectures = [model_class]
+  whole.config.architectures = [model_class.__name__]
   whole.config.save_pretrained(tmp_path)
   safetensors.save_file(state, tmp_path / 'model.safetensors', metadata={'format': 'pt'})
-  reference = getattr(transformers, model_class).from_pretrained(tmp_path, attn_implementation='eager').eval()
+  reference = model_class.from_pretrained(tmp_path, attn_implementation='eager').eval()
   is_tied = reference.get_output_embeddings().weight is reference.get_input_embeddings().weight
   assert is_tied != differs
   with pytest.warns(UserWarning, match='hold different numbers') if differs else contextlib.nullcontext():
     model = load_hub_model(tmp_path, dtype='float32')
   assert ('unembedding' in model.params) == differs
-  prompts, _, _ = _texts()
-  expected = _reference_logits(reference, [row[:n] for row, n in zip(prompts.tolist(), LENGTHS)])
-  positions = jnp.broadcast_to(jnp.arange(prompts.shape[1]), prompts.shape)
-  causal = jnp.tril(jnp.ones((prompts.shape[1],) * 2, bool))
-  logits = jax.jit(Model.apply)(model, prompts, positions, causal, model.init_cache_fn(3, 24)).logits
-  _assert_near(logits[np.arange(3), LENGTHS - 1], expected, 'float32')
+  _assert_same_logits_of_prompts(model, reference, 'float32')

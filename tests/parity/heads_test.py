@@ -4,22 +4,17 @@ The reference is written from the papers and keeps nothing between rounds: it re
 the hidden states of the target behind it, then its own guesses with its own.
 """
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from published_heads import HEADS, HEADS_BY_NAME, IDS, KV_HEADS, LAYERS, D, V, arrays_of, tiny_target, write_head
 
-import spectr_jax
-from spectr_jax import SamplingParams, TokenTree
-from spectr_jax.engine.loop import noise_keys, propose, run_round
-from spectr_jax.engine.state import init_decode
+from spectr_jax import load_drafter
+from tests.parity.rounds import TEMPERATURE, features_of, played
 
 torch = pytest.importorskip('torch', reason='needs the extra parity')
 pytestmark = [pytest.mark.parity, pytest.mark.usefixtures('highest')]
 
 LENGTH = 5
-TEMPERATURE = 4.0  # so that no probability vanishes in float32
 HEAD_DIM = D // HEADS
 
 
@@ -142,14 +137,7 @@ class Mtp:
 
 
 def recurrent_logits(head, text, features, guesses):
-  """Logits `[L, V]` after the text and after each guess but the last.
-
-  Args:
-    head: The reference.
-    text: The S tokens that are committed.
-    features: `[S - 1, F, D]`, the target's hidden states of all tokens but the last.
-    guesses: The L guesses.
-  """
+  """Logits `[L, V]` of a reference after the committed tokens, and after each of L guesses but the last."""
   hidden = list(head.fuse(features))
   tokens, found = list(text[1:]), []
   for guess in guesses:
@@ -184,42 +172,23 @@ _REFERENCES = {
 @pytest.mark.parametrize('name', _REFERENCES)
 def test_distributions_of_a_chain(tmp_path, name):
   target = tiny_target()
-  drafter = spectr_jax.load_drafter(write_head(tmp_path, name), target)
+  drafter = load_drafter(write_head(tmp_path, name), target)
   tensors = {key: torch.tensor(array) for key, array in arrays_of(name).items()}
   tensors = {key: x.double() if x.is_floating_point() else x for key, x in tensors.items()}
   embedding = torch.tensor(np.asarray(target.params['embedding'])).double()  # it is the output head as well
   reference = _REFERENCES[name](tensors, HEADS_BY_NAME[name][0], embedding, embedding)
   assert drafter.feature_layers == reference.layers
 
-  model, apply = target.with_features(reference.layers), jax.jit(spectr_jax.Model.apply)
-  tree = TokenTree.chains(1, LENGTH)
-  decoder = spectr_jax.Decoder.make(target, drafter, method='block', tree=tree, max_new_tokens=30, cache_size=48)
-  prompts = jax.random.randint(jax.random.key(3), (4, 9), 0, V)
-  lengths = jnp.array([9, 2, 5, 7])
-  state = init_decode(decoder, jax.random.key(2), prompts, lengths, sampling=SamplingParams(TEMPERATURE))
-  ours, num_partial = jax.jit(propose), 0
-  for _ in range(4):
-    proposal = ours(decoder, state, jax.jit(noise_keys)(decoder, state)[0])
-    for row in range(len(prompts)):
-      size = int(state.root_position[row]) + 1
-      text = np.concatenate([prompts[row, : lengths[row]], state.result.tokens[row]])[:size]
-      padded = jnp.pad(jnp.asarray(text), (0, 48 - size))[None]
-      causal = jnp.tril(jnp.ones((48, 48), bool))
-      features = apply(model, padded, jnp.arange(48)[None], causal, model.init_cache_fn(1, 1)).features
-      features = torch.tensor(np.asarray(features[0, : size - 1])).double()
-      guesses = np.asarray(proposal.tokens[row]).tolist()
+  read = features_of(target, reference.layers)
+  for _, rows in played(target, drafter, LENGTH, (9, 2, 5, 7)):
+    for text, guesses, probs in rows:
+      features = torch.tensor(np.asarray(read(text))).double()
       if name == 'medusa':
         logits = reference.all_logits(features)
       else:
-        logits = recurrent_logits(reference, text.tolist(), features, guesses)
-      logits = logits / TEMPERATURE
-      wanted, found = logits.log_softmax(-1).numpy(), np.asarray(proposal.probs[row])
+        logits = recurrent_logits(reference, text, features, guesses)
+      wanted = (logits / TEMPERATURE).log_softmax(-1).numpy()
       is_guessed = np.isfinite(wanted)
-      np.testing.assert_array_equal(found > 0, is_guessed)
-      # Beside float64. Processors add up in different orders, and one in dozens of laws is off by more than 1e-4.
-      np.testing.assert_allclose(found[is_guessed], np.exp(wanted[is_guessed]), rtol=5e-4, atol=0)
-    before = np.asarray(state.root_position)
-    state, _ = jax.jit(run_round)(decoder, state)
-    moved = np.asarray(state.root_position) - before
-    num_partial += ((moved > 1) & (moved <= LENGTH)).sum()
-  assert num_partial > 0
+      np.testing.assert_array_equal(probs > 0, is_guessed)
+      # Beside float64. Processors add up in different orders, and one distribution in dozens is off by more than 1e-4.
+      np.testing.assert_allclose(probs[is_guessed], np.exp(wanted[is_guessed]), rtol=5e-4, atol=0)

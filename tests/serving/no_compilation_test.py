@@ -10,7 +10,7 @@ from decode.serving.answer import Served
 from decode.serving.app import make_app
 from spectr_jax.engine.refill import _replace_rows
 from spectr_jax.engine.state import first_state
-from tests.serving.stub import NEW, make_worker
+from tests.serving.stub import NEW, make_worker, running
 
 _FILTERS = {'top_k': 3, 'top_p': 0.5, 'min_p': 0.1}
 _SUBSETS = [
@@ -47,8 +47,7 @@ def test_nothing_is_compiled_after_the_start(models, tokenizer):
   steps = []
   worker.compile(lambda *step: steps.append(step))
   assert steps[-1] == (len(steps) - 1, len(steps) - 1)
-  worker.start()
-  try:
+  with running(worker):
     served = Served(worker, tokenizer, 'tiny', NEW)
     served.prepare()
     client = TestClient(make_app(served))
@@ -62,5 +61,3 @@ def test_nothing_is_compiled_after_the_start(models, tokenizer):
     for number in (1, 2, 3, 9, 16):
       _ask(client, {'n': number})
     assert compiled == []
-  finally:
-    worker.stop()

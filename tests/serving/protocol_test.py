@@ -37,7 +37,7 @@ def test_what_asks_for_nothing_changes_nothing(body, more):
   assert _parse(body, more) == _parse(body, {})
 
 
-def test_what_asks_for_nothing_in_one_kind_of_request():
+def test_fields_of_one_kind_and_limits_and_sampling_agree():
   nothing = {'echo': False, 'add_generation_prompt': True, 'continue_final_message': False}
   assert _parse(_CHAT, nothing) == _parse(_CHAT, {})
   for body, add in ((_CHAT, False), (_COMPLETION, True)):
@@ -45,6 +45,16 @@ def test_what_asks_for_nothing_in_one_kind_of_request():
     with pytest.raises(RefusedError, match='add_special_tokens is not offered'):
       _parse(body, {'add_special_tokens': not add})
   assert _parse(_COMPLETION, {'n': 3, 'best_of': 3}) == _parse(_COMPLETION, {'n': 3})
+  assert _parse(_COMPLETION, {'max_tokens': 256, 'max_new_tokens': 150}).max_tokens == 150
+  assert _parse(_COMPLETION, {'max_tokens': 256, 'max_new_tokens': 1024}).max_tokens == 256
+  assert _parse(_COMPLETION, {'max_new_tokens': 7}).max_tokens == 7
+  assert _parse(_CHAT, {'max_completion_tokens': 9, 'max_new_tokens': 7}).max_tokens == 7
+  with pytest.raises(RefusedError, match='different'):
+    _parse(_CHAT, {'max_completion_tokens': 9, 'max_tokens': 7})
+  assert _parse(_COMPLETION, {'temperature': 0, 'do_sample': False}) == _parse(_COMPLETION, {'temperature': 0})
+  for temperature, is_drawn in ((0, True), (0.5, False)):
+    with pytest.raises(RefusedError, match='do_sample'):
+      _parse(_COMPLETION, {'temperature': temperature, 'do_sample': is_drawn})
 
 
 @pytest.mark.parametrize('body', [_COMPLETION, _CHAT])
@@ -65,23 +75,6 @@ def test_what_asks_for_something_is_refused_by_name(body, name, value):
   with pytest.raises(RefusedError, match=name) as caught:
     _parse(body, {name: value})
   assert (caught.value.field, caught.value.status) == (name, 400)
-
-
-def test_the_least_of_several_limits_holds():
-  """lm-eval 0.4.13 sends its own default of 256 beside the limit that a task names `max_new_tokens`."""
-  assert _parse(_COMPLETION, {'max_tokens': 256, 'max_new_tokens': 150}).max_tokens == 150
-  assert _parse(_COMPLETION, {'max_tokens': 256, 'max_new_tokens': 1024}).max_tokens == 256
-  assert _parse(_COMPLETION, {'max_new_tokens': 7}).max_tokens == 7
-  assert _parse(_CHAT, {'max_completion_tokens': 9, 'max_new_tokens': 7}).max_tokens == 7
-  with pytest.raises(RefusedError, match='different'):
-    _parse(_CHAT, {'max_completion_tokens': 9, 'max_tokens': 7})
-
-
-def test_sampling_that_contradicts_the_temperature_is_refused():
-  assert _parse(_COMPLETION, {'temperature': 0, 'do_sample': False}) == _parse(_COMPLETION, {'temperature': 0})
-  for temperature, is_drawn in ((0, True), (0.5, False)):
-    with pytest.raises(RefusedError, match='do_sample'):
-      _parse(_COMPLETION, {'temperature': temperature, 'do_sample': is_drawn})
 
 
 def _messages(message):

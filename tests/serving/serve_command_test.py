@@ -24,22 +24,15 @@ _BODY = {'prompt': 'Mr. Speaker, I rise', 'seed': 1, 'max_tokens': 300}
 @pytest.mark.parametrize(
   ('context', 'longest_prompt', 'max_new_tokens', 'expected'),
   [
-    (None, None, None, (1024, 1024, None)),
-    (8192, None, None, (1024, 1024, None)),
-    (2048, None, None, (1024, 1024, None)),
-    (512, None, None, (511, 511, 512)),  # both together
-    (1500, None, None, (1024, 1024, 1500)),
-    (6, None, None, (5, 5, 6)),
-    (8192, 100, None, (100, 1024, None)),
-    (1100, 100, None, (100, 1000, None)),
-    (8192, None, 7000, (1024, 7000, None)),
-    (8192, None, 8000, (192, 8000, None)),  # a limit of new tokens goes before
-    (512, None, 300, (212, 300, None)),
-    (512, 64, 300, (64, 300, None)),
-    (512, 600, None, (511, 1, None)),
+    (None, None, None, (1024, 1024, None)), (8192, None, None, (1024, 1024, None)),
+    (2048, None, None, (1024, 1024, None)), (1500, None, None, (1024, 1024, 1500)),
+    (512, None, None, (511, 511, 512)), (6, None, None, (5, 5, 6)),  # both together
+    (8192, 100, None, (100, 1024, None)), (1100, 100, None, (100, 1000, None)),
+    (8192, None, 7000, (1024, 7000, None)), (8192, None, 8000, (192, 8000, None)),  # a limit of new tokens goes before
+    (512, None, 300, (212, 300, None)), (512, 64, 300, (64, 300, None)), (512, 600, None, (511, 1, None)),
     (None, 5000, 7000, (5000, 7000, None)),
   ],
-)
+)  # fmt: skip
 def test_bounds_are_those_of_the_context(context, longest_prompt, max_new_tokens, expected):
   assert choose_bounds(context, longest_prompt, max_new_tokens) == expected
 
@@ -51,7 +44,6 @@ def test_no_room_for_a_prompt_is_refused():
 
 @pytest.fixture
 def served():
-  """A server, and its address."""
   process = commands.start('decode.serve', *_SMALL)
   line = process.stdout.readline()
   assert line.startswith('serving draft at http://127.0.0.1:'), line + process.stderr.read()
@@ -60,46 +52,47 @@ def served():
   process.communicate()
 
 
-def _stream(address, found, begun):
-  """Streams a completion, and appends its texts or the error."""
-  try:
-    with httpx.stream('POST', f'{address}/completions', json=_BODY | {'stream': True}, timeout=120) as response:
-      for line in response.iter_lines():
-        if line:
-          found.append(line.removeprefix('data: '))
+@pytest.fixture
+def streaming(served):
+  """The server while it streams, the thread that reads, the lines or the error so far, and the whole text."""
+  (process, address), lines, begun = served, [], threading.Event()
+
+  whole = httpx.post(f'{address}/completions', json=_BODY, timeout=300).json()['choices'][0]['text']
+
+  def stream():
+    try:
+      with httpx.stream('POST', f'{address}/completions', json=_BODY | {'stream': True}, timeout=120) as response:
+        for line in filter(None, response.iter_lines()):
+          lines.append(line.removeprefix('data: '))
           begun.set()
-  except httpx.HTTPError as error:
-    found.append(error)
-    begun.set()
+    except httpx.HTTPError as error:
+      lines.append(error)
+      begun.set()
+
+  reader = threading.Thread(target=stream)
+  reader.start()
+  assert begun.wait(300)
+  return process, reader, lines, whole
 
 
 @pytest.mark.slow
-def test_the_end_waits_for_answers_that_have_begun(served):
-  process, address = served
-  whole = httpx.post(f'{address}/completions', json=_BODY, timeout=300).json()['choices'][0]['text']
-  found, begun = [], threading.Event()
-  reader = threading.Thread(target=_stream, args=(address, found, begun))
-  reader.start()
-  assert begun.wait(120)
+def test_the_end_waits_for_answers_that_have_begun(streaming):
+  process, reader, lines, whole = streaming
   process.send_signal(signal.SIGTERM)
   reader.join(120)
-  assert found[-1] == '[DONE]'
-  assert ''.join(json.loads(line)['choices'][0]['text'] for line in found[:-1]) == whole
+  assert lines[-1] == '[DONE]'
+  assert ''.join(json.loads(line)['choices'][0]['text'] for line in lines[:-1]) == whole
   _, err = process.communicate(timeout=60)
   assert process.returncode == 0
   assert err.splitlines()[-1] == 'ended'
 
 
 @pytest.mark.slow
-def test_a_server_that_is_killed_is_one_clear_end(served):
-  process, address = served
-  found, begun = [], threading.Event()
-  reader = threading.Thread(target=_stream, args=(address, found, begun))
-  reader.start()
-  assert begun.wait(300)
+def test_a_server_that_is_killed_is_one_clear_end(streaming):
+  process, reader, lines, _ = streaming
   process.kill()
   reader.join(60)
-  assert isinstance(found[-1], httpx.HTTPError)
+  assert isinstance(lines[-1], httpx.HTTPError)
 
 
 # The command, with a device that is lost in the first round and does not come back.

@@ -21,8 +21,6 @@ _BODY = {'prompt': 'owl', 'max_tokens': 12}
 
 
 class _Server:
-  """A server, its port, and what it printed."""
-
   def __init__(self, folder, *, host='127.0.0.1', seconds=0.0, **options):
     context = commands._fork_server()
     connection, other = context.Pipe()
@@ -39,7 +37,6 @@ class _Server:
     os.kill(self.process.pid, number)
 
   def end(self, timeout=20):
-    """Its exit code, and what it wrote on stderr."""
     self.process.join(timeout)
     assert self.process.exitcode is not None, 'it has not ended'
     return self.process.exitcode, (self._folder / '2').read_text()
@@ -65,19 +62,18 @@ def _head(length, *lines, path='/v1/completions', method='POST'):
 
 
 def _request(**more):
-  """A request with its body."""
   body = json.dumps(_BODY | more).encode()
   return _head(len(body)) + body
 
 
 def _answer(client):
   """The status and the body of a response, read to the end of its connection or its length."""
-  found = b''
-  while b'\r\n\r\n' not in found:
+  read = b''
+  while b'\r\n\r\n' not in read:
     part = client.recv(2**16)
-    assert part, found
-    found += part
-  head, _, body = found.partition(b'\r\n\r\n')
+    assert part, read
+    read += part
+  head, _, body = read.partition(b'\r\n\r\n')
   length = re.search(rb'content-length: (\d+)', head)
   while length is None or len(body) < int(length[1]):
     part = client.recv(2**16)
@@ -97,10 +93,10 @@ def test_it_serves_by_ipv6(start):
 def test_hosts_that_are_none_are_one_line():
   unknown = '1.2.3.4.5', '256.1.1.1', '::g', '[::1]', 'no-such-name.invalid', 'a..b', 'a b', 'x' * 300, 'ü' * 70, ''
   for host in unknown:
-    with pytest.raises(ValueError, match='cannot listen on') as found:
+    with pytest.raises(ValueError, match='cannot listen on') as caught:
       listen(host, 0)
-    assert 'Unknown error' not in str(found.value)
-    assert '\n' not in str(found.value)
+    assert 'Unknown error' not in str(caught.value)
+    assert '\n' not in str(caught.value)
   with pytest.raises(ValueError, match=r'192\.0\.2\.1:0: Cannot assign'):
     listen('192.0.2.1', 0)
   for host in ('127.0.0.1', '::1', 'localhost', '::'):
@@ -118,8 +114,8 @@ def test_refusals_reach_who_sends_much(start):
       with server.connect() as client:
         client.sendall(_head(size, *lines, *more))
         client.sendall(b' ' * size)  # as clients do that read nothing before all is sent
-        found, body = _answer(client)
-        assert found == status
+        answered, body = _answer(client)
+        assert answered == status
         assert json.loads(body)['error']['message']
   for path, method, status in (('/v1/models', 'POST', 405), ('/nowhere', 'POST', 404)):
     with server.connect() as client:
@@ -149,7 +145,6 @@ def _is_counted(server, number):
 
 
 def test_the_end_waits_for_no_half_request(start):
-  """Half a head, half a body, a body in chunks without end, and a stream that nobody reads."""
   server = start()
   parts = [
     b'POST /v1/comp', _head(500) + b'{"pr', _head(500), _head(10**7) + b'{', _head(500, 'Expect: 100-continue'),
@@ -168,12 +163,12 @@ def test_the_end_waits_for_no_half_request(start):
 
 def test_the_end_waits_for_answers(start):
   server = start(seconds=0.2)
-  found = []
+  answers = []
 
   def ask(stream):
     with server.connect() as client:
       client.sendall(_request(stream=stream))
-      found.append(_answer(client))
+      answers.append(_answer(client))
 
   asked = [threading.Thread(target=ask, args=(stream,)) for stream in (True, False, True, False)]
   for each in asked:
@@ -183,8 +178,8 @@ def test_the_end_waits_for_answers(start):
   assert server.end()[0] == 0
   for each in asked:
     each.join(20)
-  assert [status for status, _ in found] == [200] * 4
-  assert sum(b'[DONE]' in body for _, body in found) == 2
+  assert [status for status, _ in answers] == [200] * 4
+  assert sum(b'[DONE]' in body for _, body in answers) == 2
 
 
 @pytest.mark.parametrize('numbers', [(signal.SIGTERM,) * 2, (signal.SIGINT,) * 2, (signal.SIGTERM, signal.SIGINT)])

@@ -1,5 +1,6 @@
 """Workers: of a tiny pair, and one whose rows need no model, so that nothing is compiled and the prompt says all."""
 
+import contextlib
 import os
 import sys
 import time
@@ -28,16 +29,11 @@ BAD_PUT, BAD_ROUND, BAD_POOL = 31, 32, 33
 
 
 def said(prompt, num_tokens=NEW):
-  """What follows a prompt."""
   return [(sum(prompt) + place) % WORDS for place in range(num_tokens)]
 
 
 class StubPool:
-  """As `Pool`.
-
-  Attributes:
-    seconds: How long a round takes.
-  """
+  """As `Pool`; a round takes some seconds."""
 
   seconds = 0.0
 
@@ -85,7 +81,6 @@ class StubPool:
 
 
 def read(target, texts, *, num_top, width):
-  """As `log_likelihood`."""
   assert (num_top, width) == (min(20, target.vocab_size), 128)  # one program for all
   shape = 1, len(texts[0])
   tops = np.tile(np.arange(num_top), (*shape, 1))
@@ -93,28 +88,29 @@ def read(target, texts, *, num_top, width):
 
 
 def patch(patcher):
-  """Puts the stub in place of the engine.
-
-  Args:
-    patcher: As pytest's `monkeypatch`.
-  """
+  """Puts the stub in place of the engine."""
   patcher.setattr(worker_module, 'Pool', StubPool)
   patcher.setattr(worker_module, 'log_likelihood', read)
 
 
-def make_tokenizer():
-  return HubTokenizer.from_parts(
-    tiny_hub.backend(), bos_id=None, eos_ids=(EOS,), add_bos=False, chat_template=tiny_hub.CHAT
-  )
+def make_tokenizer(template=tiny_hub.CHAT):
+  return HubTokenizer.from_parts(tiny_hub.backend(), bos_id=None, eos_ids=(EOS,), add_bos=False, chat_template=template)
+
+
+@contextlib.contextmanager
+def running(worker):
+  worker.start()
+  try:
+    yield worker
+  finally:
+    worker.stop()
 
 
 def make_app_of(worker, tokenizer, *, most_new=NEW, **options):
-  """The application of a worker, with further options of `Served`."""
   return make_app(Served(worker, tokenizer, 'tiny', most_new, **options))
 
 
 def client_of(worker, tokenizer, **options):
-  """A client of the application of a worker, with options of `make_app_of`."""
   return TestClient(make_app_of(worker, tokenizer, **options))
 
 
@@ -128,22 +124,13 @@ def make_worker(models, tokenizer, *, most_waiting=64, batch_size=ROWS, most_new
 
 
 def make_stub(tokenizer, *, batch_size=2, most_waiting=64):
-  """A worker, where `patch` holds."""
   target = types.SimpleNamespace(vocab_size=tokenizer.vocab_size)
   decoder = types.SimpleNamespace(target=target, cache_size=LONGEST + NEW)
   return Worker(decoder, tokenizer, batch_size=batch_size, longest_prompt=LONGEST, most_waiting=most_waiting)
 
 
 def serve(connection, folder, host, seconds, options):
-  """The server in a process of its own: sends its port, and ends as the command does.
-
-  Args:
-    connection: Takes the port.
-    folder: A folder for what it prints.
-    host: The address.
-    seconds: How long a round takes.
-    options: Further ones of `Served`.
-  """
+  """The server in a process of its own: sends its port, prints into a folder, and ends as the command does."""
   for number in (1, 2):
     os.dup2(os.open(os.path.join(folder, str(number)), os.O_WRONLY | os.O_CREAT), number)
   worker_module.Pool, worker_module.log_likelihood = StubPool, read

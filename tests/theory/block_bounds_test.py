@@ -19,7 +19,6 @@ EXACT, SOLVED = 1e-12, 1e-9
 
 
 def _blocks(law, length):
-  """The joint law of independent tokens."""
   joint = np.ones(1)
   for _ in range(length):
     joint = np.multiply.outer(joint, law)

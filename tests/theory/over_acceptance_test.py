@@ -87,7 +87,7 @@ def test_the_law_is_that_of_the_coupling(has_best_residual):
   with jax.enable_x64(True):
     for seed in range(4):
       p, q = _laws(seed)
-      for epsilon in (0, 0.1, 0.4):
+      for epsilon in (0, 0.1, 0.4, 3.0):
         coupling = OverAccept(epsilon=epsilon, has_best_residual=has_best_residual)
         law, rejected = np.zeros(4), 0
         for x in np.flatnonzero(p):

@@ -9,7 +9,7 @@ import pytest
 from scipy import optimize
 
 from spectr_jax import METHODS
-from spectr_jax.testing import ContextTables, enumerated_rejections, simulated_rejections
+from spectr_jax.testing import ContextTables, constant_tables, enumerated_rejections, simulated_rejections
 from spectr_jax.theory import (
   MarkovChains,
   batch_improvement,
@@ -99,9 +99,7 @@ def test_the_limit_is_reached_and_is_not_zero():
     assert found[-2] == pytest.approx(found[-1], abs=1e-3)
     assert found[-1] > 0.5
     assert abs(_published_limit(chains) - found[-1]) > 1e-2
-
-
-def test_where_the_draft_covers_the_target_the_limit_is_the_published_one():
+  # Where the draft covers the target the limit is the published one.
   chains = random_chains(1, num_tokens=20)
   assert expected_rejections(chains, math.inf) == pytest.approx(_published_limit(chains), abs=EXACT)
 
@@ -118,18 +116,16 @@ def test_numbers_of_drafts_keep_their_shape():
 
 
 def test_target_calls_of_simple_chains():
-  rows = np.array([[0.3, 0.7, 0], [0.6, 0.4, 0], [0.5, 0.5, 0]])
+  rows, prompt, numbers = np.array([[0.3, 0.7, 0], [0.6, 0.4, 0], [0.5, 0.5, 0]]), np.ones(3) / 3, [1, 4, math.inf]
   same, disjoint = np.tile(rows, (6, 1, 1)), np.tile(np.eye(3)[2], (6, 3, 1))
-  prompt = np.ones(3) / 3
-  numbers = [1, 4, math.inf]
-  # One call for all, or one for each.
-  np.testing.assert_allclose(expected_target_calls(MarkovChains(prompt, same, same), numbers), 1, rtol=0, atol=EXACT)
-  np.testing.assert_allclose(
-    expected_target_calls(MarkovChains(prompt, disjoint, same), numbers), 6, rtol=0, atol=EXACT
-  )
-  # A text of one token takes one call, rejected or not; the last token of a longer one as well.
-  chains = _chains(0, num_tokens=1, vocab_size=3)
-  np.testing.assert_allclose(expected_target_calls(chains, numbers), 1, rtol=0, atol=EXACT)
+  for chains, expected in (
+    # One call for all, or one for each.
+    (MarkovChains(prompt, same, same), 1),
+    (MarkovChains(prompt, disjoint, same), 6),
+    # A text of one token takes one call, rejected or not; the last token of a longer one as well.
+    (_chains(0, num_tokens=1, vocab_size=3), 1),
+  ):
+    np.testing.assert_allclose(expected_target_calls(chains, numbers), expected, rtol=0, atol=EXACT)
   # Of two tokens the second takes a call of its own after a rejection.
   chains = _chains(0, num_tokens=2, vocab_size=3)
   expected = 1 + chains.prompt_probs @ total_variation(chains.draft_probs[0], chains.target_probs[0])
@@ -157,13 +153,16 @@ def test_the_verifier_rejects_as_often(name, num_drafts):
   assert found == pytest.approx(float(expected_rejections(chains, num_drafts)), abs=EXACT)
 
 
-def test_enumeration_refuses():
-  tables = ContextTables(np.full((7, 2), 0.5), np.full((7, 2), 0.5), max_length=2)
-  with pytest.raises(ValueError, match='contexts of 3 tokens, got 2'):
-    enumerated_rejections(METHODS['batch'], 2, tables, 2)
-  tables = ContextTables(np.full((15, 2), 0.5), np.full((15, 2), 0.5), max_length=3)
-  with pytest.raises(ValueError, match='greedy_block keeps state'):
-    enumerated_rejections(METHODS['greedy_block'], 1, tables, 2)
+def test_enumeration_and_simulation_refuse():
+  for size, method, num_tokens, message in (
+    (2, 'batch', 2, 'contexts of 3 tokens, got 2'),
+    (3, 'greedy_block', 2, 'greedy_block keeps state'),
+  ):
+    tables = constant_tables([0.5, 0.5], [0.5, 0.5], max_length=size)
+    with pytest.raises(ValueError, match=message):
+      enumerated_rejections(METHODS[method], 1, tables, num_tokens)
+  with pytest.raises(ValueError, match='at least 1, got 0 and 512'):
+    simulated_rejections(jax.random.key(0), random_chains(0, num_tokens=2), num_runs=0)
 
 
 @pytest.mark.slow
@@ -180,17 +179,10 @@ def test_decoding_rejects_as_often(name, num_drafts):
   assert abs(found.mean() - expected_rejections(chains, num_drafts + 1)) > 4.5 * error
 
 
-def test_simulation_refuses():
-  with pytest.raises(ValueError, match='at least 1, got 0 and 512'):
-    simulated_rejections(jax.random.key(0), random_chains(0, num_tokens=2), num_runs=0)
-
-
 def _fewest_rejections(chains):
-  """The linear program of all rules that decide on one drafted token after another and keep the target's law.
+  """The linear program of all rules that decide on one drafted token after another and keep the target's distribution.
 
-  A token is accepted or is a correction, and both may depend on all tokens before and on which of them were
-  corrections. Variables are the chances of a text and its record. Accepted tokens were drafted: at most p of what the
-  text and record before have. The two sorts use that up, and summed over records they follow the target.
+  Variables are the chances of a text and of which of its tokens were corrections, which all decisions may depend on.
   """
   start = [((x,), ()) for x in range(chains.vocab_size)]
   places, upper, equal = {}, [], []
@@ -214,8 +206,8 @@ def _fewest_rejections(chains):
       equal.append((dict.fromkeys(children, 1.0) | dict.fromkeys(reach, -1.0), given))
     for text, indices in of_text.items():
       steps = zip(chains.target_probs, text, text[1:])
-      law = chains.prompt_probs[text[0]] * math.prod(table[x, a] for table, x, a in steps)
-      equal.append((dict.fromkeys(indices, 1.0), law))
+      probability = chains.prompt_probs[text[0]] * math.prod(table[x, a] for table, x, a in steps)
+      equal.append((dict.fromkeys(indices, 1.0), probability))
     before = after
 
   def matrix(rows):

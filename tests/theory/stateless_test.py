@@ -81,6 +81,7 @@ def _is_stateless(method):
 
 
 STATELESS = {name: method for name, method in METHODS.items() if _is_stateless(method)}
+assert {'spectr', 'specinfer', 'race', 'race_block', 'traversal'} <= set(STATELESS)
 
 
 # What the tree holds.
@@ -137,9 +138,6 @@ def test_presence_of_the_certain_and_the_impossible(tree):
   half = np.log(0.5)
   np.testing.assert_array_equal(stateless_kept_bound(tree, [0, -np.inf, 0], [half, -np.inf, half]), [1, 1, 1])
   np.testing.assert_array_equal(stateless_kept_bound(tree, [0, -np.inf, 0], [half, half, half]), [1, 0, 0])
-
-
-def test_no_guesses():
   assert log_presence(TokenTree(), np.zeros((5, 0))).shape == (5, 0)
 
 
@@ -151,17 +149,6 @@ def test_bound_by_hand():
   np.testing.assert_allclose(found, [0.19 / 0.76, 0.19 / 0.76], rtol=1e-12)
   found = stateless_kept_bound(tree, np.log([0.9, 0.01]), np.log(q))
   np.testing.assert_allclose(found, [1, 0.017919 / 0.152], rtol=1e-12)
-
-
-def test_bound_of_drawn_texts():
-  _, draft, target = _tables(4, 3, 3)
-  expected = _expected_bound(UNEQUAL, draft, target)
-  _, draft_log_probs, target_log_probs = _texts(draft, target)
-  drawn = np.random.default_rng(0).choice(target.size, 20_000, p=target.reshape(-1))
-  found = stateless_kept_bound(UNEQUAL, draft_log_probs[drawn], target_log_probs[drawn])
-  errors = found.std(axis=0) / np.sqrt(len(drawn))
-  assert (errors > 0).all()
-  assert (np.abs(found.mean(axis=0) - expected) < 4 * errors).all()
 
 
 # The fewest calls for a text.
@@ -304,11 +291,7 @@ def test_optimum_is_below_both_bounds(vocab_size, num_drafts, length):
 
 def _cases():
   """Every method on every tree; by default those that come close, on one of them."""
-  for tree, vocab_size in (
-    (TokenTree.chains(2, 2), 3),
-    (TokenTree.chains(2, 3), 2),
-    (TokenTree.prefix((2, 2)), 2),
-  ):
+  for tree, vocab_size in ((TokenTree.chains(2, 2), 3), (TokenTree.chains(2, 3), 2), (TokenTree.prefix((2, 2)), 2)):
     for name in STATELESS:
       is_first = vocab_size == 3 and name in ('traversal', 'race_traversal')
       shape = f'{name}-N{tree.num_nodes}-L{tree.max_depth}-V{vocab_size}'
@@ -329,10 +312,3 @@ def test_no_method_keeps_more(name, tree, vocab_size):
   # None is so weak that the optimum could be twice what it is.
   assert min(shares) > (0.93 if name == 'race_traversal' else 0.6)
   assert np.mean(shares) > (0.98 if name == 'race_traversal' else 0.85)
-
-
-def test_stateless_methods():
-  assert {'spectr', 'specinfer', 'race', 'race_block', 'traversal'} <= set(STATELESS)
-
-
-# What is refused.

@@ -31,17 +31,20 @@ def _all_trees(num_nodes):
       yield TokenTree(parents)
 
 
-def test_expected_tokens_of_shapes_with_a_closed_form():
-  rates = np.array([0.5, 0.25, 0.1])
-  assert expected_tokens(TokenTree(), rates) == 1
-  assert expected_tokens(TokenTree.chains(1, 4), rates) == pytest.approx((1 - 0.5**5) / 0.5, abs=EXACT)
-  assert expected_tokens(TokenTree.prefix((3,)), rates) == pytest.approx(1.85, abs=EXACT)
-  # A fourth child has no rate.
-  assert expected_tokens(TokenTree.prefix((4,)), rates) == pytest.approx(1.85, abs=EXACT)
-  assert expected_tokens(TokenTree.prefix((2, 2)), rates) == pytest.approx(1 + 0.75 + 0.75**2, abs=EXACT)
-  # Two shared tokens, then three ways on.
-  expected = 1 + 0.5 + 0.25 + 0.25 * 0.85 * (1 + 0.5 + 0.25)
-  assert expected_tokens(TokenTree.specinfer(5), rates) == pytest.approx(expected, abs=EXACT)
+@pytest.mark.parametrize(
+  ('tree', 'expected'),
+  [
+    (TokenTree(), 1),
+    (TokenTree.chains(1, 4), (1 - 0.5**5) / 0.5),
+    (TokenTree.prefix((3,)), 1.85),
+    (TokenTree.prefix((4,)), 1.85),  # a fourth child has no rate
+    (TokenTree.prefix((2, 2)), 1 + 0.75 + 0.75**2),
+    # Two shared tokens, then three ways on.
+    (TokenTree.specinfer(5), 1 + 0.5 + 0.25 + 0.25 * 0.85 * (1 + 0.5 + 0.25)),
+  ],
+)
+def test_expected_tokens_of_shapes_with_a_closed_form(tree, expected):
+  assert expected_tokens(tree, [0.5, 0.25, 0.1]) == pytest.approx(expected, abs=EXACT)
   # By depth, the last row for everything below.
   by_depth = np.array([[0.5, 0.25, 0.1], [0.2, 0.1, 0]])
   assert expected_tokens(TokenTree.chains(1, 3), by_depth) == pytest.approx(1 + 0.5 + 0.1 + 0.02, abs=EXACT)
@@ -61,18 +64,14 @@ def test_expected_tokens_are_those_of_symbols_drawn(seed):
   assert abs(tokens.mean() - expected_tokens(tree, rates)) < 4.5 * tokens.std() / np.sqrt(num_texts)
 
 
-@pytest.mark.parametrize(('seed', 'num_nodes'), [(0, 3), (1, 4), (2, 5), (3, 6)])
-def test_no_tree_exceeds_the_bounds(seed, num_nodes):
-  rates = _rates(seed)
-  best = max(expected_tokens(tree, rates) for tree in _all_trees(num_nodes))
+@pytest.mark.parametrize(('seed', 'num_nodes', 'num_trees'), [(0, 3, 5), (1, 4, 14), (2, 5, 42), (3, 6, 132)])
+def test_no_tree_exceeds_the_bounds(seed, num_nodes, num_trees):
+  rates, trees = _rates(seed), list(_all_trees(num_nodes))
+  assert len(trees) == num_trees  # a Catalan number
+  best = max(expected_tokens(tree, rates) for tree in trees)
   assert expected_tokens(TokenTree.optimal(rates, num_nodes), rates) == pytest.approx(best, abs=EXACT)
   assert best <= few_children_bound(rates, num_nodes) + EXACT
   assert few_children_bound(rates, num_nodes) <= tunstall_bound(rates, num_nodes) + EXACT
-
-
-def test_the_enumeration_of_trees_is_complete():
-  """Ordered trees of N edges are counted by Catalan's numbers."""
-  assert [len(list(_all_trees(n))) for n in range(1, 6)] == [1, 2, 5, 14, 42]
 
 
 def test_bounds_hold_over_many_nodes_and_any_rest():

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from etils import epath
 
-from tests.hostile import Tally
 from train.checkpoint import Checkpoints
 
 
@@ -41,7 +40,6 @@ def assert_is_step(state, step):
 
 
 def refuse(workdir, message, like=None, **options):
-  """A checkpoint is refused in one line that matches."""
   with pytest.raises(ValueError, match=message) as info:
     restore(workdir, like, **options)
   assert '\n' not in str(info.value)
@@ -92,14 +90,15 @@ def test_what_was_saved_is_read_and_older_ones_go(tmp_path):
   assert_is_step(restore(tmp_path), 12)
 
 
-def test_one_flipped_bit_in_any_file_is_damage(run, newest):
-  """Flips spread over all files, one in each."""
+def test_a_flipped_bit_a_missing_end_and_more_in_any_file_is_damage(run, newest):
   rng = random.Random(0)
   for path in files_of(newest):
     content = path.read_bytes()
     flip(path, rng.randrange(len(content)), rng.randrange(8))
-    message = refuse(run, r'checkpoint .*/6 is damaged \(.*\); with --allow_fallback, training continues from step 3')
-    assert path.name in message
+    for damaged in (path.read_bytes(), content[: rng.randrange(len(content))], content + b'\0'):
+      path.write_bytes(damaged)
+      message = refuse(run, r'checkpoint .*/6 is damaged \(.*\); with --allow_fallback, training continues from step 3')
+      assert path.name in message
     path.write_bytes(content)
   assert_is_step(restore(run), 6)
   flip(newest / 'default' / 'manifest.ocdbt')
@@ -108,42 +107,21 @@ def test_one_flipped_bit_in_any_file_is_damage(run, newest):
   assert_is_step(restore(run), 3)
 
 
-@pytest.mark.slow
-def test_hundreds_of_flips_are_damage(run, newest):
-  paths, tally, num = files_of(newest), Tally(newest), 600
-  for i in range(num):
-    rng = random.Random(f'flip {i}')
-    path = paths[i % len(paths)]
-    content = path.read_bytes()
-    if i % 2:
-      flip(path, rng.randrange(len(content)), rng.randrange(8))
-    else:
-      path.write_bytes(content[: rng.randrange(len(content))] if i % 4 else content + rng.randbytes(rng.choice((1, 9))))
-    tally.read(lambda: restore(run), (i, path.name))
-    path.write_bytes(content)
-  tally.check(num)
-  assert tally.num_read == 0
-  assert all('is damaged' in message for message in tally.refusals)
-
-
 def written(name, content):
   """Damage: a file of a checkpoint has another content."""
   return lambda checkpoint: (checkpoint / name).write_bytes(content)
 
 
-@pytest.mark.parametrize(
-  ('damage', 'message'),
-  [
-    (lambda checkpoint: next((checkpoint / 'default' / 'd').iterdir()).unlink(), 'default/d/[0-9a-f]* is missing'),
-    (lambda checkpoint: shutil.rmtree(checkpoint / 'default'), 'is missing'),
-    (written('default/d/other', b'1'), 'default/d/other was not saved with it'),
-    (written('checksums.json', b'{"sha256": {}}'), 'checksums.json is not as it was written'),
-    (written('checksums.json', b'[' * 10**6), 'checksums.json is damaged: it is nested too deeply'),
-    (written('checksums.json', b'[1]'), 'checksums.json must hold an object'),
-    (written('_CHECKPOINT_METADATA', b'{"a":' * 10**6), '_CHECKPOINT_METADATA is damaged: it is nested too deeply'),
-    (written('_CHECKPOINT_METADATA', b'\xff\xfe'), '_CHECKPOINT_METADATA is damaged: byte 0 is not UTF-8'),
-  ],
-)
+@pytest.mark.parametrize(('damage', 'message'), [
+  (lambda checkpoint: next((checkpoint / 'default' / 'd').iterdir()).unlink(), 'default/d/[0-9a-f]* is missing'),
+  (lambda checkpoint: shutil.rmtree(checkpoint / 'default'), 'is missing'),
+  (written('default/d/other', b'1'), 'default/d/other was not saved with it'),
+  (written('checksums.json', b'{"sha256": {}}'), 'checksums.json is not as it was written'),
+  (written('checksums.json', b'[' * 10**6), 'checksums.json is damaged: it is nested too deeply'),
+  (written('checksums.json', b'[1]'), 'checksums.json must hold an object'),
+  (written('_CHECKPOINT_METADATA', b'{"a":' * 10**6), '_CHECKPOINT_METADATA is damaged: it is nested too deeply'),
+  (written('_CHECKPOINT_METADATA', b'\xff\xfe'), '_CHECKPOINT_METADATA is damaged: byte 0 is not UTF-8'),
+])  # fmt: skip
 def test_damage_is_named_and_the_one_before_serves(run, newest, damage, message):
   damage(newest)
   refuse(run, rf'/6 is damaged \(.*{message}.*\); with --allow_fallback')
@@ -160,20 +138,17 @@ def test_damage_of_an_older_one_does_not_matter_until_it_is_needed(run, newest):
   assert not (run / 'damaged_checkpoints').exists()
 
 
-def test_what_systems_add_is_no_damage(run, newest):
-  (newest / 'default' / '.DS_Store').write_bytes(b'1')
-  (run / 'checkpoints' / 'notes.txt').write_text('mine')
-  for name in ('30x', '-1'):
-    (run / 'checkpoints' / name).mkdir()
-  assert_is_step(restore(run), 6)
-
-
-def test_a_process_killed_before_the_name_was_given_leaves_no_checkpoint(run, newest):
+def test_what_systems_and_killed_processes_leave_is_no_damage(run, newest):
   newest.rename(run / 'checkpoints' / '6.orbax-checkpoint-tmp-complete')
   assert_is_step(restore(run), 3)
   save(run, 6)
   assert_is_step(restore(run), 6)
   assert sorted(os.listdir(run / 'checkpoints')) == ['3', '6']
+  (newest / 'default' / '.DS_Store').write_bytes(b'1')
+  (run / 'checkpoints' / 'notes.txt').write_text('mine')
+  for name in ('30x', '-1'):
+    (run / 'checkpoints' / name).mkdir()
+  assert_is_step(restore(run), 6)
 
 
 @pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')  # reads still under way
@@ -205,24 +180,21 @@ def file_of_a_user(path):
   (path / 'thesis.tex').write_text('mine')
 
 
-@pytest.mark.parametrize(
-  ('change', 'name', 'message'),
-  [
-    (pipe, '6/default/_METADATA', r'/6 is damaged \(.*_METADATA is not a regular file\)'),
-    (pipe, '3/metrics/metrics', r'/3 is damaged \(.*metrics is not a regular file\)'),
-    (link, '6/default/d', r'/6 is damaged \(.*/d is a symbolic link\)'),
-    (lambda path: path.symlink_to(path.parent / '6'), '9', r'/9 is damaged \(.*/9 is a symbolic link\)'),
-    (lambda path: os.truncate(path, 10**10), '6/default/_METADATA', r'/6 is damaged \(.* has 10,000,000,000 bytes'),
-    (lambda path: os.truncate(path, 10**10), '3/_CHECKPOINT_METADATA', r'/3 is damaged \(.* has 10,000,000,000 bytes'),
-    (file_of_a_user, '5', '/5 is not a checkpoint'),
-    (lambda path: path.write_text('mine'), '12', '/12 is not a checkpoint'),
-    *(
-      (lambda path: shutil.copytree(path.parent / '6', path), name, f"holds '{shown}', which is no step")
-      for name, shown in ((str(10**18), '1000000000000000000'), ('9' * 200, '9+[.]+9+'), ('007', '007'))
-    ),
-    (lambda path: path.symlink_to(path.parent), '9.orbax-checkpoint-tmp', 'is no unfinished checkpoint'),
-  ],
-)
+@pytest.mark.parametrize(('change', 'name', 'message'), [
+  (pipe, '6/default/_METADATA', r'/6 is damaged \(.*_METADATA is not a regular file\)'),
+  (pipe, '3/metrics/metrics', r'/3 is damaged \(.*metrics is not a regular file\)'),
+  (link, '6/default/d', r'/6 is damaged \(.*/d is a symbolic link\)'),
+  (lambda path: path.symlink_to(path.parent / '6'), '9', r'/9 is damaged \(.*/9 is a symbolic link\)'),
+  (lambda path: os.truncate(path, 10**10), '6/default/_METADATA', r'/6 is damaged \(.* has 10,000,000,000 bytes'),
+  (lambda path: os.truncate(path, 10**10), '3/_CHECKPOINT_METADATA', r'/3 is damaged \(.* has 10,000,000,000 bytes'),
+  (file_of_a_user, '5', '/5 is not a checkpoint'),
+  (lambda path: path.write_text('mine'), '12', '/12 is not a checkpoint'),
+  *(
+    (lambda path: shutil.copytree(path.parent / '6', path), name, f"holds '{shown}', which is no step")
+    for name, shown in ((str(10**18), '1000000000000000000'), ('9' * 200, '9+[.]+9+'), ('007', '007'))
+  ),
+  (lambda path: path.symlink_to(path.parent), '9.orbax-checkpoint-tmp', 'is no unfinished checkpoint'),
+])  # fmt: skip
 def test_what_is_no_checkpoint_is_one_line_and_stays(run, change, name, message):
   change(run / 'checkpoints' / name)
   before = sorted(os.listdir(run / 'checkpoints'))

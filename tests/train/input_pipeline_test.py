@@ -144,8 +144,8 @@ def test_another_process_that_is_the_first_to_encode_a_text(tmp_path, corpus, to
       yield from super().documents(part)
 
   source = Overtaken(Files((str(corpus),)), 10.0)
-  found, wanted = (load(each, tokenizer, tmp_path / 'cache')[0].tokens for each in (source, _source(corpus)))
-  np.testing.assert_array_equal(found, wanted)
+  tokens, wanted = (load(each, tokenizer, tmp_path / 'cache')[0].tokens for each in (source, _source(corpus)))
+  np.testing.assert_array_equal(tokens, wanted)
   assert len(list((tmp_path / 'cache').iterdir())) == 1
 
 

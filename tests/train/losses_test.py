@@ -27,8 +27,8 @@ _sum_of_losses, _sum_of_overlaps, _packed_logits = (
 )
 
 
-def _close(found, expected, **tolerance):
-  jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, **tolerance), found, expected)
+def _close(tree, expected, **tolerance):
+  jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, **tolerance), tree, expected)
 
 
 @pytest.fixture(scope='module')
@@ -88,7 +88,7 @@ def test_evaluation_equals_a_direct_computation(network, tokenizer, documents):
   learner, text = Learner(network, tokenizer.bos_id), encode_documents(tokenizer, iter(documents[:30]))
   num_rows = text.num_rows(24)
   assert num_rows % 4, 'the last batch should be padded'
-  found = evaluate(params, text, learner, seq_len=24, batch_size=4)
+  metrics = evaluate(params, text, learner, seq_len=24, batch_size=4)
   losses = []
   for row in text.rows(np.arange(num_rows), 24):
     starts = [0, *(i for i in range(1, 25) if row[i] == tokenizer.bos_id), 25]
@@ -98,9 +98,9 @@ def test_evaluation_equals_a_direct_computation(network, tokenizer, documents):
   num_tokens = sum(len(tokenizer.encode(document)) + 1 for document in documents[:30])
   bits = np.mean(losses) / math.log(2) * num_tokens / sum(len(d.encode()) for d in documents[:30])
   wanted = {'loss': np.mean(losses), 'perplexity': math.exp(np.mean(losses)), 'bits_per_byte': bits}
-  assert found == pytest.approx(wanted, rel=1e-5)
-  assert evaluate(params, text, learner, seq_len=24, batch_size=7)['loss'] == pytest.approx(found['loss'], rel=1e-5)
-  assert evaluate(params, text, learner, seq_len=24, batch_size=4, max_batches=2)['loss'] != found['loss']
+  assert metrics == pytest.approx(wanted, rel=1e-5)
+  assert evaluate(params, text, learner, seq_len=24, batch_size=7)['loss'] == pytest.approx(metrics['loss'], rel=1e-5)
+  assert evaluate(params, text, learner, seq_len=24, batch_size=4, max_batches=2)['loss'] != metrics['loss']
   with pytest.raises(ValueError, match='held-out text of 3 tokens'):
     evaluate(params, PackedText(text.tokens[:3], 9), learner, seq_len=24, batch_size=4)
 
@@ -123,8 +123,8 @@ def test_sums_and_gradients_are_those_of_all_tokens(size):
     return 3 * total, others
 
   differentiate = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True), static_argnums=2)
-  found, expected = differentiate(kernel, inputs, size), differentiate(kernel, inputs, 7)
-  _close(found, expected, rtol=1e-5, atol=1e-5)
+  expected = differentiate(kernel, inputs, 7)
+  _close(differentiate(kernel, inputs, size), expected, rtol=1e-5, atol=1e-5)
   np.testing.assert_allclose(jax.jit(loss, static_argnums=2)(kernel, inputs, size)[0], expected[0][0], rtol=1e-5)
 
 
@@ -172,9 +172,9 @@ def test_the_loss_of_training_is_the_sum_of_the_losses_of_tokens(share, monkeypa
 
   whole = jax.value_and_grad(lambda params: _token_losses(params, rows, learner, teacher).sum())
   expected, wanted = jax.jit(whole)(params)
-  (found, count), grads = jax.jit(jax.value_and_grad(in_blocks, has_aux=True))(params)
+  (total, count), grads = jax.jit(jax.value_and_grad(in_blocks, has_aux=True))(params)
   assert count == 24
-  np.testing.assert_allclose(found, expected, rtol=1e-5)
+  np.testing.assert_allclose(total, expected, rtol=1e-5)
   _close(grads, wanted, rtol=1e-4, atol=1e-5)
   if teacher is not None:
     p, q = (
@@ -224,9 +224,8 @@ def test_who_has_the_teachers_distributions_learns_nothing(network, tokenizer):
   params, config = network
   rows = np.random.default_rng(0).integers(3, tokenizer.vocab_size, (2, 14))
   learner, teacher = Learner(config, tokenizer.bos_id), Teacher(params, config)
-  value, grads = jax.jit(jax.value_and_grad(lambda params: step.summed_losses(params, rows, learner, teacher)[0]))(
-    params
-  )
+  differentiate = jax.jit(jax.value_and_grad(lambda params: step.summed_losses(params, rows, learner, teacher)[0]))
+  value, grads = differentiate(params)
   assert abs(value) < 1e-4
   assert max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(grads)) < 1e-4
 
@@ -251,13 +250,15 @@ def test_a_distilled_draft_comes_nearer_to_its_target(tmp_path, config):
   assert first <= last
 
 
-def _save_teacher(path, config, tokenizer, **sizes):
-  network = TransformerConfig(config.vocab_size, **{'max_length': 24, **_SIZES, **sizes})
-  save_model(path, transformer_model(_init_params(jax.random.key(0), config=network), network), tokenizer)
+def test_teachers_in_the_type_of_the_configuration_and_those_that_cannot_teach(tmp_path, config, documents, tokenizer):
+  def save(name, tokenizer, max_length=24):
+    network = TransformerConfig(config.vocab_size, max_length=max_length, **_SIZES)
+    model = transformer_model(_init_params(jax.random.key(0), config=network), network)
+    save_model(tmp_path / name, model, tokenizer)
 
-
-def test_a_teacher_computes_in_the_type_of_the_configuration(tmp_path, config, tokenizer):
-  _save_teacher(tmp_path / 'target', config, tokenizer)
+  save('target', tokenizer)
+  save('other', Tokenizer.train(documents[:200], config.vocab_size))
+  save('short', tokenizer, max_length=8)
   config.distill_from = str(tmp_path / 'target')
   mesh = make_mesh({}, jax.devices()[:1])
   for dtype, expected in (('', 'float32'), ('bfloat16', 'bfloat16')):
@@ -265,19 +266,13 @@ def test_a_teacher_computes_in_the_type_of_the_configuration(tmp_path, config, t
     teacher = make_teacher(config, read_teacher(config, tokenizer), mesh)
     assert teacher.config.dtype == expected
     assert teacher.params['embedding'].dtype == expected
-  config.distill_dtype = 'float16'
-  with pytest.raises(ValueError, match="config.distill_dtype must be float32, bfloat16 or empty for the teacher's own"):
-    train(config, tmp_path / 'run')
-
-
-def test_teachers_that_cannot_teach(tmp_path, config, documents, tokenizer):
-  _save_teacher(tmp_path / 'other', config, Tokenizer.train(documents[:200], config.vocab_size))
-  _save_teacher(tmp_path / 'short', config, tokenizer, max_length=8)
-  for name, message in {
-    'missing': 'no model at .*missing', 'other': 'other has another tokenizer than',
-    'short': 'short was trained at 8 tokens, config.seq_len is 24',
-  }.items():  # fmt: skip
-    config.distill_from = str(tmp_path / name)
+  for name, dtype, message in (
+    ('target', 'float16', "config.distill_dtype must be float32, bfloat16 or empty for the teacher's own"),
+    ('missing', '', 'no model at .*missing'),
+    ('other', '', 'other has another tokenizer than'),
+    ('short', '', 'short was trained at 8 tokens, config.seq_len is 24'),
+  ):
+    config.update(distill_from=str(tmp_path / name), distill_dtype=dtype)
     with pytest.raises(ValueError, match=message):
       train(config, tmp_path / 'run')
 

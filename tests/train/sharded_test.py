@@ -58,14 +58,11 @@ def on_one_device(tmp_path_factory, base):
   return workdir
 
 
-@pytest.mark.parametrize(
-  'fields',
-  [
-    slow({'mesh': 'data:8'}, id='data'),
-    slow({'mesh': 'data:2,model:4'}, id='data and model'),
-    pytest.param({'mesh': 'data:-1,model:2', 'num_microbatches': 2, 'remat': True}, id='microbatches and remat'),
-  ],
-)
+@pytest.mark.parametrize('fields', [
+  slow({'mesh': 'data:8'}, id='data'),
+  slow({'mesh': 'data:2,model:4'}, id='data and model'),
+  pytest.param({'mesh': 'data:-1,model:2', 'num_microbatches': 2, 'remat': True}, id='microbatches and remat'),
+])  # fmt: skip
 def test_eight_devices_train_like_one(tmp_path, base, on_one_device, fields):
   out = succeed(*base(**fields), f'--workdir={tmp_path}', num_devices=8)
   assert 'on 8 devices' in out
@@ -126,8 +123,9 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path, base, on_one_devi
   limited = start(*arguments, wrapper=('bash', '-c', 'ulimit -f 8; exec "$@"', 'limited'), JAX_COMPILATION_CACHE_DIR='')
   _, err = limited.communicate(timeout=120)
   assert limited.returncode == 1
-  assert len(err.splitlines()) == 1, err
-  assert re.search(r'error: a checkpoint under .* could not be written \(.*\); the last good one is of step 6', err)
+  assert re.fullmatch(
+    r'error: a checkpoint under .* could not be written \(.*\); the last good one is of step 6.*\n', err
+  )
   assert 'at step 6' in succeed(*arguments)
 
 
@@ -142,21 +140,16 @@ def test_sigterm_stops_two_processes_at_one_step(tmp_path, base):
 @pytest.mark.slow
 @pytest.mark.usefixtures('own_programs')
 def test_two_processes_survive_being_killed(tmp_path, base, on_one_device):
-  """Killed without warning in the middle, and started again: the end is that of a run that was left alone.
-
-  With a teacher, and with the best model so far written by one of them in between.
-  """
+  """With a teacher, and with the best model so far written by one of them in between."""
   alone, killed = tmp_path / 'alone', tmp_path / 'killed'
   fields = {
     'mesh': 'data:2,model:2', 'num_steps': 30, 'checkpoint_every': 5, 'eval_every': 4, 'patience': 50,
     'distill_from': on_one_device / 'model',
   }  # fmt: skip
   outputs = [finish(process) for process in start_two(*base(**fields), f'--workdir={alone}')]
-  assert 'on 4 devices' in outputs[0]
   # Process 0 speaks for all, though the library that connects them prints in each.
-  assert 'held-out' in outputs[0]
-  assert 'held-out' not in outputs[1]
-  assert 'parameters on' not in outputs[1]
+  assert re.search('(?s)on 4 devices.*held-out', outputs[0])
+  assert not re.search('held-out|parameters on', outputs[1])
   processes = start_two(*base(**fields), f'--workdir={killed}')
   while not (killed / 'checkpoints' / '5').exists():
     assert all(process.poll() is None for process in processes), [process.communicate() for process in processes]
@@ -172,11 +165,8 @@ def test_two_processes_survive_being_killed(tmp_path, base, on_one_device):
 
 
 def _entries(config):
-  return {entry.path: entry for entry in plan.state_entries(config, check_config(config), _mesh_of_eight(config))}
-
-
-def _mesh_of_eight(config):
-  return make_config_mesh(config, [jax.devices()[0]] * 8)
+  model_config, mesh = check_config(config), make_config_mesh(config, [jax.devices()[0]] * 8)
+  return {entry.path: entry for entry in plan.state_entries(config, model_config, mesh)}
 
 
 def test_the_plan_counts_what_devices_hold(config):
@@ -193,6 +183,8 @@ def test_the_plan_counts_what_devices_hold(config):
   # A width that data:8 does not divide stays whole.
   config.mesh = 'data:8'
   assert _entries(config)['params/embedding'].device_bytes == 4 * 304 * 20
+  with pytest.raises(ValueError, match='no rule says how extra'):
+    shardings(make_mesh({}), {'extra': jnp.zeros(3)})
 
 
 def test_operations_are_those_the_compiler_counts(config):
@@ -210,25 +202,20 @@ def test_operations_are_those_the_compiler_counts(config):
 
 def test_the_dry_run_prints_the_plan_and_trains_nothing(tmp_path, base):
   out = succeed(*base(mesh='data:4,model:2'), '--dry_run', f'--workdir={tmp_path}/run', num_devices=8)
-  assert 'mesh data 4 x model 2: 8 devices' in out
-  assert 'layer_0/qkv/kernel' in out
-  assert 'per device' in out
+  assert all(part in out for part in ('mesh data 4 x model 2: 8 devices', 'layer_0/qkv/kernel', 'per device'))
   assert not (tmp_path / 'run').exists()
 
 
-@pytest.mark.parametrize(
-  ('fields', 'message'),
-  [
-    ({'mesh': 'data:3'}, 'mesh data:3 needs 3 devices, and there are 8'),
-    ({'mesh': 'data:-1,model:3'}, 'needs a multiple of 3 devices'),
-    ({'mesh': 'rows:8'}, 'a mesh is like data:8,model:2'),
-    ({'mesh': 'data'}, 'names with one number each'),
-    ({'mesh': 'data:-1,model:-1'}, 'only one axis'),
-    ({'batch_size': 4}, 'a microbatch of 4 rows cannot be sharded over data:8'),
-    ({'num_microbatches': 3}, 'must be a multiple of config.num_microbatches 3'),
-    ({'mesh': 'model:8'}, r'embedding \(300, 32\) cannot be sharded over model:8'),
-  ],
-)
+@pytest.mark.parametrize(('fields', 'message'), [
+  ({'mesh': 'data:3'}, 'mesh data:3 needs 3 devices, and there are 8'),
+  ({'mesh': 'data:-1,model:3'}, 'needs a multiple of 3 devices'),
+  ({'mesh': 'rows:8'}, 'a mesh is like data:8,model:2'),
+  ({'mesh': 'data'}, 'names with one number each'),
+  ({'mesh': 'data:-1,model:-1'}, 'only one axis'),
+  ({'batch_size': 4}, 'a microbatch of 4 rows cannot be sharded over data:8'),
+  ({'num_microbatches': 3}, 'must be a multiple of config.num_microbatches 3'),
+  ({'mesh': 'model:8'}, r'embedding \(300, 32\) cannot be sharded over model:8'),
+])  # fmt: skip
 def test_what_cannot_be_divided_is_refused(config, fields, message):
   config.update({'batch_size': 8, 'mesh': 'data:-1,model:1', **fields})
   config.model.update(embed_dim=32, num_heads=4)
@@ -236,23 +223,14 @@ def test_what_cannot_be_divided_is_refused(config, fields, message):
     _entries(config)
 
 
-def test_a_parameter_that_no_rule_names_is_refused():
-  with pytest.raises(ValueError, match='no rule says how extra'):
-    shardings(make_mesh({}), {'extra': jnp.zeros(3)})
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-  ('arguments', 'message'),
-  [
-    (['--process_id=1'], 'missing: coordinator_address, num_processes'),
-    (['--coordinator_address=localhost:1', '--num_processes=2', '--process_id=2'], 'process_id must be below'),
-  ],
-)
+@pytest.mark.parametrize(('arguments', 'message'), [
+  (['--process_id=1'], 'missing: coordinator_address, num_processes'),
+  (['--coordinator_address=localhost:1', '--num_processes=2', '--process_id=2'], 'process_id must be below'),
+])  # fmt: skip
 def test_processes_that_cannot_come_together(tmp_path, base, arguments, message):
   process = start(*base(), f'--workdir={tmp_path}/run', *arguments)
   _, err = process.communicate(timeout=100)
   assert process.returncode == 1
   (line,) = err.splitlines()
-  assert line.startswith('error: ')
-  assert message in line
+  assert re.match(f'error: .*{message}', line)

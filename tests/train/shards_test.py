@@ -54,15 +54,17 @@ def header(shape, dtype='<u2'):
 
 
 def test_a_shard_is_read_as_it_was_written(path):
-  shard, found = make_shard(), Shard.load(path)
+  shard, loaded = make_shard(), Shard.load(path)
   for name in ('tokens', 'lengths', 'starts', 'features'):
-    np.testing.assert_array_equal(getattr(found, name), getattr(shard, name))
+    np.testing.assert_array_equal(getattr(loaded, name), getattr(shard, name))
   assert check_shard(path, VOCAB_SIZE) == (6, 10, 2, 4)
-  assert isinstance(found.features, np.memmap)
+  assert isinstance(loaded.features, np.memmap)
   assert os.listdir(path.parent) == ['shard.npz']
-  other = path.parent / 'other.npz'
-  make_shard(1).save(other)
-  assert shard_checksums(path) != shard_checksums(other)
+  (path.parent / 'shard.part').write_text('mine')  # not an unfinished one of ours
+  make_shard(1).save(path.parent / 'other.npz')
+  assert shard_checksums(path) != shard_checksums(path.parent / 'other.npz')
+  make_shard().save(path)
+  assert (path.parent / 'shard.part').read_text() == 'mine'
 
 
 def test_damage_is_named(path):
@@ -76,33 +78,34 @@ def test_damage_is_named(path):
   path.write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
   with pytest.raises(ValueError, match='shard.npz is damaged: features.npy has another checksum'):
     check_shard(path, VOCAB_SIZE)
+  path.unlink()
+  os.mkfifo(path)
+  with pytest.raises(ValueError, match='shard.npz is not a regular file'):
+    check_shard(path, VOCAB_SIZE)
 
 
-@pytest.mark.parametrize(
-  ('arrays', 'message'),
-  [
-    ({'features': header((6, 10, 2, 4), '|O') + bytes(960)}, 'features has another type than <u2'),
-    ({'features': header((6, 10, 2, 4), '<f8') + bytes(960)}, 'features has another type than <u2'),
-    ({'features': header((6, 10, 2, 10**9)) + bytes(960)}, 'features has another size'),
-    ({'features': header((2**62, 10, 2, 4)) + bytes(960)}, 'features has another size'),
-    ({'features': header((6, 10, 0, 4))}, 'features is empty'),
-    ({'features': header((6, 10, 8))}, 'features is empty or has 3 dimensions'),
-    ({'features': b''}, 'is damaged'),
-    ({'features': header((6, 10, 2, 4)).replace(b'descr', b'descR') + bytes(960)}, 'is damaged'),
-    ({'features': b'\x93NUMPY\1\0\xff\xff' + b'(' * 65535}, 'is damaged'),
-    ({'features': None}, 'it holds other arrays'),
-    ({'more': np.zeros(3)}, 'it holds other arrays'),
-    ({'tokens': np.zeros((6, 9), np.int32)}, 'its arrays have different sizes'),
-    ({'tokens': np.zeros((6, 10), np.int64)}, 'tokens has another type than <i4'),
-    ({'tokens': header((6, 10), '<i4')}, 'is damaged'),
-    ({'tokens': np.full((6, 10), -1, np.int32)}, 'a token, a length or a start is not valid'),
-    ({'tokens': np.full((6, 10), VOCAB_SIZE, np.int32)}, 'has token 50, and the target has 50'),
-    ({'lengths': np.full(6, 11, np.int32)}, 'a token, a length or a start is not valid'),
-    ({'starts': np.full(6, 10, np.int32)}, 'a token, a length or a start is not valid'),
-    ({'starts': np.full(6, -1)}, 'a token, a length or a start is not valid'),
-    ({'compression': zipfile.ZIP_DEFLATED}, 'an array is compressed'),
-  ],
-)
+@pytest.mark.parametrize(('arrays', 'message'), [
+  ({'features': header((6, 10, 2, 4), '|O') + bytes(960)}, 'features has another type than <u2'),
+  ({'features': header((6, 10, 2, 4), '<f8') + bytes(960)}, 'features has another type than <u2'),
+  ({'features': header((6, 10, 2, 10**9)) + bytes(960)}, 'features has another size'),
+  ({'features': header((2**62, 10, 2, 4)) + bytes(960)}, 'features has another size'),
+  ({'features': header((6, 10, 0, 4))}, 'features is empty'),
+  ({'features': header((6, 10, 8))}, 'features is empty or has 3 dimensions'),
+  ({'features': b''}, 'is damaged'),
+  ({'features': header((6, 10, 2, 4)).replace(b'descr', b'descR') + bytes(960)}, 'is damaged'),
+  ({'features': b'\x93NUMPY\1\0\xff\xff' + b'(' * 65535}, 'is damaged'),
+  ({'features': None}, 'it holds other arrays'),
+  ({'more': np.zeros(3)}, 'it holds other arrays'),
+  ({'tokens': np.zeros((6, 9), np.int32)}, 'its arrays have different sizes'),
+  ({'tokens': np.zeros((6, 10), np.int64)}, 'tokens has another type than <i4'),
+  ({'tokens': header((6, 10), '<i4')}, 'is damaged'),
+  ({'tokens': np.full((6, 10), -1, np.int32)}, 'a token, a length or a start is not valid'),
+  ({'tokens': np.full((6, 10), VOCAB_SIZE, np.int32)}, 'has token 50, and the target has 50'),
+  ({'lengths': np.full(6, 11, np.int32)}, 'a token, a length or a start is not valid'),
+  ({'starts': np.full(6, 10, np.int32)}, 'a token, a length or a start is not valid'),
+  ({'starts': np.full(6, -1)}, 'a token, a length or a start is not valid'),
+  ({'compression': zipfile.ZIP_DEFLATED}, 'an array is compressed'),
+])  # fmt: skip
 def test_hostile_arrays(path, arrays, message):
   write(path)
   check_shard(path, VOCAB_SIZE)
@@ -110,19 +113,6 @@ def test_hostile_arrays(path, arrays, message):
   with pytest.raises(ValueError, match=f'shard.npz .*{message}') as info:
     check_shard(path, VOCAB_SIZE)
   assert '\n' not in str(info.value)
-
-
-def test_what_is_no_file(path):
-  path.unlink()
-  os.mkfifo(path)
-  with pytest.raises(ValueError, match='shard.npz is not a regular file'):
-    check_shard(path, VOCAB_SIZE)
-
-
-def test_files_of_users_with_names_of_unfinished_ones_stay(tmp_path):
-  (tmp_path / 'shard.part').write_text('mine')
-  make_shard().save(tmp_path / 'shard.npz')
-  assert (tmp_path / 'shard.part').read_text() == 'mine'
 
 
 @pytest.mark.slow

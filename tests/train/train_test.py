@@ -117,26 +117,21 @@ def test_an_interruption_while_saving_loses_only_that_checkpoint(tmp_path, monke
   assert_same_run(tmp_path, straight[0])
 
 
-def poisoned_loss(state, loss):
-  return state, jnp.where(state['step'] == 8, jnp.nan, loss)
-
-
-def poisoned_params(state, loss):
-  broken = jnp.where(state['step'] == 6, jnp.inf, 1.0)
-  return {**state, 'params': jax.tree.map(lambda x: x * broken, state['params'])}, loss
-
-
-@pytest.mark.parametrize(
-  ('poison', 'message', 'left'),
-  [
-    (poisoned_loss, 'loss is nan at step 8: stopped', [3, 6]),
-    (poisoned_params, 'parameters are not finite after step 6', [3]),
-  ],
-)
-def test_what_is_not_finite_stops_and_is_not_saved(tmp_path, monkeypatch, config, poison, message, left):
+@pytest.mark.parametrize(('at', 'message', 'left'), [
+  ({'loss': 8}, 'loss is nan at step 8: stopped', [3, 6]),
+  ({'params': 6}, 'parameters are not finite after step 6', [3]),
+])  # fmt: skip
+def test_what_is_not_finite_stops_and_is_not_saved(tmp_path, monkeypatch, config, at, message, left):
   def make_step(*args, **options):
     step_fn = make_train_step(*args, **options)
-    return lambda *args: poison(*step_fn(*args))
+
+    def poisoned(*args):
+      state, loss = step_fn(*args)
+      broken = {name: jnp.where(state['step'] == at.get(name), jnp.nan, 1.0) for name in ('loss', 'params')}
+      params = jax.tree.map(lambda x: x * broken['params'], state['params'])
+      return {**state, 'params': params}, loss * broken['loss']
+
+    return poisoned
 
   monkeypatch.setattr(train_module, 'make_train_step', make_step)
   with pytest.raises(ValueError, match=message):
@@ -152,9 +147,8 @@ def test_a_damaged_checkpoint_is_one_clear_line(tmp_path, capfd, config, straigh
   shutil.copytree(straight[0], tmp_path, dirs_exist_ok=True)
   newest = tmp_path / 'checkpoints' / '12'
   (newest / 'default' / '_METADATA').write_text('{"tree')
-  with pytest.raises(
-    ValueError, match=r'/12 is damaged .*; with --allow_fallback, training continues from step 9'
-  ) as info:
+  wanted = '/12 is damaged .*; with --allow_fallback, training continues from step 9'
+  with pytest.raises(ValueError, match=wanted) as info:
     train(config, tmp_path)
   message = str(info.value)
   assert '\n' not in message
@@ -169,30 +163,27 @@ def test_a_damaged_checkpoint_is_one_clear_line(tmp_path, capfd, config, straigh
   assert re.search(r'/12 is damaged .*; continuing from step 9', capfd.readouterr().err)
 
 
-@pytest.mark.parametrize(
-  ('field', 'value', 'message'),
-  [
-    ('warmup_steps', 12, r'config.warmup_steps must be below config.num_steps, got 12 and 12'),
-    ('warmup_steps', -1, 'config.warmup_steps must be a whole number from 0'),
-    *(
-      (name, 0, f'config.{name} must be a whole number from 1')
-      for name in ('num_steps', 'batch_size', 'log_every', 'keep_checkpoints')
-    ),
-    *(('learning_rate', value, 'config.learning_rate must be a finite number above 0') for value in (math.nan, 0.0)),
-    ('max_grad_norm', -1.0, 'config.max_grad_norm must be'),
-    ('adam_b2', 1.0, 'config.adam_b2 must be at least 0 and below 1'),
-    ('distill_weight', 0.0, 'config.distill_weight must be above 0 and at most 1'),
-    ('held_out_percent', 0.0, 'config.held_out_percent must be above 0'),
-    ('seq_len', 50000, 'training text of .* tokens is shorter than one row of 50000'),
-    ('held_out_percent', 1e-3, 'held-out text of 0 tokens is shorter than one row'),
-    ('vocab_size', 4096, 'has 300 tokens but config.vocab_size is 4096'),
-    ('tokenizer', 'nothing.json', 'no tokenizer at nothing.json'),
-    ('source', 'web', "unknown source 'web'; allowed: files, lm1b, stdlib"),
-    ('files', 'nothing.txt', "no file matches 'nothing.txt'"),
-    ('model', {'num_heads': 3}, 'config.model: embed_dim 16 must be an even multiple of num_heads 3'),
-    ('model', {'width': 3}, 'config.model: .*width'),
-  ],
-)
+@pytest.mark.parametrize(('field', 'value', 'message'), [
+  ('warmup_steps', 12, r'config.warmup_steps must be below config.num_steps, got 12 and 12'),
+  ('warmup_steps', -1, 'config.warmup_steps must be a whole number from 0'),
+  *(
+    (name, 0, f'config.{name} must be a whole number from 1')
+    for name in ('num_steps', 'batch_size', 'log_every', 'keep_checkpoints')
+  ),
+  *(('learning_rate', value, 'config.learning_rate must be a finite number above 0') for value in (math.nan, 0.0)),
+  ('max_grad_norm', -1.0, 'config.max_grad_norm must be'),
+  ('adam_b2', 1.0, 'config.adam_b2 must be at least 0 and below 1'),
+  ('distill_weight', 0.0, 'config.distill_weight must be above 0 and at most 1'),
+  ('held_out_percent', 0.0, 'config.held_out_percent must be above 0'),
+  ('seq_len', 50000, 'training text of .* tokens is shorter than one row of 50000'),
+  ('held_out_percent', 1e-3, 'held-out text of 0 tokens is shorter than one row'),
+  ('vocab_size', 4096, 'has 300 tokens but config.vocab_size is 4096'),
+  ('tokenizer', 'nothing.json', 'no tokenizer at nothing.json'),
+  ('source', 'web', "unknown source 'web'; allowed: files, lm1b, stdlib"),
+  ('files', 'nothing.txt', "no file matches 'nothing.txt'"),
+  ('model', {'num_heads': 3}, 'config.model: embed_dim 16 must be an even multiple of num_heads 3'),
+  ('model', {'width': 3}, 'config.model: .*width'),
+])  # fmt: skip
 def test_bad_values_are_refused_before_training(tmp_path, config, field, value, message):
   with config.unlocked():
     config[field] = value if field != 'model' else {**config.model, **value}
@@ -232,12 +223,12 @@ def test_patience_keeps_the_best_model_and_stops(tmp_path, monkeypatch, config):
   fake, seen, evaluate = {4: 5.0, 8: 4.0, 12: 4.5, 16: 4.25, 20: 1.0}, {}, train_module.evaluate
 
   def evaluated(params, **options):
-    found = evaluate(params, **options)
+    metrics = evaluate(params, **options)
     if options.get('max_batches') is None:
-      return found
+      return metrics
     step = len(seen) * 4 + 4
     seen[step] = jax.tree.map(np.asarray, params)
-    return {**found, 'loss': fake[step]}
+    return {**metrics, 'loss': fake[step]}
 
   monkeypatch.setattr(train_module, 'evaluate', evaluated)
   outcome = train(config, tmp_path)

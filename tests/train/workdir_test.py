@@ -171,16 +171,13 @@ def test_a_record_of_an_earlier_version_is_continued(half, config, capfd):
   assert not notes_of(capfd)
 
 
-@pytest.mark.parametrize(
-  ('content', 'message'),
-  [
-    ('{"mine": 1}', 'run.json is not the record of a training run'),
-    ('[1]', 'run.json must hold an object'),
-    ('', 'run.json is damaged'),
-    ('[' * 10**5, 'run.json is damaged: it is nested too deeply'),
-    ('a pipe', 'run.json is not a regular file'),
-  ],
-)
+@pytest.mark.parametrize(('content', 'message'), [
+  ('{"mine": 1}', 'run.json is not the record of a training run'),
+  ('[1]', 'run.json must hold an object'),
+  ('', 'run.json is damaged'),
+  ('[' * 10**5, 'run.json is damaged: it is nested too deeply'),
+  ('a pipe', 'run.json is not a regular file'),
+])  # fmt: skip
 def test_a_record_that_is_none(half, config, content, message):
   (half / 'run.json').unlink()
   if content == 'a pipe':
@@ -231,15 +228,12 @@ def link_to_itself(path):
   path.symlink_to(path)
 
 
-@pytest.mark.parametrize(
-  ('put', 'message'),
-  [
-    (file, 'exists and is not a folder that can be replaced'),
-    (link_to_a_file, 'elsewhere exists and is not a folder that can be replaced'),
-    (link_to_itself, 'model exists and is not a folder that can be replaced'),
-    (folder_with_a_file_of_that_name, 'model/tokenizer.json is not replaced: it is no file of what is overwritten'),
-  ],
-)
+@pytest.mark.parametrize(('put', 'message'), [
+  (file, 'exists and is not a folder that can be replaced'),
+  (link_to_a_file, 'elsewhere exists and is not a folder that can be replaced'),
+  (link_to_itself, 'model exists and is not a folder that can be replaced'),
+  (folder_with_a_file_of_that_name, 'model/tokenizer.json is not replaced: it is no file of what is overwritten'),
+])  # fmt: skip
 def test_a_model_that_could_not_be_written_is_said_at_once(half, config, put, message):
   put(half / 'model')
   refuse(config, half, message)
@@ -275,21 +269,20 @@ def test_what_no_run_wrote_there_stays(tmp_path, half, finished, config):
   refuse(config, tmp_path / 'two', message)
 
 
-def test_two_trainings_in_one_directory(half, config):
+def test_a_directory_is_of_one_run_which_gives_it_free(half, make_config):
   with only_writer(half / 'checkpoints'):
-    refuse(config, half, 'checkpoints is being written by another process')
-  train(config, half)
-  assert not [path for path in half.iterdir() if path.name.endswith('.lock')]
-
-
-def test_a_refused_run_gives_the_directory_free(half, make_config):
-  config = make_config()
+    refuse(make_config(), half, 'checkpoints is being written by another process')
+  config, manifest = make_config(), half / 'checkpoints' / '9' / 'default' / 'manifest.ocdbt'
   config.seq_len = 12
   for _ in range(2):
     refuse(config, half, 'config.seq_len is 12')
-  (half / 'checkpoints' / '9' / 'default' / 'manifest.ocdbt').write_bytes(b'')
+  content = manifest.read_bytes()
+  manifest.write_bytes(b'')
   for _ in range(2):
     refuse(make_config(), half, 'is damaged')
+  manifest.write_bytes(content)
+  train(make_config(), half)
+  assert not [path for path in half.iterdir() if path.name.endswith('.lock')]
 
 
 @pytest.mark.parametrize('name', ['metrics.jsonl', 'checkpoints', 'data'])
@@ -319,46 +312,39 @@ def test_events_of_two_runs_within_a_second_are_two_files(tmp_path):
     writer = MetricWriter(epath.Path(tmp_path), step)
     writer.write(step + 1, {'loss': 1.0})
     writer.close()
-  events = [path for path in tmp_path.iterdir() if 'tfevents' in path.name]
-  assert len(events) == 3
-  assert min(path.stat().st_size for path in events) > 60
+  sizes = [path.stat().st_size for path in tmp_path.iterdir() if 'tfevents' in path.name]
+  assert (len(sizes), min(sizes) > 60) == (3, True)
 
 
 # Disks that are full or cannot be written, at the start of training and where one file of a run lies.
 
 
-class Disk:
-  """A small file system of its own."""
-
-  def __init__(self, path):
-    path.mkdir(parents=True, exist_ok=True)
-    self.path = path
-    if os.system(f'mount -t tmpfs -o size=8m tmpfs {path} 2>/dev/null'):
-      pytest.skip('needs the right to mount')
-
-  def fill(self):
-    with (self.path / 'filling').open('wb', buffering=0) as filling, contextlib.suppress(OSError):
-      while True:
-        filling.write(bytes(4096))
-
-  def empty(self):
-    (self.path / 'filling').unlink()
-
-
 @pytest.fixture
 def disk(tmp_path):
-  disk = Disk(tmp_path / 'disk')
-  yield disk
-  os.system(f'umount -l {disk.path}')
+  """A small file system of its own."""
+  path = tmp_path / 'disk'
+  path.mkdir()
+  if os.system(f'mount -t tmpfs -o size=8m tmpfs {path} 2>/dev/null'):
+    pytest.skip('needs the right to mount')
+  yield path
+  os.system(f'umount -l {path}')
+
+
+@contextlib.contextmanager
+def full(disk):
+  with (disk / 'filling').open('wb', buffering=0) as filling, contextlib.suppress(OSError):
+    while True:
+      filling.write(bytes(4096))
+  yield
+  (disk / 'filling').unlink()
 
 
 @pytest.mark.slow
 def test_a_full_disk_at_the_start_changes_nothing(disk, half, config):
-  workdir = disk.path / 'run'
+  workdir = disk / 'run'
   shutil.copytree(half, workdir)
-  disk.fill()
-  refuse(config, workdir, f'{workdir}.*No space left on device')
-  disk.empty()
+  with full(disk):
+    refuse(config, workdir, f'{workdir}.*No space left on device')
   assert train(config, workdir).step == 12
 
 
@@ -369,25 +355,23 @@ def test_a_disk_that_is_full_where_one_file_lies(disk, tmp_path, make_config, na
   workdir, config = tmp_path / 'run', make_config()
   workdir.mkdir()
   if name in ('checkpoints', 'data'):
-    (disk.path / name).mkdir()
+    (disk / name).mkdir()
   if name == 'metrics.jsonl':
     config.num_steps = 6
     train(config, workdir)
-    shutil.move(workdir / name, disk.path / name)
-  (workdir / name).symlink_to(disk.path / name)
-  disk.fill()
-  with pytest.raises(ValueError, match=f'/(run|disk)/{name}.*No space left on device') as info:
+    shutil.move(workdir / name, disk / name)
+  (workdir / name).symlink_to(disk / name)
+  with full(disk), pytest.raises(ValueError, match=f'/(run|disk)/{name}.*No space left on device') as info:
     train(make_config(), workdir)
   assert len(str(info.value)) < 1000
   assert '\n' not in str(info.value)
-  disk.empty()
   assert train(make_config(), workdir).step == 12
   load_model(workdir / 'model')
 
 
 @pytest.mark.slow
 def test_a_read_only_directory(disk, finished, config):
-  workdir = disk.path / 'run'
+  workdir = disk / 'run'
   shutil.copytree(finished, workdir)
-  os.system(f'mount -o remount,ro {disk.path}')
+  os.system(f'mount -o remount,ro {disk}')
   refuse(config, workdir, 'run.*Read-only file system')

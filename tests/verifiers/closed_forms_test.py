@@ -32,11 +32,7 @@ def _normalized(weights, otherwise):
 
 
 def _one_draft(proposal, targets, chance, left):
-  """The law of a block method on one draft: the longest part kept, each kept with its own chance.
-
-  `chance(i, v, p, q)` keeps the first i tokens, where v says how likely they are and the laws follow them;
-  `left(v, p, q)` are the weights of the next token.
-  """
+  """The distribution of a block method on one draft, from the `chance` of each part and the weights `left` after it."""
   tokens, drafts = proposal.tokens, proposal.probs
   length = len(tokens)
   law, nothing_longer = np.zeros_like(targets), 1.0
@@ -52,6 +48,11 @@ def _one_draft(proposal, targets, chance, left):
 
 def _clipped(ratios):
   return functools.reduce(lambda kept, ratio: min(1.0, kept * ratio), ratios, 1.0)
+
+
+def _assert_laws(names, expected, rows):
+  for name in names:
+    np.testing.assert_allclose(_law64(name, CHAIN, rows), expected, rtol=0, atol=EXACT, err_msg=str(name))
 
 
 def test_block_verification_in_closed_form():
@@ -70,8 +71,7 @@ def test_block_verification_in_closed_form():
   rows = _many_guesses(CHAIN)
   expected = [_one_draft(*row, chance, left) for row in rows]
   names = 'block', 'race_block', 'race_traversal', 'traversal', 'traversal_without_replacement', 'univer'
-  for name in names:
-    np.testing.assert_allclose(_law64(name, CHAIN, rows), expected, rtol=0, atol=EXACT, err_msg=name)
+  _assert_laws(names, expected, rows)
 
 
 def test_greedy_block_verification_in_closed_form():
@@ -89,8 +89,7 @@ def test_greedy_block_verification_in_closed_form():
 
   rows = _many_guesses(CHAIN)
   expected = [_one_draft(*row, chance, left) for row in rows]
-  for name in ('greedy_block', 'spectr_gbv'):
-    np.testing.assert_allclose(_law64(name, CHAIN, rows), expected, rtol=0, atol=EXACT, err_msg=name)
+  _assert_laws(('greedy_block', 'spectr_gbv'), expected, rows)
 
 
 def test_greedy_block_keeps_whatever_is_likelier_under_the_target():
@@ -123,10 +122,8 @@ def test_token_by_token_in_closed_form():
       reached *= kept
     law[-1] = reached * targets[-1]
     expected.append(law)
-  for name in ('speculative', 'spectr', 'specinfer', 'race', 'batch', 'gsd'):
-    np.testing.assert_allclose(_law64(name, CHAIN, rows), expected, rtol=0, atol=EXACT, err_msg=name)
   without_bias = with_epsilon(METHODS['decoding_opt'], 0.0)
-  np.testing.assert_allclose(_law64(without_bias, CHAIN, rows), expected, rtol=0, atol=EXACT)
+  _assert_laws(('speculative', 'spectr', 'specinfer', 'race', 'batch', 'gsd', without_bias), expected, rows)
   # With a bias, and with more than one draft, they differ.
   for name in ('decoding_opt', 'decoding_uno'):
     assert np.abs(_law64(name, CHAIN, rows) - expected).max() > 0.05

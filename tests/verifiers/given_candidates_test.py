@@ -66,7 +66,6 @@ def test_given_and_drawn_candidates_at_positions_of_their_own(name):
 
 @pytest.mark.parametrize('name', ['spectr', slow('specinfer'), slow('batch'), slow('race'), slow('race_traversal')])
 def test_given_counted_as_drawn_is_not_right(name, counted_as_drawn):
-  """This is what `is_given` is for."""
   # Under a name of its own, so that no test gets the program of the other.
   assert _error((_GIVEN | _MIXING)[name], **_APART, name='counted as drawn') > 0.02
 

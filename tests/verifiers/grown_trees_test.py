@@ -10,14 +10,7 @@ from tests.slow import slow, slow_but
 
 
 def _placed(tree, bounds, places, proposal, targets):
-  """The guesses of a tree in slots of wider bounds: parents, proposal and the target's laws there.
-
-  Args:
-    tree: The tree.
-    bounds: The bounds.
-    places: int `[n + 1]`, the slot of each of its nodes, the root's 0.
-    proposal, targets: The guesses on the tree.
-  """
+  """The guesses of a tree in slots `places` `[n + 1]` of wider bounds: parents, proposal, target probabilities."""
   vocab_size = targets.shape[1]
   parents, tokens = np.full((2, bounds.num_nodes), -1, np.int32)
   parents[places[1:] - 1] = places[tree.parent_of[1:]]
@@ -55,9 +48,7 @@ def _tokens_for(name, *choices):
 @_grown_methods
 @pytest.mark.parametrize('is_bound', [False, slow(True)])
 def test_a_row_with_the_parents_of_a_tree_is_verified_like_it(name, is_bound):
-  """Verdict, law and explanation: with the tree itself as its bounds, and with bounds in which every node may have
-  children.
-  """
+  """With the tree itself as its bounds, and with bounds in which every node may have children."""
   verifier = ALL[name].verifier
   bounds = UNEQUAL if is_bound else TokenTree.slots([2, 3, 1])
   tokens = _tokens_for(name, (DUPLICATES, False), (DISTINCT, True), ([2, 4, 0, 1, 3, 3], True))

@@ -29,17 +29,10 @@ def random_law(rng, vocab_size, zero_share=0.0):
 
 
 def make_guesses(seed, tree, vocab_size, tokens=None, *, zero_share=0.0, equal_share=0.0, agreement=0.0, laws=None):
-  """A proposal and the target's laws for one row, float64; nodes that spell the same have the same laws.
+  """A proposal and the target's probabilities for one row, float64; nodes that spell the same have the same ones.
 
-  Args:
-    seed: Seed of the laws.
-    tree: The tree.
-    vocab_size: V.
-    tokens: The guesses, or None to draw them from the laws, children independent of each other.
-    zero_share: Chance that a probability is 0.
-    equal_share: Chance that the target's law is the draft's.
-    agreement: How much of it is the draft's otherwise.
-    laws: Draft laws of some contexts, by their tokens.
+  Tokens are drawn if None. A probability is 0 with chance `zero_share`; a target is the draft with `equal_share`, else
+  for `agreement` of it. `laws` are draft distributions of some contexts, by their tokens.
   """
   rng = np.random.default_rng(seed)
   drafts, targets = dict(laws or {}), {}

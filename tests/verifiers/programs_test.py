@@ -59,9 +59,7 @@ _QUICK = ['speculative', 'spectr', 'gsd', 'ersd', 'greedy_block', 'race_traversa
 
 @pytest.mark.parametrize('name', slow_but(_QUICK, ALL))
 def test_no_product_in_low_precision_no_sort_and_no_large_array(name):
-  """Matrix units round float32 to bfloat16 unless told otherwise, sorts over the vocabulary are slow everywhere, and
-  the memory must grow neither with V^2 nor with K^L.
-  """
+  """Matrix units round float32 to bfloat16 unless told otherwise; memory must grow neither with V^2 nor with K^L."""
   method, vocab_size, batch_size = ALL[name], 4096, 2
   tree = _tree(method, 8, 8)
 
@@ -91,6 +89,9 @@ def test_what_must_not_be_there_would_be_seen():
     equations = list(_equations(program.jaxpr))
     assert 'dot_general' in {equation.primitive.name for equation in equations}
     assert any(map(_is_in_low_precision, equations)) == is_low
+  for sort in (jnp.sort, jax.jit(functools.partial(jax.lax.top_k, k=3))):
+    names = {equation.primitive.name for equation in _equations(jax.make_jaxpr(sort)(jnp.zeros(8)).jaxpr)}
+    assert names & {'sort', 'top_k'}
 
 
 @functools.cache
@@ -116,9 +117,7 @@ def test_no_second_copy_of_the_laws(name):
 @pytest.mark.slow
 @pytest.mark.parametrize('name', list(ALL))
 def test_rows_do_not_depend_on_their_batch(name):
-  """On a vocabulary large enough for work that goes row by row: rows stop at different depths and are what they are
-  alone.
-  """
+  """On a vocabulary large enough for work that goes row by row; rows stop at different depths."""
   rng = np.random.default_rng(0)
   (tree, together), (_, alone) = _compiled(name, 4), _compiled(name, 1)
   # A draft that agrees with the target more and more from row to row.

@@ -13,12 +13,7 @@ from guesses import ALL, CHAIN, CHAINS, UNEQUAL, as_float32, laws_of, make_guess
 
 from spectr_jax import Proposal, SamplingParams, TokenTree, generate
 from spectr_jax.models import table
-from spectr_jax.testing import (
-  ContextTables,
-  enumeration,
-  enumeration_error,
-  random_tables,
-)
+from spectr_jax.testing import ContextTables, enumeration, enumeration_error, random_tables
 from tests.slow import slow
 
 # Every method whose decisions have a law: those of an exponential race are compared token for token.
@@ -74,11 +69,7 @@ def test_nearly_equal_distributions_exactly(name, tree, way):
 
 
 def _round_distance(method, tree, tables):
-  """The total variation between a round's output, followed by ordinary sampling, and the target's joint distribution.
-
-  The round is computed in float32, the target's distribution in float64. A method with a state modifies later rounds,
-  so its round is compared with the same in float64.
-  """
+  """How far a float32 round, then sampling, is from the target, or from the same in float64 with a state, in TV."""
   found, exact = _round_law(method, tree, tables, np.float32)
   if jax.tree.leaves(method.verifier.init_state(tree)):
     with jax.enable_x64(True):

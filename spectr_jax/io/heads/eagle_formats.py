@@ -6,10 +6,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from spectr_jax.io.foreign import FLAG
 from spectr_jax.io.heads import layout
 from spectr_jax.io.hub.config_fields import checked
 from spectr_jax.io.hub.tensors import Tensors
+from spectr_jax.io.untrusted import FLAG
 from spectr_jax.models.head import HeadConfig
 
 EAGLE3_FIELDS = {
@@ -25,8 +25,7 @@ EAGLE3_FIELDS = {
 def _feature_layers(spec: Mapping[str, Any], tensors: Tensors, sizes: layout.TargetSizes) -> tuple[int, ...]:
   """The target's layers that a head of EAGLE-3's kind reads, numbered as in `Model.features_fn`.
 
-  Configurations number them in two ways: in an `eagle_config` they name blocks whose outputs are read, at the top those
-  whose inputs are.
+  In an `eagle_config` numbers name blocks whose outputs are read, at the top those whose inputs are.
   """
   num_inputs = layout.shape_of(tensors, 'fc.weight')[1]
   if num_inputs % sizes.width:
@@ -63,12 +62,7 @@ def eagle3_modules(config: HeadConfig, block: str) -> dict[str, str]:
 def read_eagle3(
   spec: Mapping[str, Any], tensors: Tensors, sizes: layout.TargetSizes, dtype: str | None, *, mask_id: int | None = None
 ) -> layout.Layout:
-  """A head of EAGLE-3's kind; with what the speculators format adds, which some files without that format have too.
-
-  Raises:
-    ValueError: Something is missing, unknown or does not fit the target.
-    KeyError: A size is missing.
-  """
+  """A head of EAGLE-3's kind, with what the speculators format adds; `ValueError`, or `KeyError` for a missing size."""
   names = tensors.names()
   block = 'midlayer.' if any(name.startswith('midlayer.') for name in names) else 'layers.0.'
   nested = checked(spec.get('eagle_config', {}), EAGLE3_FIELDS, 'eagle_config')
@@ -132,10 +126,11 @@ def _mtp(
   dtype,
   prefix: str,
   block: str,
-  others: dict[str, str],
+  parts: tuple[str, ...],
   **differences: Any,
 ) -> layout.Layout:
-  """A layer for multi-token prediction, which stands among the tensors of its target."""
+  """A layer for multi-token prediction, which stands among the tensors of its target; `parts` as `_MTP_PARTS`."""
+  others = {ours: f'{prefix}{theirs}' for ours, theirs in zip(_MTP_PARTS, parts, strict=True)}
   names = {name.removeprefix(block) for name in tensors.names() if name.startswith(block)}
   unknown = 'this MTP head has {}, which is not computed here; known are dense blocks of Llama and Qwen'
   for marker, kind in (('mlp.experts.', 'a mixture of experts'), ('self_attn.kv_', 'latent attention')):
@@ -163,31 +158,26 @@ def _mtp(
   return layout.Layout(config, modules, prefix)
 
 
+_MTP_PARTS = 'join', 'embedding_norm', 'hidden_norm', 'output_norm', 'embedding', 'unembedding'
+
+
 def read_qwen_mtp(spec, tensors: Tensors, sizes: layout.TargetSizes, dtype) -> layout.Layout:
-  others = {
-    'join': 'fc', 'embedding_norm': 'pre_fc_norm_embedding', 'hidden_norm': 'pre_fc_norm_hidden', 'output_norm': 'norm',
-    'embedding': 'embed_tokens', 'unembedding': 'lm_head',
-  }  # fmt: skip
-  others = {ours: f'mtp.{theirs}' for ours, theirs in others.items()}
+  names = 'fc', 'pre_fc_norm_embedding', 'pre_fc_norm_hidden', 'norm', 'embed_tokens', 'lm_head'
   # The norms of this family hold the gain less 1.
-  return _mtp(spec, tensors, sizes, dtype, 'mtp.', 'mtp.layers.0.', others, gain_offset=1.0)
+  return _mtp(spec, tensors, sizes, dtype, 'mtp.', 'mtp.layers.0.', names, gain_offset=1.0)
 
 
 def deepseek_prefix(names: set[str]) -> str | None:
   """The beginning of the names of a DeepSeek model's MTP layer, None if it has none."""
   pattern = r'(model\.layers\.[0-9]{1,5}\.)eh_proj\.weight'
-  found = [match[1] for name in names if (match := re.fullmatch(pattern, name))]
-  if len(found) > 1:
-    raise ValueError(f'the checkpoint has {len(found)} MTP layers; one is read')
-  return found[0] if found else None
+  prefixes = [match[1] for name in names if (match := re.fullmatch(pattern, name))]
+  if len(prefixes) > 1:
+    raise ValueError(f'the checkpoint has {len(prefixes)} MTP layers; one is read')
+  return prefixes[0] if prefixes else None
 
 
 def read_deepseek_mtp(spec, tensors: Tensors, sizes: layout.TargetSizes, dtype) -> layout.Layout:
   prefix = deepseek_prefix(tensors.names())
   assert prefix is not None  # as the format is recognised by it
-  others = {
-    'join': 'eh_proj', 'embedding_norm': 'enorm', 'hidden_norm': 'hnorm', 'output_norm': 'shared_head.norm',
-    'embedding': 'embed_tokens', 'unembedding': 'shared_head.head',
-  }  # fmt: skip
-  others = {ours: f'{prefix}{theirs}' for ours, theirs in others.items()}
-  return _mtp(spec, tensors, sizes, dtype, prefix, prefix, others)
+  names = 'eh_proj', 'enorm', 'hnorm', 'shared_head.norm', 'embed_tokens', 'shared_head.head'
+  return _mtp(spec, tensors, sizes, dtype, prefix, prefix, names)

@@ -5,14 +5,15 @@ What differs between heads of a format follows from the tensors where it can, si
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from spectr_jax.io.foreign import FLAG, TEXT, list_of, object_of, whole
 from spectr_jax.io.heads import eagle_formats, one_pass_formats
 from spectr_jax.io.heads.layout import Layout, TargetSizes
 from spectr_jax.io.hub.config_fields import BLOCK_FIELDS, checked, plain_name
 from spectr_jax.io.hub.tensors import Tensors
+from spectr_jax.io.untrusted import FLAG, TEXT, list_of, object_of, whole
 
 MEDUSA = 'Medusa'
 # Of the `config.json` of a head. The number of blocks may be that of the target.
@@ -56,7 +57,7 @@ READERS: dict[str, Callable[..., Layout]] = {
   'EAGLE-3': eagle_formats.read_eagle3,
   'speculators': _speculators,
   'DFlash': one_pass_formats.read_dflash,
-  'DFlash 2': one_pass_formats.read_dflash2,
+  'DFlash 2': functools.partial(one_pass_formats.read_dflash, architecture='DFlash2DraftModel'),
   'DSpark': one_pass_formats.read_dspark,
   'MTP': eagle_formats.read_qwen_mtp,
   'MTP, DeepSeek': eagle_formats.read_deepseek_mtp,

@@ -9,13 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spectr_jax.io.foreign import list_of, whole
 from spectr_jax.io.hub.config_fields import check_requests
 from spectr_jax.io.hub.families import LLAMA_MODULES
 from spectr_jax.io.hub.family_configs import layer_windows, llama_config
 from spectr_jax.io.hub.load import for_platform
 from spectr_jax.io.hub.redundant import FREQUENCIES
 from spectr_jax.io.hub.tensors import Tensors
+from spectr_jax.io.untrusted import list_of, whole
 from spectr_jax.model import KVCache, Model
 from spectr_jax.models import head, one_pass
 from spectr_jax.models.causal_lm_config import CausalLMConfig
@@ -33,50 +33,35 @@ BLOCK_MODULES = {
 
 @dataclasses.dataclass(frozen=True)
 class TargetSizes:
-  """The sizes of a target that a head must fit.
-
-  Attributes:
-    vocab_size: V.
-    width: Width of its hidden states.
-    embedding_dim: Width of its embedded tokens, or None if drafters cannot read them.
-    num_layers: The number of its blocks.
-  """
+  """The sizes of a target that a head must fit."""
 
   vocab_size: int
-  width: int
-  embedding_dim: int | None
+  width: int  # of hidden states
+  embedding_dim: int | None  # of embedded tokens, or None if drafters cannot read them
   num_layers: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-  """A head as its files describe it.
-
-  Attributes:
-    config: Its sizes.
-    modules: The hub's name of every module, by ours.
-    prefix: The beginning of the names that belong to the head.
-  """
+  """A head as its files describe it."""
 
   config: HeadConfig | OnePassConfig
-  modules: Mapping[str, str]
-  prefix: str = ''
+  modules: Mapping[str, str]  # the hub's name of every module, by ours
+  prefix: str = ''  # of the names that belong to the head
 
   @property
   def blocks(self) -> CausalLMConfig:
-    """The sizes of its decoder blocks."""
     return self.config.backbone if isinstance(self.config, OnePassConfig) else self.config.block
 
   @property
   def param_shapes(self) -> dict[str, Any]:
-    """The shapes of all parameters."""
     if isinstance(self.config, OnePassConfig):
       return one_pass.param_shapes(self.config)
     return head.param_shapes(self.config)
 
 
 def target_sizes(target: Model) -> TargetSizes:
-  """The sizes of a target that a head must fit."""
+  """The sizes of a target; `ValueError` if it returns no hidden states or has an unknown cache."""
   if target.features_fn is None:
     raise ValueError('a head reads hidden states of the target, but this target returns none: its features_fn is None')
 
@@ -118,15 +103,8 @@ def block_config(
 ) -> CausalLMConfig:
   """The configuration of a head's blocks; biases and norms of queries and keys are there where their tensors are.
 
-  Args:
-    spec: The content of `config.json`.
-    tensors: The head's tensors.
-    prefix: The beginning of the names of the first block.
-    vocab_size: Vd.
-    dtype: The dtype to compute in; None for the one of the configuration.
-    num_layers: The number of blocks.
-    known: Fields that the format reads and others refuse.
-    **differences: Fields of the format's own.
+  `prefix` begins the names of the first block. `known` are fields that the format reads and others refuse, and
+  `differences` fields of its own.
   """
   names = tensors.names()
   check_requests(spec, known=known, has_experts=True)
@@ -207,7 +185,6 @@ _WITHOUT_WEIGHT = '_codebook', '.base_kernel', 'mask_hidden'
 
 
 def _name_of(path: str, modules: Mapping[str, str]) -> str:
-  """The hub's name of a parameter."""
   if path == 'target_ids':
     return 'd2t'
   if path in modules:

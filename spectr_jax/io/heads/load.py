@@ -16,32 +16,31 @@ from etils import epath
 
 from spectr_jax.draft import Drafter, head_drafter, medusa_drafter, one_pass_drafter
 from spectr_jax.draft.medusa_drafter import MedusaConfig
-from spectr_jax.io.foreign import named
 from spectr_jax.io.heads.formats import MEDUSA, READERS, checked_spec, find_format
 from spectr_jax.io.heads.layout import Layout, is_beside, is_transposed, names_and_shapes, target_sizes
 from spectr_jax.io.hub.load import read_json
 from spectr_jax.io.hub.redundant import FREQUENCIES, check_buffers
-from spectr_jax.io.hub.tensors import SafetensorsFolder, Tensors, check_tensors
+from spectr_jax.io.hub.tensors import SafetensorsFolder, Tensors, check_tensors, row_ranges
 from spectr_jax.io.hub.torch_file import TorchFile
 from spectr_jax.io.load import hub_folder
+from spectr_jax.io.untrusted import named
+from spectr_jax.kernels.block_kernel import has_blocks, rounded_to_blocks
+from spectr_jax.kernels.products import LARGE
 from spectr_jax.model import Model
 from spectr_jax.models.one_pass_config import OnePassConfig
 
 _DOWNLOADED = ('*.json', '*.safetensors')
 _TORCH_FILES = ('pytorch_model.bin', 'medusa_lm_head.pt')
 _MEDUSA_NAME = r'(?:medusa_head\.)?([0-9]{1,9})\.([0-9]{1,9})\.(.+)'
-_MOST_AT_ONCE = 2**22  # numbers compared together
 _ROUNDING = 0.15  # relative error of weights of four bits, with some room
 _KNOWN = 'EAGLE-1, 2 and 3, P-EAGLE, the speculators format, DFlash 1 and 2, DSpark, Medusa-1 and MTP'
 
 
 def output_head_rows(target: Model, ids: np.ndarray | None, dtype: str) -> jax.Array:
-  """Rows of the target's output head as a kernel, `[D, Vd]`, read off its logits of unit vectors.
+  """The target's output head, or its rows of the tokens `ids`, as a kernel `[D, Vd]`, read off its logits of unit
+  vectors.
 
-  The rows are those of the Vd tokens `ids`, or all.
-
-  Raises:
-    ValueError: The target has no output head that others can use, or it is more than a product.
+  Raises `ValueError` if the target has no output head that others can use, or if it is more than a product.
   """
   unembed = target.unembed_fn
   if unembed is None:
@@ -59,9 +58,9 @@ def output_head_rows(target: Model, ids: np.ndarray | None, dtype: str) -> jax.A
     # Whole multiples of a 127th of the largest of every 16, which kernels in blocks do not round.
     probe = 10 * np.random.default_rng(0).integers(-127, 128, (4, width)).astype(np.float32)
     probe[:, ::16] = 1270
-    found, expected = np.asarray(rows(target.params, probe)), probe @ kernel
+    measured, expected = np.asarray(rows(target.params, probe)), probe @ kernel
   # Soft caps, biases and columns of -inf all show here.
-  if not np.abs(found - expected).max() <= 1e-3 * np.abs(expected).max():
+  if not np.abs(measured - expected).max() <= 1e-3 * np.abs(expected).max():
     raise ValueError("this head takes rows of the target's output head, which is not linear")
   return jnp.asarray(kernel.astype(dtype))
 
@@ -71,15 +70,12 @@ def _read_whole(tensors: Tensors, name: str) -> np.ndarray:
 
 
 def _target_ids(tensors: Tensors, target: Model) -> np.ndarray:
-  """The target's tokens that a reduced head guesses, int64 `[Vd]`.
-
-  Files have them as distances from the head's own ids (`d2t`), and most as a mark for each token of the target (`t2d`)
-  as well, see `_check_marks`.
-  """
-  found = _read_whole(tensors, 'd2t')
-  ids = found.astype(np.int64) + np.arange(len(found))
-  if not ((found >= -len(found)) & (found < target.vocab_size) & (ids >= 0) & (ids < target.vocab_size)).all():
-    raise ValueError(f"d2t names tokens that are not among the target's {target.vocab_size}")
+  """The target's tokens that a reduced head guesses, int64 `[Vd]`; `d2t` has their distances from the head's ids."""
+  distances = _read_whole(tensors, 'd2t')
+  ids = distances.astype(np.int64) + np.arange(len(distances))
+  size = target.vocab_size
+  if not ((distances >= -len(ids)) & (distances < size) & (ids >= 0) & (ids < size)).all():
+    raise ValueError(f"d2t names tokens that are not among the target's {size}")
   return ids
 
 
@@ -98,21 +94,20 @@ def _check_marks(tensors: Tensors, target: Model, ids: np.ndarray | None) -> Non
 def _is_head_of(target: Model, ids: np.ndarray | None, tensors: Tensors, name: str) -> bool:
   """Whether a tensor is the target's output head, or its rows of some tokens, up to the rounding of weights.
 
-  Both are applied to a few random vectors, short ones, for which soft caps change nothing.
+  Both are applied to a few short random vectors, for which soft caps change nothing.
   """
   assert target.unembed_fn is not None
   shape, width = tensors.shape(name), target_sizes(target).width
   probe = np.random.default_rng(0).normal(size=(4, width)).astype(np.float32) / 100
-  found = np.asarray(target.unembed_fn(target.params, probe), np.float32)
+  logits = np.asarray(target.unembed_fn(target.params, probe), np.float32)
   if ids is not None and shape[:1] != (target.vocab_size,):
-    found = found[:, ids]
-  if shape != (found.shape[1], width):
+    logits = logits[:, ids]
+  if shape != (logits.shape[1], width):
     return False
-  num, step = shape[0], max(1, _MOST_AT_ONCE // width)
-  parts = (tensors.read(name, (slice(i, min(i + step, num)), slice(0, width))) for i in range(0, num, step))
+  parts = (tensors.read(name, (rows, slice(0, width))) for rows in row_ranges(shape[0], width))
   expected = np.concatenate([probe @ part.astype(np.float32).T for part in parts], axis=1)
-  where = np.isfinite(found)  # a target may have more columns than tokens
-  return bool(np.linalg.norm((found - expected)[where]) <= _ROUNDING * np.linalg.norm(expected[where]))
+  where = np.isfinite(logits)  # a target may have more columns than tokens
+  return bool(np.linalg.norm((logits - expected)[where]) <= _ROUNDING * np.linalg.norm(expected[where]))
 
 
 def _check_beside(layout: Layout, tensors: Tensors, target: Model, ids: np.ndarray | None) -> None:
@@ -139,20 +134,32 @@ def _load_head(layout: Layout, tensors: Tensors, target: Model) -> Drafter:
   ids: np.ndarray | None = None
   for path, (name, leaf) in sources.items():
     if path == 'target_ids':
-      found = ids = _target_ids(tensors, target)
+      array = ids = _target_ids(tensors, target)
     else:
-      found = _read_whole(tensors, name)
+      array = _read_whole(tensors, name)
     inner: Any = params
     *modules, last = path.split('/')
     for module in modules:
       inner = inner.setdefault(module, {})
-    inner[last] = jnp.asarray((found.T if is_transposed(path) else found).astype(leaf.dtype))
+    inner[last] = jnp.asarray((array.T if is_transposed(path) else array).astype(leaf.dtype))
   _check_beside(layout, tensors, target, ids)
   if not config.has_unembedding:
     params['unembedding'] = output_head_rows(target, ids, layout.param_shapes['unembedding'].dtype)
+  if has_blocks(target.params):
+    params = _in_blocks(params)
   if isinstance(config, OnePassConfig):
     return one_pass_drafter(params, config, target.vocab_size)
   return head_drafter(params, config, target.vocab_size)
+
+
+def _in_blocks(params: dict[str, Any]) -> dict[str, Any]:
+  """The parameters of a head with its large matrices in blocks, which are multiplied as fast as its target's."""
+
+  def convert(keys, leaf):
+    is_product = keys[-1].key in ('kernel', 'unembedding') and leaf.ndim == 2 and leaf.shape[0] % 32 == 0
+    return rounded_to_blocks(np.asarray(leaf, np.float32)) if is_product and leaf.size >= LARGE else leaf
+
+  return jax.tree_util.tree_map_with_path(convert, params)
 
 
 def _load_medusa(spec: Mapping[str, Any], tensors: Tensors, target: Model, dtype: str | None) -> Drafter:
@@ -165,8 +172,8 @@ def _load_medusa(spec: Mapping[str, Any], tensors: Tensors, target: Model, dtype
     raise ValueError('the Medusa heads have several residual layers; one is read')
   sizes = target_sizes(target)
   has_unembedding = f'{prefix}0.1.weight' in parts
-  found = spec.get('dtype') or spec.get('torch_dtype')
-  dtype = dtype or (found if found in ('float32', 'bfloat16') else 'float32')
+  stored = spec.get('dtype') or spec.get('torch_dtype')
+  dtype = dtype or (stored if stored in ('float32', 'bfloat16') else 'float32')
   config = MedusaConfig(num_heads, sizes.width, sizes.vocab_size, dtype, has_unembedding)
   leaves = {'0.linear.weight': (sizes.width,) * 2, '0.linear.bias': (sizes.width,)}
   leaves |= {'1.weight': (sizes.vocab_size, sizes.width)} if has_unembedding else {}
@@ -184,22 +191,13 @@ def _load_medusa(spec: Mapping[str, Any], tensors: Tensors, target: Model, dtype
 
 @dataclasses.dataclass(frozen=True)
 class HeadFiles:
-  """A published head on disk, of which little is read before it is asked for.
-
-  Attributes:
-    path: The folder.
-    format: `EAGLE`, `EAGLE-3`, `speculators`, `DFlash`, `DFlash 2`, `DSpark`, `Medusa`, `MTP`, or `MTP, DeepSeek`.
-    prefix: The beginning of the names that belong to it.
-    is_part: Whether it stands among the tensors of its target.
-    spec: The content of `config.json`, checked.
-    tensors: Its tensors.
-  """
+  """A published head on disk, of which little is read before it is asked for."""
 
   path: str
-  format: str
-  prefix: str
-  is_part: bool
-  spec: Mapping[str, Any]
+  format: str  # see `formats`
+  prefix: str  # of the names that belong to it
+  is_part: bool  # whether it stands among the tensors of its target
+  spec: Mapping[str, Any]  # the checked `config.json`
   tensors: Tensors
 
   @property
@@ -231,23 +229,19 @@ def _open_tensors(path: epath.PathLike, folder: epath.Path) -> Tensors:
 
 
 def open_head(path: epath.PathLike) -> HeadFiles | None:
-  """The files of a published head, or None if there is none at the path.
-
-  Raises:
-    ValueError: A file is damaged.
-  """
+  """The files of a published head, or None if there is none at the path; `ValueError` if a file is damaged."""
   folder = hub_folder(path, files=_DOWNLOADED)
   if folder.suffix == '.gguf' or not (folder / 'config.json').exists() or (folder / 'model.json').exists():
     return None
   with named(folder):
     spec, tensors = read_json(folder), _open_tensors(path, folder)
     names = tensors.names()
-    found = find_format(spec, names)
-    if found is None:
+    format_and_prefix = find_format(spec, names)
+    if format_and_prefix is None:
       return None
     has_model = any(name.endswith('model.norm.weight') for name in names)
     spec = checked_spec(spec, f'{folder}/config.json')
-    return HeadFiles(str(folder), *found, has_model, spec, tensors)
+    return HeadFiles(str(folder), *format_and_prefix, has_model, spec, tensors)
 
 
 def load_drafter(path: epath.PathLike, target: Model, *, dtype: str | None = None) -> Drafter:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from spectr_jax.io.foreign import FLAG, TEXT, shown, whole
 from spectr_jax.io.heads import layout
 from spectr_jax.io.hub.config_fields import TOKEN, VOCAB, WIDTH, checked, plain_name
 from spectr_jax.io.hub.tensors import Tensors
+from spectr_jax.io.untrusted import FLAG, TEXT, shown, whole
 from spectr_jax.models.one_pass_config import Convolution, Markov, OnePassConfig, Selector
 
 ONE_PASS_FIELDS = {
@@ -67,7 +67,6 @@ def _selector(spec: Mapping[str, Any], tensors: Tensors, sizes: layout.TargetSiz
 def _read_one_pass(
   spec: Mapping[str, Any], tensors: Tensors, sizes: layout.TargetSizes, dtype: str | None, **differences: Any
 ) -> layout.Layout:
-  """A network that guesses in one pass."""
   if spec.get('is_causal'):
     raise ValueError('is_causal True is not supported: slots of a layer without a window attend to all others')
   names, num_layers = tensors.names(), layout.num_layers_of(spec, tensors)
@@ -113,14 +112,13 @@ def _read_one_pass(
 
 
 def _check_architecture(spec: Mapping[str, Any], known: str) -> None:
-  """Refuses files whose architecture is not that of the format."""
   for name in spec.get('architectures', []):
     if name != known:
       raise ValueError(f'architecture {plain_name(name)} is unknown in this format; known is {known}')
 
 
 def _layers_after(spec: Mapping[str, Any]) -> tuple[int, ...]:
-  """The target's layers by `target_layer_ids`, which names blocks whose outputs are read; -1 is the embedding."""
+  """The layers behind the blocks that `target_layer_ids` names; -1 is the embedding."""
   return tuple(layer + 1 for layer in spec['target_layer_ids'])
 
 
@@ -140,10 +138,6 @@ def read_dflash(
   return _read_one_pass(
     spec, tensors, sizes, dtype, feature_layers=_layers_after(spec), has_causal_windows='is_causal' not in spec
   )
-
-
-def read_dflash2(spec, tensors: Tensors, sizes: layout.TargetSizes, dtype) -> layout.Layout:
-  return read_dflash(spec, tensors, sizes, dtype, 'DFlash2DraftModel')
 
 
 def read_dspark(spec, tensors: Tensors, sizes: layout.TargetSizes, dtype) -> layout.Layout:

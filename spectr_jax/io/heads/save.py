@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import jax
@@ -22,12 +22,10 @@ from spectr_jax.io.heads.formats import READERS, checked_spec
 from spectr_jax.io.heads.layout import Layout, TargetSizes, is_transposed, names_and_shapes
 from spectr_jax.io.heads.one_pass_formats import one_pass_modules
 from spectr_jax.io.new_files import new_folder
+from spectr_jax.kernels.int8 import check_savable
 from spectr_jax.models.causal_lm_config import CausalLMConfig, Rope
 from spectr_jax.models.head import HeadConfig
 from spectr_jax.models.one_pass_config import OnePassConfig
-
-# A name of an activation as Transformers calls it, where it calls it differently.
-_ACTIVATION_NAMES = {'gelu_tanh': 'gelu_pytorch_tanh'}
 
 
 class _Shapes:
@@ -60,7 +58,7 @@ def _block_spec(block: CausalLMConfig) -> dict[str, Any]:
     'num_attention_heads': block.num_heads,
     'num_key_value_heads': block.num_kv_heads,
     'head_dim': block.head_dim,
-    'hidden_act': _ACTIVATION_NAMES.get(block.activation, block.activation),
+    'hidden_act': block.activation.replace('gelu_tanh', 'gelu_pytorch_tanh'),
     'attention_bias': block.has_qkv_bias,
     'mlp_bias': block.has_mlp_bias,
     'rms_norm_eps': block.norm_epsilon,
@@ -70,8 +68,9 @@ def _block_spec(block: CausalLMConfig) -> dict[str, Any]:
   }
 
 
-def _check_spec(name: str, spec: dict[str, Any], head: Layout, sizes: TargetSizes) -> None:
+def _check_spec(name: str, spec: dict[str, Any], config: HeadConfig | OnePassConfig, sizes: TargetSizes) -> None:
   """Refuses a `config.json` that reads otherwise than the head is, but for the platform's type of caches."""
+  head = _layout(config)
   stored = names_and_shapes(head).items()
   shapes = {name: leaf.shape[::-1] if is_transposed(path) else leaf.shape for path, (name, leaf) in stored}
   read = READERS[name](checked_spec(spec, f'the format of {name}'), _Shapes(shapes), sizes, None)
@@ -83,11 +82,7 @@ def _check_spec(name: str, spec: dict[str, Any], head: Layout, sizes: TargetSize
 
 
 def eagle3_spec(config: HeadConfig, vocab_size: int) -> dict[str, Any]:
-  """The `config.json` of a head in EAGLE-3's format.
-
-  Raises:
-    ValueError: The format cannot say what the head does.
-  """
+  """The `config.json` of a head in EAGLE-3's format; `ValueError` if the format cannot say what the head does."""
   if config.join != 'wide':
     raise ValueError(f"a head whose join is {config.join!r} is not of EAGLE-3's kind")
   block = config.block
@@ -107,16 +102,12 @@ def eagle3_spec(config: HeadConfig, vocab_size: int) -> dict[str, Any]:
     'dtype': block.dtype,
   }
   sizes = TargetSizes(vocab_size, config.target_dim, config.embedding_dim, 0)
-  _check_spec('EAGLE-3', spec, _eagle3_layout(config), sizes)
+  _check_spec('EAGLE-3', spec, config, sizes)
   return spec
 
 
 def one_pass_spec(config: OnePassConfig, vocab_size: int) -> dict[str, Any]:
-  """The `config.json` of DSpark or DFlash in the speculators format.
-
-  Raises:
-    ValueError: The format cannot say what the network does.
-  """
+  """The `config.json` of DSpark or DFlash in the speculators format; `ValueError` as of `eagle3_spec`."""
   if config.selector is not None or config.convolution is not None:
     raise ValueError('DFlash 2 is read, but not written')
   backbone = config.backbone
@@ -154,47 +145,39 @@ def one_pass_spec(config: OnePassConfig, vocab_size: int) -> dict[str, Any]:
       'confidence_head_with_markov': config.confidence != 'hidden',
     }
   sizes = TargetSizes(vocab_size, config.target_dim, backbone.embed_dim, 1 + max(config.feature_layers))
-  _check_spec('speculators', spec, _one_pass_layout(config), sizes)
+  _check_spec('speculators', spec, config, sizes)
   return spec
 
 
-def _eagle3_layout(config: HeadConfig) -> Layout:
+def _layout(config: HeadConfig | OnePassConfig) -> Layout:
+  if isinstance(config, OnePassConfig):
+    return Layout(config, one_pass_modules(config.backbone.num_layers))
   return Layout(config, eagle3_modules(config, 'midlayer.'))
-
-
-def _one_pass_layout(config: OnePassConfig) -> Layout:
-  return Layout(config, one_pass_modules(config.backbone.num_layers))
 
 
 # A head's `config.json` and its tensors by name, parameters in the type that is stored.
 _Content: TypeAlias = tuple[dict[str, Any], dict[str, np.ndarray]]
 
 
-def _eagle3_content(drafter: HeadDrafter, dtype: np.dtype) -> _Content:
+def _content(drafter: HeadDrafter | OnePassDrafter, dtype: np.dtype) -> _Content:
   config = drafter.config
-  return eagle3_spec(config, drafter.vocab_size), _arrays_of(drafter, _eagle3_layout(config), dtype)
-
-
-def _one_pass_content(drafter: OnePassDrafter, dtype: np.dtype) -> _Content:
-  config = drafter.config
-  return one_pass_spec(config, drafter.vocab_size), _arrays_of(drafter, _one_pass_layout(config), dtype)
-
-
-def _arrays_of(drafter: HeadDrafter | OnePassDrafter, layout: Layout, dtype: np.dtype) -> dict[str, np.ndarray]:
-  """The tensors of a head, by the names of its format."""
+  if isinstance(config, OnePassConfig):
+    spec = one_pass_spec(config, drafter.vocab_size)
+  else:
+    spec = eagle3_spec(config, drafter.vocab_size)
   arrays = {}
   params = {
     jax.tree_util.keystr(keys, simple=True, separator='/'): np.asarray(leaf)
     for keys, leaf in jax.tree_util.tree_leaves_with_path(drafter.params)
   }
-  for path, (name, _) in names_and_shapes(layout).items():
-    found = params[path]
+  for path, (name, _) in names_and_shapes(_layout(config)).items():
+    array = params[path]
     if path == 'target_ids':
-      arrays[name] = found.astype(np.int64) - np.arange(len(found))
-      arrays['t2d'] = np.isin(np.arange(drafter.vocab_size), found)
+      arrays[name] = array.astype(np.int64) - np.arange(len(array))
+      arrays['t2d'] = np.isin(np.arange(drafter.vocab_size), array)
     else:
-      arrays[name] = (found.T if is_transposed(path) else found).astype(dtype)
-  return arrays
+      arrays[name] = (array.T if is_transposed(path) else array).astype(dtype)
+  return spec, arrays
 
 
 def _medusa_content(drafter: MedusaDrafter, dtype: np.dtype) -> _Content:
@@ -215,21 +198,6 @@ def _medusa_content(drafter: MedusaDrafter, dtype: np.dtype) -> _Content:
     if config.has_unembedding:
       arrays[f'{i}.1.weight'] = params['unembedding'][i].T
   return spec, arrays
-
-
-# For each kind of head: its configuration, which others have not, its content, and the name of the file of tensors.
-_KINDS = (
-  (HeadDrafter, _eagle3_content, 'model.safetensors'),
-  (OnePassDrafter, _one_pass_content, 'model.safetensors'),
-  (MedusaDrafter, _medusa_content, 'medusa_lm_head.safetensors'),
-)
-
-
-def _kind_of(drafter: Drafter) -> tuple[Callable[[Any, np.dtype], _Content], str]:
-  for kind, content_of, name in _KINDS:
-    if isinstance(drafter, kind):
-      return content_of, name
-  raise ValueError('not a drafter made by head_drafter, one_pass_drafter or medusa_drafter')
 
 
 def save_drafter(
@@ -258,10 +226,16 @@ def save_drafter(
   """
   if param_dtype not in ('float32', 'bfloat16'):
     raise ValueError(f'param_dtype must be float32 or bfloat16, got {param_dtype!r}')
-  content_of, name = _kind_of(drafter)
-  spec, arrays = content_of(drafter, jnp.dtype(param_dtype))
-  owned = ('config.json', *(other for _, _, other in _KINDS))
-  with new_folder(path, overwrite=overwrite, owned=lambda _: owned) as folder:
+  if isinstance(drafter, (HeadDrafter, OnePassDrafter, MedusaDrafter)):
+    check_savable(drafter.params)
+  files = 'model.safetensors', 'medusa_lm_head.safetensors'
+  if isinstance(drafter, MedusaDrafter):
+    (spec, arrays), name = _medusa_content(drafter, jnp.dtype(param_dtype)), files[1]
+  elif isinstance(drafter, (HeadDrafter, OnePassDrafter)):
+    (spec, arrays), name = _content(drafter, jnp.dtype(param_dtype)), files[0]
+  else:
+    raise ValueError('not a drafter made by head_drafter, one_pass_drafter or medusa_drafter')
+  with new_folder(path, overwrite=overwrite, owned=lambda _: ('config.json', *files)) as folder:
     # `save_file` would let no one else read the file.
     (folder / name).write_bytes(save({key: np.ascontiguousarray(array) for key, array in arrays.items()}))
     (folder / 'config.json').write_text(json.dumps(spec | {'info': dict(info or {})}, indent=2) + '\n')

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from spectr_jax.io.foreign import TEXT, one_line, shown
+from spectr_jax.io.untrusted import TEXT, one_line, shown
 
 # Begins and ends a mark, which stands for a special token. Unicode assigns no characters to these code points.
 _BEGIN, _END = '\ufdd0', '\ufdd1'
@@ -95,7 +95,7 @@ class _Worker:
 
 
 def _library_folders() -> list[str]:
-  """The folders of what the worker imports. Without them it would need to look through this process's settings."""
+  """The folders of what the worker imports, which it cannot find without this process's settings."""
   folders = []
   for name in ('jinja2', 'markupsafe'):
     spec = importlib.util.find_spec(name)
@@ -106,7 +106,7 @@ def _library_folders() -> list[str]:
 
 
 def _stop(process: subprocess.Popen, owner: int) -> None:
-  """Ends a process, or closes this end of it where this is a copy of the process that it belongs to."""
+  """Ends a process, or closes this end of it in a fork of the process that it belongs to."""
   if os.getpid() == owner:
     process.kill()
     process.wait()
@@ -120,23 +120,14 @@ def _stop(process: subprocess.Popen, owner: int) -> None:
 class ChatTemplate:
   """A chat template.
 
-  It runs in a process of its own, which stays for further conversations. Its time, memory and output are bounded
-  whatever it does, and the process ends with this object.
+  It is a Jinja program, which runs in a process of its own, which stays for further conversations. Its time, memory and
+  output are bounded whatever it does, and the process ends with this object.
 
   A template may read the clock (`strftime_now`), as that of Llama 3.1 does. Its prompts then change from day to day.
-
-  Attributes:
-    source: The Jinja text.
-    special_tokens: Special tokens by the names that templates have for them.
   """
 
   def __init__(self, source: str, special_tokens: Mapping[str, str]):
-    """Stores the template, which is compiled when it is first used.
-
-    Args:
-      source: The Jinja text.
-      special_tokens: Special tokens by the names that templates have for them, such as `bos_token`.
-    """
+    """Stores the Jinja text, compiled when it is first used, and special tokens by their names such as `bos_token`."""
     self.source, self.special_tokens = source, dict(special_tokens)
     self._lock, self._worker = threading.Lock(), None
 
@@ -144,14 +135,10 @@ class ChatTemplate:
     return type(self), (self.source, self.special_tokens)
 
   def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-    """The conversation as text, up to where the model answers.
+    """The conversation, messages with the texts `role` and `content`, as text up to where the model answers.
 
-    Args:
-      messages: The messages, each with the texts `role` and `content`.
-
-    Raises:
-      ValueError: The template is damaged, refuses the conversation or exceeds its bounds, or a message has something
-        that is no text; the message says why.
+    Raises `ValueError` if the template is damaged, refuses the conversation or exceeds its bounds, or a message has
+    something that is no text; the message says why.
     """
     _check_messages(messages)
     if not self.source.strip():
@@ -189,16 +176,12 @@ def _check_messages(messages: Sequence[Mapping[str, str]]) -> None:
 
 
 def mark_special(special_tokens: Iterable[str]) -> dict[str, str]:
-  """Marks that stand for special tokens in a text.
-
-  Returns:
-    Each token's mark.
-  """
+  """The mark of each special token."""
   return {token: f'{_BEGIN}{index}{_END}' for index, token in enumerate(sorted(special_tokens))}
 
 
 def _substitute(text: str, replaced: Mapping[str, str]) -> str:
-  """Replaces every key by its value, the longest of those that begin at a place, as tokenizers look for tokens."""
+  """Replaces every key by its value, the longest of those that begin at a place, as tokenizers do."""
   pattern = '|'.join(map(re.escape, sorted(replaced, key=len, reverse=True)))
   return re.sub(pattern, lambda match: replaced[match[0]], text)
 
@@ -206,15 +189,12 @@ def _substitute(text: str, replaced: Mapping[str, str]) -> str:
 def render_marked(
   template: ChatTemplate, messages: Sequence[Mapping[str, str]], marks: Mapping[str, str]
 ) -> str | None:
-  """The rendered conversation with marks in place of the template's own special tokens.
+  """The rendered conversation with marks in place of the template's own special tokens; None if no message spells one.
 
   What messages spell stays as they spell it, so that a tokenizer that knows only the marks reads it as text. To tell
   the two apart, the conversation is rendered a second time with marks in the messages. Put back, these must give the
   first text. This is exact for every template that trims, joins or encodes whole contents, and says so for a template
   that looks at the special token itself.
-
-  Returns:
-    The text, or None if no message spells a special token, so that all of them are the template's.
   """
   _check_messages(messages)
   spelled = {token: mark for token, mark in marks.items() if any(token in v for m in messages for v in m.values())}

@@ -39,7 +39,7 @@ def _limit_resources(memory):
 
 
 def _end_after(seconds):
-  """Ends this process after some time; 0 lifts that. The parent does the same, but it may be gone by then."""
+  """Ends this process after some time, should the parent be gone by then; 0 lifts that."""
   if hasattr(signal, 'setitimer'):
     signal.setitimer(signal.ITIMER_REAL, seconds)
 
@@ -79,7 +79,6 @@ def _environment():
 
 
 def _problem(error):
-  """What went wrong, in a few words."""
   if isinstance(error, MemoryError):
     return 'it needs too much memory'
   if isinstance(error, RecursionError):
@@ -99,7 +98,6 @@ def _compiled(source):
 
 
 def _answer(request):
-  """The answer to a request."""
   try:
     template = _compiled(request['source'])
   except Exception as error:  # what Jinja and Python's compiler raise for a text of somebody else

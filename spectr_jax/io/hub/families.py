@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from spectr_jax.io.foreign import named
 from spectr_jax.io.hub import family_configs
 from spectr_jax.io.hub.config_fields import FIELDS, check_requests, checked, plain_name
+from spectr_jax.io.untrusted import named
 from spectr_jax.models.causal_lm_config import CausalLMConfig
 
 # Where the entries of a head begin along the outputs of the hub's tensor. Parts 0, 1, 2 are queries, keys and values.
@@ -31,33 +31,20 @@ def _by_part(part: int, head: int, config: CausalLMConfig) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-  """A family of checkpoints.
+  """A family of checkpoints."""
 
-  Attributes:
-    model_type: The name of its configuration in Transformers.
-    read_config: Makes the configuration of a `config.json`.
-    prefix: The beginning of all names but the output head's; files of the body alone have none.
-    blocks: The name of the list of blocks.
-    modules: The name of every module; those below `blocks` stand with our name in a block.
-    head_names: Names of the output head, of which a file has one.
-    head_start: Where the entries of a head of queries, keys or values begin.
-    is_transposed: Whether kernels are stored `[out, in]`.
-    buffers: Ends of names that are no parameters.
-    num_layers: What `config.json` calls the number of blocks.
-    known: Fields that it reads and that other families refuse.
-  """
-
-  model_type: str
+  model_type: str  # in Transformers
   read_config: Callable[[dict[str, Any]], CausalLMConfig]
-  prefix: str
-  blocks: str
-  modules: Mapping[str, str]
-  head_names: tuple[str, ...] = ('lm_head',)
+  prefix: str  # of all names but the output head's; files of the body alone have none
+  blocks: str  # the name of their list
+  modules: Mapping[str, str]  # names by ours; those of blocks stand below `blocks`
+  head_names: tuple[str, ...] = ('lm_head',)  # of the output head, of which a file has one
+  # Where the entries of a head of queries, keys or values begin.
   head_start: Callable[[int, int, CausalLMConfig], int] = _apart
-  is_transposed: bool = True
-  buffers: tuple[str, ...] = ('rotary_emb.inv_freq',)
-  num_layers: str = 'num_hidden_layers'
-  known: tuple[str, ...] = ()
+  is_transposed: bool = True  # whether kernels are stored `[out, in]`
+  buffers: tuple[str, ...] = ('rotary_emb.inv_freq',)  # ends of names that are no parameters
+  num_layers: str = 'num_hidden_layers'  # what `config.json` calls the number of blocks
+  known: tuple[str, ...] = ()  # fields that it reads and other families refuse
 
 
 LLAMA_MODULES = {
@@ -146,9 +133,7 @@ FAMILIES = {
 def read_spec(spec: Mapping[str, Any], where: str = 'config.json') -> tuple[Family, CausalLMConfig]:
   """The family and the configuration that a `config.json` describes.
 
-  Raises:
-    ValueError: The architecture, or something that it is made with, is unknown or missing; or a field is of the wrong
-      kind, beyond all bounds, or asks for what is not computed here.
+  Raises `ValueError` where something is unknown or missing, of the wrong kind, beyond all bounds, or not computed here.
   """
   with named(where):
     spec = checked(spec, FIELDS, where)
@@ -170,11 +155,7 @@ def read_spec(spec: Mapping[str, Any], where: str = 'config.json') -> tuple[Fami
 
 
 def spec_of_layers(spec: Mapping[str, Any], layers: Sequence[int]) -> dict[str, Any]:
-  """The `config.json` of a model that has some of another one's blocks.
-
-  Raises:
-    ValueError: As for `read_spec`.
-  """
+  """The `config.json` of a model that has some of another one's blocks; `ValueError` as of `read_spec`."""
   family, config = read_spec(spec)
   fewer = {**spec, family.num_layers: len(layers)}
   if config.windows or spec.get('layer_types'):

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from spectr_jax.io.foreign import shown
 from spectr_jax.io.hub.rope import context_length, read_rope, rope_parameters
+from spectr_jax.io.untrusted import shown
 from spectr_jax.models.causal_lm_config import CausalLMConfig
 
 _ACTIVATIONS = {
@@ -42,9 +42,9 @@ def _rope_parameters(spec: Mapping[str, Any], **defaults: float | None) -> dict[
   new, old = spec.get('rope_parameters'), spec.get('rope_scaling')
   if new and old and new != old:
     raise ValueError('rope_parameters and rope_scaling contradict each other')
-  name, found = ('rope_scaling', old) if old else ('rope_parameters', new or {})
+  name, values = ('rope_scaling', old) if old else ('rope_parameters', new or {})
   usual = {'rope_theta': spec.get('rope_theta', 10000.0), 'partial_rotary_factor': spec.get('partial_rotary_factor')}
-  return rope_parameters(spec, name, found, **(usual | defaults))
+  return rope_parameters(spec, name, values, **(usual | defaults))
 
 
 def _head_dim(width: int, num_heads: int) -> int:
@@ -56,12 +56,9 @@ def _head_dim(width: int, num_heads: int) -> int:
 def layer_windows(
   spec: Mapping[str, Any], is_sliding: Callable[[int], bool] | None = None, size: int | None = None
 ) -> tuple[int | None, ...]:
-  """The window of every layer, by `layer_types` or, in older files, by a rule of the family.
+  """The window of every layer, by `layer_types` or, in older files, by the family's rule `is_sliding`.
 
-  Args:
-    spec: The content of `config.json`.
-    is_sliding: The rule: whether a layer has a window. None for a family that has windows only by `layer_types`.
-    size: The family's window, for files that do not name one.
+  A family without a rule has windows only by `layer_types`. `size` is the family's window, for files that name none.
   """
   num_layers, kinds, size = spec['num_hidden_layers'], spec.get('layer_types'), spec.get('sliding_window', size)
   if kinds is None:
@@ -71,7 +68,7 @@ def layer_windows(
         raise ValueError(f'sliding_window {size} is not supported in this family without layer_types')
       return ()
     sliding = [is_sliding(i) for i in range(num_layers)] if size is not None else []
-    return tuple(size if found else None for found in sliding) if any(sliding) else ()
+    return tuple(size if slides else None for slides in sliding) if any(sliding) else ()
   unknown = [kind for kind in kinds if kind not in _LAYER_TYPES]
   if unknown:
     raise ValueError(f'layer_types: {shown(unknown[0])} is not supported; known are {", ".join(_LAYER_TYPES)}')
@@ -85,11 +82,9 @@ def layer_windows(
 
 
 def llama_config(spec: Mapping[str, Any], **differences: Any) -> CausalLMConfig:
-  """The configuration of a decoder whose blocks are of Llama's kind.
+  """The configuration of a decoder with blocks of Llama's kind.
 
-  Raises:
-    ValueError: The activation, the RoPE scaling or a size is not possible.
-    KeyError: A size is missing.
+  What is not possible raises `ValueError`, and a missing size `KeyError`.
   """
   width, num_heads = spec['hidden_size'], spec['num_attention_heads']
   head_dim = spec['head_dim'] if 'head_dim' in spec else _head_dim(width, num_heads)
@@ -211,9 +206,7 @@ def gpt_neox(spec: dict[str, Any]) -> CausalLMConfig:
   if spec.get('head_dim', head_dim) != head_dim:
     raise ValueError(f'head_dim {spec["head_dim"]} is not supported in this family, whose heads share the width')
   parameters = _rope_parameters(
-    spec,
-    rope_theta=spec.get('rotary_emb_base', 10000.0),
-    partial_rotary_factor=spec.get('rotary_pct', 0.25),
+    spec, rope_theta=spec.get('rotary_emb_base', 10000.0), partial_rotary_factor=spec.get('rotary_pct', 0.25)
   )
   has_bias = spec.get('attention_bias', True)
   return llama_config(

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from spectr_jax.io.foreign import FLAG, TEXT, Kind, check_object, either, list_of, real, shown, whole
 from spectr_jax.io.hub import config_fields
 from spectr_jax.io.hub.families import FAMILIES
 from spectr_jax.io.hub.gguf_header import GgufHeader
 from spectr_jax.io.hub.gguf_tokenizer import ID_KEYS, check_metadata
 from spectr_jax.io.hub.rope import read_rope
+from spectr_jax.io.untrusted import FLAG, TEXT, Kind, check_object, either, list_of, real, shown, whole
 
 # Architectures of llama.cpp and their names on the hub.
 _ARCHITECTURES = {
@@ -40,48 +40,31 @@ _POSITIVE = Kind('a positive number', either(whole(1, _MOST), list_of(whole(1, _
 _SIZES = {
   'block_count': config_fields.LAYERS,
   'context_length': config_fields.LENGTH,
-  'embedding_length': config_fields.WIDTH,
-  'feed_forward_length': config_fields.WIDTH,
-  'attention.head_count': config_fields.HEADS,
-  'attention.head_count_kv': config_fields.HEADS,
-  'attention.key_length': config_fields.HEAD_DIM,
-  'attention.value_length': config_fields.HEAD_DIM,
-  'rope.dimension_count': config_fields.HEAD_DIM,
+  **dict.fromkeys(('embedding_length', 'feed_forward_length'), config_fields.WIDTH),
+  **dict.fromkeys(('attention.head_count', 'attention.head_count_kv'), config_fields.HEADS),
+  **dict.fromkeys(('attention.key_length', 'attention.value_length', 'rope.dimension_count'), config_fields.HEAD_DIM),
 }
 _OTHERS = {
-  'attention.layer_norm_epsilon': config_fields.EPSILON,
-  'attention.layer_norm_rms_epsilon': config_fields.EPSILON,
-  'attention.sliding_window': config_fields.LENGTH,
+  **dict.fromkeys(('attention.layer_norm_epsilon', 'attention.layer_norm_rms_epsilon'), config_fields.EPSILON),
+  **dict.fromkeys(('attention.sliding_window', 'rope.scaling.original_context_length'), config_fields.LENGTH),
   'attention.sliding_window_pattern': either(config_fields.LAYERS, list_of(FLAG, 10_000)),
-  'attn_logit_softcapping': config_fields.SOFT_CAP,
-  'final_logit_softcapping': config_fields.SOFT_CAP,
+  **dict.fromkeys(('attn_logit_softcapping', 'final_logit_softcapping'), config_fields.SOFT_CAP),
   'expert_count': whole(),
   'use_parallel_residual': FLAG,
-  'rope.freq_base': config_fields.BASE,
-  'rope.freq_base_swa': config_fields.BASE,
+  **dict.fromkeys(('rope.freq_base', 'rope.freq_base_swa'), config_fields.BASE),
   'rope.scaling.type': TEXT,
-  'rope.scaling.factor': real(0, 1e6),
-  'rope.scale_linear': real(0, 1e6),
-  'rope.scaling.original_context_length': config_fields.LENGTH,
+  **dict.fromkeys(('rope.scaling.factor', 'rope.scale_linear'), real(0, 1e6)),
   'rope.scaling.yarn_attn_factor': real(above=0, most=1e3),
-  'rope.scaling.yarn_beta_fast': config_fields.FACTOR,
-  'rope.scaling.yarn_beta_slow': config_fields.FACTOR,
+  **dict.fromkeys(('rope.scaling.yarn_beta_fast', 'rope.scaling.yarn_beta_slow'), config_fields.FACTOR),
 }
 # Values that change what is computed, and those among them that change nothing.
 _OFF = {
   'attention.causal': (True,),
-  'attention.scale': (0,),
-  'attention.output_scale': (0, 1),
-  'attention.clamp_kqv': (0,),
-  'attention.max_alibi_bias': (0,),
-  'attention.shared_kv_layers': (0,),
-  'attention.temperature_scale': (0,),
-  'embedding_scale': (0, 1),
-  'residual_scale': (0, 1),
-  'logit_scale': (0, 1),
-  'rope.scaling.alpha': (0,),
   'rope.scaling.attn_factor': (1,),
-  'rope.scaling.yarn_log_multiplier': (0,),
+  **dict.fromkeys(('attention.scale', 'attention.clamp_kqv', 'attention.max_alibi_bias'), (0,)),
+  **dict.fromkeys(('attention.shared_kv_layers', 'attention.temperature_scale'), (0,)),
+  **dict.fromkeys(('rope.scaling.alpha', 'rope.scaling.yarn_log_multiplier'), (0,)),
+  **dict.fromkeys(('attention.output_scale', 'embedding_scale', 'residual_scale', 'logit_scale'), (0, 1)),
 }
 # The hub's fields of sizes, and what GGUF calls them.
 _FIELDS = {
@@ -96,8 +79,7 @@ _GPT2_FIELDS = {
   'n_inner': 'feed_forward_length',
   'n_layer': 'block_count',
   'n_head': 'attention.head_count',
-  'n_positions': 'context_length',
-  'n_ctx': 'context_length',
+  **dict.fromkeys(('n_positions', 'n_ctx'), 'context_length'),
 }
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from spectr_jax.io import foreign
+from spectr_jax.io import untrusted
 
 _MAGIC = b'GGUF'
 _VERSIONS = (2, 3)
@@ -30,37 +30,23 @@ _MOST_AXES = 4
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-  """A tensor's entry in the header.
+  """A tensor's entry in the header."""
 
-  Attributes:
-    shape: Its shape, the axis that is contiguous in memory last.
-    type_id: The number of its type, a `gguf.GGMLQuantizationType` if it is a known one.
-    offset: Bytes from the beginning of the file to its data.
-  """
-
-  shape: tuple[int, ...]
-  type_id: int
-  offset: int
+  shape: tuple[int, ...]  # the axis that is contiguous in memory last
+  type_id: int  # a `gguf.GGMLQuantizationType` if it is a known one
+  offset: int  # bytes from the beginning of the file
 
 
 @dataclasses.dataclass(frozen=True)
 class GgufHeader:
-  """What stands before the data of a GGUF file.
-
-  Attributes:
-    path: The file.
-    metadata: Numbers, strings and lists by key.
-    tensors: The tensors by the names that llama.cpp has for them.
-    data: uint8 `[bytes]`, the file, mapped into memory.
-  """
+  """What stands before the data of a GGUF file."""
 
   path: str
   metadata: dict[str, Any]
-  tensors: dict[str, StoredTensor]
-  data: np.ndarray
+  tensors: dict[str, StoredTensor]  # by llama.cpp's names
+  data: np.ndarray  # uint8 `[bytes]`, the file mapped into memory
 
   def required(self, key: str) -> Any:
-    """A value of the metadata."""
     if key not in self.metadata:
       raise ValueError(f'{self.path}: the metadata has no {key}')
     return self.metadata[key]
@@ -78,15 +64,15 @@ class _Cursor:
     end = self.position + count
     if end > len(self._data):
       raise EOFError
-    found = self._data[self.position : end]
+    part = self._data[self.position : end]
     self.position = end
-    return found
+    return part
 
   def scalar(self, code: str) -> Any:
     return struct.unpack(f'<{code}', self.bytes(struct.calcsize(f'<{code}')))[0]
 
   def strings(self, count: int) -> list[str]:
-    found, at, end = [], self.position, len(self._data)
+    texts, at, end = [], self.position, len(self._data)
     for _ in range(count):
       if at + 8 > end:
         raise EOFError
@@ -94,9 +80,9 @@ class _Cursor:
       at += 8 + size
       if at > end:
         raise EOFError
-      found.append(str(self._data[at - size : at], 'utf-8'))
+      texts.append(str(self._data[at - size : at], 'utf-8'))
     self.position = at
-    return found
+    return texts
 
   def string(self) -> str:
     return self.strings(1)[0]
@@ -130,7 +116,7 @@ def read_header(path: str | os.PathLike[str]) -> GgufHeader:
   path = os.fspath(path)
   if not os.path.isfile(path):
     raise ValueError(f'no file at {path}: expected a GGUF file')
-  with foreign.open_file(path) as file:
+  with untrusted.open_file(path) as file:
     if file.read(len(_MAGIC)) != _MAGIC:
       raise ValueError(f'{path} is not a GGUF file')
     data = np.asarray(np.memmap(file, np.uint8, mode='r'))
@@ -141,10 +127,10 @@ def read_header(path: str | os.PathLike[str]) -> GgufHeader:
       raise ValueError(f'{path} is damaged: its header is longer than {_LARGEST_HEADER:,} bytes') from None
     raise ValueError(f'{path} is truncated: its header is longer than the {len(data)} bytes of the file') from None
   except ValueError as error:
-    raise ValueError(f'{path} is not a readable GGUF file: {foreign.first_line(error)}') from error
+    raise ValueError(f'{path} is not a readable GGUF file: {untrusted.first_line(error)}') from error
   num_files = metadata.get('split.count', 1)
   if type(num_files) is not int or num_files != 1:
-    raise ValueError(f'{path} is one of {foreign.shown(num_files)} files: merge them with llama-gguf-split --merge')
+    raise ValueError(f'{path} is one of {untrusted.shown(num_files)} files: merge them with llama-gguf-split --merge')
   return GgufHeader(path, metadata, tensors, data)
 
 
@@ -158,23 +144,23 @@ def _parse(cursor: _Cursor) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
   for _ in range(num_values):
     key = cursor.string()
     if key in metadata:
-      raise ValueError(f'the metadata has {foreign.name_shown(key)} twice')
+      raise ValueError(f'the metadata has {untrusted.name_shown(key)} twice')
     metadata[key] = cursor.value(cursor.scalar('I'))
   tensors: dict[str, StoredTensor] = {}
   for _ in range(num_tensors):
     name = cursor.string()
     if name in tensors:
-      raise ValueError(f'tensor {foreign.name_shown(name)} is there twice')
+      raise ValueError(f'tensor {untrusted.name_shown(name)} is there twice')
     tensors[name] = _tensor(name, cursor)
   alignment = metadata.get('general.alignment', _DEFAULT_ALIGNMENT)
   if type(alignment) is not int or alignment < 1:
-    raise ValueError(f'general.alignment must be a positive number, got {foreign.shown(alignment)}')
+    raise ValueError(f'general.alignment must be a positive number, got {untrusted.shown(alignment)}')
   if alignment & (alignment - 1) or alignment > _LARGEST_ALIGNMENT:
     raise ValueError(f'general.alignment must be a power of 2 up to {_LARGEST_ALIGNMENT}, got {alignment}')
   start = -(-cursor.position // alignment) * alignment
   for name, tensor in tensors.items():
     if tensor.offset % alignment:
-      raise ValueError(f'tensor {foreign.name_shown(name)} does not begin at a multiple of {alignment} bytes')
+      raise ValueError(f'tensor {untrusted.name_shown(name)} does not begin at a multiple of {alignment} bytes')
     tensors[name] = dataclasses.replace(tensor, offset=start + tensor.offset)
   return metadata, tensors
 
@@ -182,8 +168,8 @@ def _parse(cursor: _Cursor) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
 def _tensor(name: str, cursor: _Cursor) -> StoredTensor:
   num_axes = cursor.scalar('I')
   if num_axes > _MOST_AXES:
-    raise ValueError(f'tensor {foreign.name_shown(name)} has {num_axes} axes; at most {_MOST_AXES} are read')
+    raise ValueError(f'tensor {untrusted.name_shown(name)} has {num_axes} axes; at most {_MOST_AXES} are read')
   shape = tuple(reversed([cursor.scalar('Q') for _ in range(num_axes)]))
   if 0 in shape:
-    raise ValueError(f'tensor {foreign.name_shown(name)} of shape {shape} has no numbers')
+    raise ValueError(f'tensor {untrusted.name_shown(name)} of shape {shape} has no numbers')
   return StoredTensor(shape, type_id=cursor.scalar('I'), offset=cursor.scalar('Q'))

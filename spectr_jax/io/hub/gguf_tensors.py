@@ -12,7 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from spectr_jax.io import foreign
+from spectr_jax.io import untrusted
 from spectr_jax.io.hub.families import FAMILIES
 from spectr_jax.io.hub.gguf_config import ROPE_FREQS
 from spectr_jax.io.hub.gguf_header import GgufHeader, StoredTensor
@@ -24,26 +24,18 @@ _MOST_AT_ONCE = 2**22  # numbers dequantized together
 
 @dataclasses.dataclass(frozen=True)
 class _Source:
-  """Where a tensor comes from.
+  """Where a tensor comes from."""
 
-  Attributes:
-    stored: `[rows, blocks, bytes of a block]` or `[rows]` or `[rows, columns]`, the data as it is in the file.
-    shape: Its shape once dequantized.
-    quantization: The type of its blocks, or None.
-    row_axes: Axes of the stored rows, two of which the hub has exchanged, and these two; None for the stored order.
-    is_transposed: Whether the hub has columns first.
-    offset: A number to add.
-  """
-
-  stored: np.ndarray
-  shape: tuple[int, ...]
-  quantization: Any
+  stored: np.ndarray  # as in the file: `[rows, blocks, bytes of a block]`, `[rows]` or `[rows, columns]`
+  shape: tuple[int, ...]  # once dequantized
+  quantization: Any  # the type of its blocks, or None
+  # Axes of the stored rows, and the two that the hub has exchanged; None for the stored order.
   row_axes: tuple[tuple[int, ...], tuple[int, int]] | None
-  is_transposed: bool
-  offset: float
+  is_transposed: bool  # whether the hub has columns first
+  offset: float  # to be added
 
   def stored_rows(self, rows: slice) -> slice | np.ndarray:
-    """The places of some rows, by the hub's order, among those that are stored."""
+    """The places among the stored rows of some rows by the hub's order."""
     if self.row_axes is None:
       return rows
     sizes, exchanged = self.row_axes
@@ -54,7 +46,6 @@ class GgufTensors(Tensors):
   """The tensors of a GGUF file, by the hub's names and in its layout. Reading a part reads no more of the file."""
 
   def __init__(self, header: GgufHeader, config: dict[str, Any], architecture: str):
-    """Finds all tensors and reads none."""
     self._path = header.path
     self._sources: dict[str, _Source] = {}
     end = 0
@@ -71,7 +62,7 @@ class GgufTensors(Tensors):
         end = stored.offset + source.stored.nbytes
         self._sources[hub_name] = source
       except ValueError as error:
-        raise ValueError(f'{header.path}: tensor {foreign.name_shown(name)}: {error}') from error
+        raise ValueError(f'{header.path}: tensor {untrusted.name_shown(name)}: {error}') from error
 
   def names(self) -> set[str]:
     return set(self._sources)
@@ -81,7 +72,7 @@ class GgufTensors(Tensors):
     return source.shape[::-1] if source.is_transposed else source.shape
 
   def dtype(self, name: str) -> np.dtype:
-    """The dtype that `read` gives: the stored one, or float32 for what is quantized or computed."""
+    """The stored dtype, or float32 for what is quantized or computed."""
     source = self._source(name)
     return np.dtype(np.float32) if source.quantization is not None or source.offset else source.stored.dtype
 
@@ -94,14 +85,8 @@ class GgufTensors(Tensors):
     return _read(source, index)
 
   def blocks(self, name: str, rows: Sequence[slice]) -> tuple[np.ndarray, str] | None:
-    """The blocks of a matrix as they are in the file.
-
-    Args:
-      name: The matrix.
-      rows: Ranges of its outputs.
-
-    Returns:
-      uint8 `[rows, blocks, bytes]` and the name of their type, or None if the matrix has none.
+    """The blocks of some rows of a matrix as in the file, uint8 `[rows, blocks, bytes]`, and their type's name; None if
+    it has none.
     """
     source = self._source(name)
     if source.quantization is None or len(source.shape) != 2:
@@ -117,28 +102,25 @@ class GgufTensors(Tensors):
 
 @functools.cache
 def _module_names(family_name: str, architecture: str) -> dict[str, str]:
-  """The hub's names of modules by llama.cpp's, those of the first block as in `blk.0.attn_q`.
-
-  llama.cpp's names are those that the package `gguf` converts to.
-  """
+  """The hub's names of modules by llama.cpp's, as the package `gguf` converts them; `blk.0.` for the first block."""
   import gguf
 
   family = FAMILIES[family_name]
   kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
-  found, stored_name = {'output': family.head_names[0]}, gguf.get_tensor_name_map(kind, 1).get_name
+  hub_names, stored_name = {'output': family.head_names[0]}, gguf.get_tensor_name_map(kind, 1).get_name
   for module in family.modules.values():
     for name in (f'{family.prefix}{module}', f'{family.prefix}{family.blocks}.0.{module}'):
       if stored := stored_name(name):
-        found[stored] = name
-  return found
+        hub_names[stored] = name
+  return hub_names
 
 
 def _hub_name(name: str, family_name: str, architecture: str) -> str:
   family = FAMILIES[family_name]
-  if found := _FREQUENCIES.fullmatch(name):
-    return f'{family.prefix}{family.blocks}.{found[1]}.rotary_emb.inv_freq'
-  found = re.fullmatch(r'(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)', name, re.ASCII)
-  layer, part, kind = found.groups() if found else (None, '', '')
+  if match := _FREQUENCIES.fullmatch(name):
+    return f'{family.prefix}{family.blocks}.{match[1]}.rotary_emb.inv_freq'
+  match = re.fullmatch(r'(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)', name, re.ASCII)
+  layer, part, kind = match.groups() if match else (None, '', '')
   module = _module_names(family_name, architecture).get(part if layer is None else f'blk.0.{part}')
   if module is None:
     raise ValueError('unknown for this architecture')
@@ -190,7 +172,7 @@ def _stored(tensor: StoredTensor, header: GgufHeader) -> tuple[np.ndarray, Any]:
 
 
 def _block(kind: Any) -> tuple[int, int]:
-  """Numbers and bytes of a block of a type."""
+  """The numbers and the bytes of a block of a type."""
   import gguf
 
   return gguf.GGML_QUANT_SIZES[kind]
@@ -222,7 +204,6 @@ def _is_dequantizable(kind: Any) -> bool:
 
 
 def _read(source: _Source, index: tuple[slice, ...]) -> np.ndarray:
-  """Reads a part, in the file's orientation."""
   rows = source.stored_rows(index[0])
   if source.quantization is None:
     values = source.stored[rows][(slice(None), *index[1:])]
@@ -232,7 +213,7 @@ def _read(source: _Source, index: tuple[slice, ...]) -> np.ndarray:
 
 
 def _dequantized(source: _Source, rows: slice | np.ndarray, columns: slice) -> np.ndarray:
-  """Some rows and columns of a quantized tensor, float32; dequantizes the blocks they stand in."""
+  """Some rows and columns of a quantized tensor, float32, from the blocks that they stand in."""
   import gguf
 
   first, end, _ = columns.indices(source.shape[1])
@@ -244,6 +225,6 @@ def _dequantized(source: _Source, rows: slice | np.ndarray, columns: slice) -> n
   step = max(1, _MOST_AT_ONCE // (blocks.shape[1] * size))
   for start in range(0, len(blocks), step):
     some = np.ascontiguousarray(blocks[start : start + step])
-    found = gguf.quants.dequantize(some.reshape(len(some), -1), source.quantization)
-    values[start : start + step] = found[:, first % size :][:, : values.shape[1]]
+    numbers = gguf.quants.dequantize(some.reshape(len(some), -1), source.quantization)
+    values[start : start + step] = numbers[:, first % size :][:, : values.shape[1]]
   return values

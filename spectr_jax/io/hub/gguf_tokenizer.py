@@ -12,11 +12,11 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from spectr_jax.io.backend import Backend, guarded
-from spectr_jax.io.foreign import FLAG, TEXT, check_object, list_of, real, shown, whole
 from spectr_jax.io.hub.gguf_header import GgufHeader
 from spectr_jax.io.hub.gguf_words import WORDS, Words
 from spectr_jax.io.hub.unused_pieces import UnusedPieces
 from spectr_jax.io.tokenizer_file import MOST_CHARACTERS, MOST_ID, MOST_MERGES, MOST_TOKENS, check_merges
+from spectr_jax.io.untrusted import FLAG, TEXT, check_object, list_of, real, shown, whole
 
 # Types of tokens.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
@@ -51,10 +51,7 @@ def check_metadata(header: GgufHeader) -> None:
 
 
 def build_tokenizer(header: GgufHeader) -> Backend:
-  """Builds the tokenizer of a model.
-
-  Its post-processor adds nothing: whether a text begins with the beginning of a document is the caller's choice.
-  """
+  """The tokenizer of a model. Whether a text begins with the beginning of a document is left to the caller."""
   build, _ = _kind(header)
   vocab = _Vocabulary.read(header)
   tokenizer, rewrite = guarded(header.path, build, header, vocab)
@@ -190,10 +187,7 @@ def _pieces(
 
 
 def _merges(path: str, pieces: dict[str, int], tokens: list[str], scores: list[float]) -> list[tuple[str, str]]:
-  """All pairs of pieces that join to a piece, the highest score of it first.
-
-  SentencePiece merges the neighbors that join to the token with the highest score, whichever two they are.
-  """
+  """All pairs of pieces that join to a piece, highest score first, as SentencePiece merges neighbors."""
   if sum(map(len, pieces)) > _MOST_CUTS:
     raise ValueError(f'{path}: all tokens together have more than {_MOST_CUTS:,} characters')
   pairs = []

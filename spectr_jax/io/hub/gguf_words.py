@@ -29,19 +29,12 @@ _CASED = (
 
 @dataclasses.dataclass(frozen=True)
 class Words:
-  """Splits a text into the words that merges stay within.
+  """How a text is split into the words that merges stay within."""
 
-  Attributes:
-    patterns: Regular expressions, applied one after the other; each match is a word, and so is what is between them.
-    is_nfc: Whether the text is brought to Unicode's form NFC first.
-    takes_whole_words: Whether a word that is a token is taken without merging.
-    adds_bos: Whether a text begins with the beginning of a document, unless the metadata says otherwise.
-  """
-
-  patterns: tuple[str, ...]
-  is_nfc: bool = False
-  takes_whole_words: bool = False
-  adds_bos: bool = False
+  patterns: tuple[str, ...]  # applied one after the other; each match is a word, and so is what is between them
+  is_nfc: bool = False  # whether the text is brought to Unicode's form NFC first
+  takes_whole_words: bool = False  # whether a word that is a token is taken without merging
+  adds_bos: bool = False  # whether a text begins with the beginning of a document by default
 
 
 _GPT2 = Words((_GPT2_WORDS,))

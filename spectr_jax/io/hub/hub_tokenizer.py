@@ -13,22 +13,18 @@ import tokenizers
 from etils import epath
 
 from spectr_jax.io.backend import Backend, guarded
-from spectr_jax.io.foreign import FLAG, TEXT, either, list_of, map_of, object_of, read_object, read_text, shown, whole
 from spectr_jax.io.hub.chat_template import ChatTemplate, mark_special, render_marked
 from spectr_jax.io.tokenizer import TokenizerBase
-from spectr_jax.io.tokenizer_file import MOST_ID, TOKEN, TOKEN_ID, read_backend
+from spectr_jax.io.tokenizer_file import FLAGS_OF_ADDED, MOST_ID, TOKEN, TOKEN_ID, read_backend
+from spectr_jax.io.untrusted import FLAG, TEXT, either, list_of, map_of, object_of, read_object, read_text, shown, whole
 from spectr_jax.unicode import check_unicode
 
 
 class HubTokenizer(TokenizerBase):
-  """The tokenizer of a public model.
+  """The tokenizer of a public model. Its `chat_template` is None if the model has none.
 
   Names of special tokens in a text are those tokens, as everywhere with such models. In messages of a conversation they
   are text: only the template can end a turn or begin one.
-
-  Attributes:
-    pad_id, bos_id, eos_ids, add_bos: As of `TokenizerBase`.
-    chat_template: The chat template, None if the model has none.
   """
 
   chat_template: ChatTemplate | None
@@ -80,14 +76,15 @@ class HubTokenizer(TokenizerBase):
     backend.add_special_tokens([tokenizers.AddedToken(word, normalized=False) for word in words])
     if pad_id is None:
       pad_id = eos_ids[0] if eos_ids and backend.id_to_token(eos_ids[0]) is not None else 0
-    found = cls(backend)
-    found.pad_id, found.bos_id, found.eos_ids, found.add_bos = pad_id, bos_id, tuple(dict.fromkeys(eos_ids)), add_bos
-    found.chat_template = None if chat_template is None else ChatTemplate(chat_template, special_tokens)
-    return found
-
-  @functools.cached_property
-  def _ids(self) -> dict[str, int]:
-    return self._backend.get_vocab()
+    result = cls(backend)
+    result.pad_id, result.bos_id, result.eos_ids, result.add_bos = (
+      pad_id,
+      bos_id,
+      tuple(dict.fromkeys(eos_ids)),
+      add_bos,
+    )
+    result.chat_template = None if chat_template is None else ChatTemplate(chat_template, special_tokens)
+    return result
 
   @functools.cached_property
   def vocab_size(self) -> int:
@@ -97,7 +94,7 @@ class HubTokenizer(TokenizerBase):
   @functools.cached_property
   def fingerprint(self) -> str:
     """The first 16 hexadecimal digits of a SHA-256 of all ids and their tokens."""
-    content = json.dumps(sorted((index, token) for token, index in self._ids.items()))
+    content = json.dumps(sorted((index, token) for token, index in self._backend.get_vocab().items()))
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
   def token_text(self, index: int) -> str:
@@ -107,17 +104,13 @@ class HubTokenizer(TokenizerBase):
     return self.special_token_names.get(index) or self.decode([index])
 
   def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-    """Encodes a conversation up to where the model answers.
+    """Encodes a conversation up to where the model answers, of messages with the texts `role` and `content`.
 
     The ids are those of the rendered template, which writes a bos where the model wants one. Special tokens that
     messages spell are encoded as text, see `render_marked`.
 
-    Args:
-      messages: The messages, each with the texts `role` and `content`.
-
-    Raises:
-      ValueError: The model has no chat template, its template refuses the conversation or writes nothing, a message is
-        not valid Unicode, or a special token in a message cannot be told from the template's.
+    Raises `ValueError` if the model has no chat template, its template refuses the conversation or writes nothing, a
+    message is not valid Unicode, or a special token in a message cannot be told from the template's.
     """
     if self.chat_template is None:
       return super().encode_chat(messages)
@@ -149,7 +142,7 @@ class HubTokenizer(TokenizerBase):
     (folder / 'generation_config.json').write_text(json.dumps(stops) + '\n')
 
   def _content(self) -> str:
-    """The content of `tokenizer.json`, whose rules begin a text as prompts do."""
+    """`tokenizer.json` with rules that begin a text as prompts do."""
     content = self._backend.to_str()
     wanted = self.bos_id if self.add_bos else None
     if _put_in_front(self._backend) == wanted:
@@ -163,7 +156,7 @@ class HubTokenizer(TokenizerBase):
 
   @functools.cached_property
   def _marked_backend(self) -> Backend:
-    """The same vocabulary and rules, except that special tokens are spelled as their marks."""
+    """The same vocabulary and rules with marks in place of special tokens."""
     name, rewrite = self._backend.name, self._backend.rewrite
     spec, marks = json.loads(guarded(name, self._backend.tokenizer.to_str)), self._marks
     for token in spec['added_tokens']:
@@ -192,7 +185,7 @@ def _num_ids(backend: Backend) -> int:
 
 
 def _put_in_front(backend: Backend) -> int | None:
-  """The one token that a tokenizer's rules put in front of a text, None if there is none."""
+  """The one token that the tokenizer's rules put in front of a text, or None."""
   encoding = backend.encode('a')
   is_added = encoding.special_tokens_mask
   return encoding.ids[0] if is_added[:1] == [1] and is_added[1:2] != [1] else None
@@ -213,14 +206,13 @@ _NAMED = ('bos_token', 'eos_token', 'unk_token', 'pad_token', 'sep_token', 'cls_
 _MOST_STOPS = 1024
 # A token by its name, with more about it or without.
 _TOKEN = either(TOKEN, object_of({'content': TOKEN}))
-_FLAGS = 'single_word', 'lstrip', 'rstrip', 'normalized', 'special'
 _NAMES = dict.fromkeys(_NAMED, _TOKEN)
 _IDS = {'bos_token_id': TOKEN_ID, 'eos_token_id': either(TOKEN_ID, list_of(TOKEN_ID, _MOST_STOPS))}
 _FILES = {
   'tokenizer_config': {
     **_NAMES,
     'add_bos_token': FLAG,
-    'added_tokens_decoder': map_of(object_of({'content': TOKEN, **dict.fromkeys(_FLAGS, FLAG)})),
+    'added_tokens_decoder': map_of(object_of({'content': TOKEN, **dict.fromkeys(FLAGS_OF_ADDED, FLAG)})),
     # One template, or several with names.
     'chat_template': either(TEXT, list_of(object_of({'name': TEXT, 'template': TEXT}), 64)),
   },
@@ -228,12 +220,6 @@ _FILES = {
   'config': {**_IDS, 'vocab_size': whole(1)},
   'generation_config': _IDS,
 }
-
-
-def _read(folder: epath.Path, name: str) -> dict[str, Any]:
-  """The checked object of a JSON file, empty if there is no such file."""
-  path = folder / f'{name}.json'
-  return read_object(path, _FILES[name]) if path.exists() else {}
 
 
 def _content(token: str | dict[str, Any], path: epath.Path, name: str) -> str:
@@ -245,7 +231,7 @@ def _content(token: str | dict[str, Any], path: epath.Path, name: str) -> str:
 
 
 def _read_backend(folder: epath.Path, added: Mapping[str, Any]) -> Backend:
-  """Reads tokenizer.json, and adds the tokens by id that only tokenizer_config.json has."""
+  """Reads `tokenizer.json`, and adds the tokens by id that only `tokenizer_config.json` has."""
   path, config = folder / 'tokenizer.json', folder / 'tokenizer_config.json'
   if not path.exists():
     raise ValueError(f'no tokenizer at {path}: expected the file that the tokenizers library writes')
@@ -257,18 +243,11 @@ def _read_backend(folder: epath.Path, added: Mapping[str, Any]) -> Backend:
     content = _content(token, config, f'added_tokens_decoder: {index}')
     if backend.token_to_id(content) is not None:
       continue
-    flags = {name: token[name] for name in _FLAGS if token.get(name) is not None}
+    flags = {name: token[name] for name in FLAGS_OF_ADDED if token.get(name) is not None}
     backend.add_tokens([tokenizers.AddedToken(content, **flags)])
     if backend.token_to_id(content) != int(index):
       raise ValueError(f'{path} has no room for {content!r}, which tokenizer_config.json gives id {index}')
   return backend
-
-
-def _chosen_template(found: str | list[dict[str, str]] | None) -> str | None:
-  """The template of a config, which has one or several with names: that of the name `default`."""
-  if isinstance(found, list):
-    return {entry.get('name'): entry.get('template') for entry in found}.get('default')
-  return found
 
 
 def _ids_of(path: epath.Path, content: Mapping[str, Any], name: str, num_ids: int) -> list[int]:
@@ -284,41 +263,41 @@ def _ids_of(path: epath.Path, content: Mapping[str, Any], name: str, num_ids: in
 def load_hub_tokenizer(folder: epath.PathLike) -> HubTokenizer:
   """Reads the tokenizer of a folder as the hub serves it.
 
-  Text ends at the tokenizer's `eos_token` and at the ids of `generation_config.json`, or of `config.json` if that says
-  nothing. Prompts begin with the token that the rules of `tokenizer.json` put in front of a text, whatever
-  `add_bos_token` says: Transformers 5 reads them so.
+  The folder has `tokenizer.json`, and may have `tokenizer_config.json`, `special_tokens_map.json`,
+  `generation_config.json`, `config.json` and `chat_template.jinja`. Text ends at the tokenizer's `eos_token` and at the
+  ids of `generation_config.json`, or of `config.json` if that says nothing. Prompts begin with the token that the rules
+  of `tokenizer.json` put in front of a text, whatever `add_bos_token` says: Transformers 5 reads them so.
 
-  Args:
-    folder: Has `tokenizer.json`, and may have `tokenizer_config.json`, `special_tokens_map.json`,
-      `generation_config.json`, `config.json` and `chat_template.jinja`.
-
-  Raises:
-    ValueError: A file is missing or damaged; the message names it.
+  A missing or damaged file raises a `ValueError` that names it.
   """
   folder = epath.Path(folder)
-  read = {name: _read(folder, name) for name in _FILES}
+  paths = {name: folder / f'{name}.json' for name in _FILES}
+  read = {name: read_object(path, _FILES[name]) if path.exists() else {} for name, path in paths.items()}
   config, model, generation = (read[name] for name in ('tokenizer_config', 'config', 'generation_config'))
   backend = _read_backend(folder, config.get('added_tokens_decoder') or {})
-  template = folder / 'chat_template.jinja'
-  source = read_text(template) if template.exists() else _chosen_template(config.get('chat_template'))
-  found = {
-    name: (read[file][name], folder / f'{file}.json')
+  file, template = folder / 'chat_template.jinja', config.get('chat_template')
+  if file.exists():
+    template = read_text(file)
+  elif isinstance(template, list):  # several with names
+    template = {entry.get('name'): entry.get('template') for entry in template}.get('default')
+  stored = {
+    name: (read[file][name], paths[file])
     for name in _NAMED
     for file in ('special_tokens_map', 'tokenizer_config')
     if name in read[file]
   }
-  named = {name: _content(token, path, name) for name, (token, path) in found.items() if token is not None}
+  named = {name: _content(token, path, name) for name, (token, path) in stored.items() if token is not None}
   ids = {name: backend.token_to_id(token) for name, token in named.items()}
   for name in ('bos_token', 'eos_token'):
     if name in ids and ids[name] is None:
       raise ValueError(f'{folder}: the {name} {named[name]!r} is not a token of tokenizer.json')
   num_ids = max(_num_ids(backend), model.get('vocab_size') or MOST_ID + 1)
   bos_id = ids.get('bos_token')
-  if 'bos_token' not in found:
-    bos_id = next(iter(_ids_of(folder / 'config.json', model, 'bos_token_id', num_ids)), None)
+  if 'bos_token' not in stored:
+    bos_id = next(iter(_ids_of(paths['config'], model, 'bos_token_id', num_ids)), None)
   stops = [ids['eos_token']] if 'eos_token' in ids else []
   file = 'generation_config' if 'eos_token_id' in generation else 'config'
-  stops += _ids_of(folder / f'{file}.json', read[file], 'eos_token_id', num_ids)
+  stops += _ids_of(paths[file], read[file], 'eos_token_id', num_ids)
   first = _put_in_front(backend)
   try:
     return HubTokenizer.from_parts(
@@ -326,7 +305,7 @@ def load_hub_tokenizer(folder: epath.PathLike) -> HubTokenizer:
       bos_id=bos_id if first is None else first,
       eos_ids=stops,
       add_bos=first is not None,
-      chat_template=source,
+      chat_template=template,
       pad_id=ids.get('pad_token'),
       special_tokens={name: token for name, token in named.items() if ids[name] is not None},
     )

@@ -12,12 +12,12 @@ import numpy as np
 from etils import epath
 from jax.sharding import Mesh, SingleDeviceSharding
 
-from spectr_jax.io.foreign import named, read_object
 from spectr_jax.io.hub.families import Family, read_spec
 from spectr_jax.io.hub.gguf_tensors import GgufTensors
 from spectr_jax.io.hub.redundant import check_model_buffers, settle_head
 from spectr_jax.io.hub.sources import Source, output_ranges, source_of, telling_names
 from spectr_jax.io.hub.tensors import SafetensorsFolder, Tensors, check_tensors
+from spectr_jax.io.untrusted import named, read_object
 from spectr_jax.kernels.block_kernel import KINDS, BlockKernel, is_in_blocks, packed
 from spectr_jax.kernels.cache_writes import fastest_cache_dtype
 from spectr_jax.kernels.dispatch import tracing_for
@@ -35,25 +35,20 @@ _ReadPart: TypeAlias = Callable[[Any], np.ndarray]
 
 
 def _read(index, *, shape, tensors: Tensors, source: Source, family: Family, config: CausalLMConfig) -> np.ndarray:
-  """The part `index` of a parameter of a shape."""
   *inputs, outputs = (slice(*part.indices(size)[:2]) for part, size in zip(index, shape, strict=True))
   parts = []
-  for found in output_ranges(outputs, source, family, config):
-    where = (found, *inputs) if source.is_transposed else (*inputs, found)
+  for rows in output_ranges(outputs, source, family, config):
+    where = (rows, *inputs) if source.is_transposed else (*inputs, rows)
     part = tensors.read(source.name, where).astype(config.dtype, copy=False)
     parts.append(part.T if source.is_transposed else part)
   return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
 
 
 def _quantized_reads(read: _ReadPart, kernel: Int8Kernel) -> tuple[_ReadPart, _ReadPart]:
-  """Functions that give the part `index` of a kernel's values and of its scales.
+  """Functions that give a part of a kernel's int8 values, and of its scales, from parts in float32 or wider.
 
   A scale belongs to a whole channel, so whole channels are read, some at a time, also for a device that holds only some
   of their inputs. They stay here in int8 until the functions go, so that all devices and both functions share a read.
-
-  Args:
-    read: Gives a part of the kernel in float32 or wider.
-    kernel: The kernel's shapes.
   """
   axis = kernel.channel_axis
   num_channels, num_inputs = kernel.shape[axis], kernel.shape[1 - axis]
@@ -74,8 +69,8 @@ def _quantized_reads(read: _ReadPart, kernel: Int8Kernel) -> tuple[_ReadPart, _R
     return values, scale
 
   def values(index):
-    found, _ = quantized(*index[axis].indices(num_channels)[:2])
-    return found[index[0]] if axis else found[:, index[1]]
+    numbers, _ = quantized(*index[axis].indices(num_channels)[:2])
+    return numbers[index[0]] if axis else numbers[:, index[1]]
 
   def scale(index):
     return quantized(*index[0].indices(num_channels)[:2])[1]
@@ -84,27 +79,22 @@ def _quantized_reads(read: _ReadPart, kernel: Int8Kernel) -> tuple[_ReadPart, _R
 
 
 def _in_blocks(keys, shape, tensors: Tensors, source: Source, family: Family, config) -> BlockKernel | None:
-  """A matrix with the blocks of its file; None for other parameters, and where its blocks are of another type."""
+  """A matrix in the blocks of its file; None for other parameters, and for blocks of another type."""
   name = keys[-1].key
   if name not in CHANNEL_AXES or not isinstance(tensors, GgufTensors):
     return None
   outputs = slice(0, shape[0] if name == 'embedding' else shape[1])
-  found = tensors.blocks(source.name, list(output_ranges(outputs, source, family, config)))
-  if found is None or found[1] not in KINDS:
+  blocks = tensors.blocks(source.name, list(output_ranges(outputs, source, family, config)))
+  if blocks is None or blocks[1] not in KINDS:
     return None
   try:
-    return packed(*found)
+    return packed(*blocks)
   except ValueError as error:
     raise ValueError(f'tensor {source.name}: {error}') from error
 
 
 def for_platform(config: CausalLMConfig, mesh: Mesh | None) -> CausalLMConfig:
-  """The configuration with the caches that the devices write fastest.
-
-  Args:
-    config: The configuration.
-    mesh: The devices; None for the default device.
-  """
+  """The configuration with the caches that the devices of `mesh`, or the default one, write fastest."""
   with tracing_for(mesh):
     return dataclasses.replace(config, cache_dtype=fastest_cache_dtype(config.dtype) or config.cache_dtype)
 
@@ -199,15 +189,9 @@ def read_json(folder: epath.PathLike) -> dict[str, Any]:
 def read_hub_config(folder: epath.PathLike, *, dtype: str | None = None, weights: str | None = None) -> CausalLMConfig:
   """The configuration of a hub folder, by its `config.json` alone.
 
-  With `causal_lm.param_shapes` it is enough to compile for a model whose weights are not there.
-
-  Args:
-    folder: The folder.
-    dtype: The dtype to compute in; None for the checkpoint's.
-    weights: As for `load_model`.
-
-  Raises:
-    ValueError: The file is missing, damaged or of an unknown architecture, or the type of weights is unknown.
+  With `causal_lm.param_shapes` it is enough to compile for a model whose weights are not there. The options are those
+  of `load_hub_model`. Raises `ValueError` if the file is missing, damaged or of an unknown architecture, or the type of
+  weights is unknown.
   """
   _, config = read_spec(read_json(folder), f'{folder}/config.json')
   return dataclasses.replace(config, dtype=dtype or config.dtype, weights=weights)
@@ -218,14 +202,8 @@ def load_hub_model(
 ) -> Model:
   """The model of a folder as the hub serves it, without its tokenizer.
 
-  Args:
-    folder: A folder with `config.json` and safetensors files.
-    dtype: As for `make_model`.
-    weights: As for `load_model`.
-    mesh: As for `make_model`.
-
-  Raises:
-    ValueError: As for `make_model`; or a file is missing or damaged.
+  The folder has `config.json` and safetensors files. The options are those of `make_model`, as are the reasons for a
+  `ValueError`; or a file is missing or damaged.
   """
   with named(folder):
     spec, where = read_json(folder), f'{folder}/config.json'

@@ -8,22 +8,21 @@ from typing import Any
 
 import numpy as np
 
-from spectr_jax.io.foreign import name_shown, named
 from spectr_jax.io.hub.families import read_spec
 from spectr_jax.io.hub.sources import source_of, telling_names
-from spectr_jax.io.hub.tensors import Tensors, are_equal
+from spectr_jax.io.hub.tensors import Tensors, are_equal, row_ranges
+from spectr_jax.io.untrusted import name_shown, named
 from spectr_jax.models.causal_lm_config import Rope
 
 FREQUENCIES = 'rotary_emb.inv_freq'
-_MOST_AT_ONCE = 2**22  # numbers of a mask compared together
 _MASKING = -9e3  # added to scores that do not count; files have -1e4 and less, in types of few digits
 
 
 def settle_head(spec: Mapping[str, Any], tensors: Tensors, where: str = 'config.json') -> Mapping[str, Any]:
   """The configuration with `tie_word_embeddings` as the tensors have it.
 
-  A configuration may say that the embedding is the output head, and the checkpoint have a head of other numbers. Then
-  that head is the model's, as in Transformers, and there is a warning.
+  It may say that the embedding is the output head where the checkpoint has a head of other numbers. That head then is
+  the model's, as in Transformers, and there is a warning.
   """
   family, config = read_spec(spec, where)
   names = tensors.names()
@@ -51,8 +50,8 @@ def _check_frequencies(tensors: Tensors, name: str, ropes: Collection[Rope]) -> 
   for rope in ropes:
     expected = np.array(rope.frequencies)
     if shape == expected.shape:
-      found = tensors.read(name, (slice(0, len(expected)),)).astype(np.float64)
-      if (np.abs(found - expected) <= 2**-8 * expected + 2**-24).all():
+      frequencies = tensors.read(name, (slice(0, len(expected)),)).astype(np.float64)
+      if (np.abs(frequencies - expected) <= 2**-8 * expected + 2**-24).all():
         return
   raise ValueError(f'tensor {name_shown(name)} holds other rotary frequencies than those of the configuration')
 
@@ -64,10 +63,9 @@ def _check_mask(tensors: Tensors, name: str) -> None:
   if len(shape) < 2 or shape[-1] != shape[-2] or set(shape[:-2]) - {1}:
     raise ValueError(f'{fault}: its shape is {shape}')
   size, ones = shape[-1], (slice(0, 1),) * (len(shape) - 2)
-  step = max(1, _MOST_AT_ONCE // max(size, 1))
-  for begin in range(0, size, step):
-    rows = tensors.read(name, (*ones, slice(begin, min(begin + step, size)), slice(0, size))).reshape(-1, size)
-    if not np.array_equal(rows != 0, np.tri(len(rows), size, begin, dtype=bool)):
+  for part in row_ranges(size, size):
+    rows = tensors.read(name, (*ones, part, slice(0, size))).reshape(-1, size)
+    if not np.array_equal(rows != 0, np.tri(len(rows), size, part.start, dtype=bool)):
       raise ValueError(fault)
 
 
@@ -90,7 +88,6 @@ def check_buffers(tensors: Tensors, names: Iterable[str], ropes: Collection[Rope
 
 
 def check_model_buffers(spec: Mapping[str, Any], tensors: Tensors, where: str) -> None:
-  """Checks the tensors of a model that follow from its configuration, see `check_buffers`."""
   family, config = read_spec(spec, where)
   # Linear scaling divided positions where frequencies are divided now.
   _, unscaled = read_spec({**spec, 'rope_scaling': None}, where)

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from spectr_jax.io.foreign import check_object, shown
 from spectr_jax.io.hub.config_fields import ROPE_FIELDS
+from spectr_jax.io.untrusted import check_object, shown
 from spectr_jax.models.causal_lm_config import Rope
 
 
@@ -89,23 +89,19 @@ def _kind(parameters: Mapping[str, Any]) -> str:
   return kind
 
 
-def rope_parameters(spec: Mapping[str, Any], name: str, found: Any, **defaults: float | None) -> dict[str, Any]:
-  """The parameters of rotary positions, with what stands elsewhere in a `config.json`.
+def rope_parameters(spec: Mapping[str, Any], name: str, values: Any, **defaults: float | None) -> dict[str, Any]:
+  """The parameters of rotary positions: those found in the field `name`, with what stands elsewhere in `spec`.
 
-  Args:
-    spec: The content of `config.json`.
-    name: The field that says something about the scaling.
-    found: Its value, or an empty object.
-    **defaults: Parameters that apply where it does not name them.
+  `defaults` apply where neither names a parameter.
   """
-  found = {key: value for key, value in check_object(found, ROPE_FIELDS, name).items() if value is not None}
-  nested = [key for key, value in found.items() if isinstance(value, dict)]
+  values = {key: value for key, value in check_object(values, ROPE_FIELDS, name).items() if value is not None}
+  nested = [key for key, value in values.items() if isinstance(value, dict)]
   if nested:
     raise ValueError(f'{name}: RoPE of its own for {shown(nested[0])} is not supported')
   length = 'original_max_position_embeddings'
   sizes = {'max_position_embeddings': spec['max_position_embeddings'], length: spec['max_position_embeddings']}
   outside = {length: spec[length]} if length in spec else {}  # beside the other sizes it counts more than within
-  return sizes | {key: value for key, value in defaults.items() if value is not None} | found | outside
+  return sizes | {key: value for key, value in defaults.items() if value is not None} | values | outside
 
 
 def context_length(parameters: Mapping[str, Any]) -> int:
@@ -117,16 +113,10 @@ def context_length(parameters: Mapping[str, Any]) -> int:
 
 
 def read_rope(parameters: Mapping[str, Any], head_dim: int) -> Rope:
-  """Rotary positions with their scaling.
+  """Rotary positions of heads of width `head_dim`, with the scaling that `parameters` names.
 
-  Args:
-    parameters: `rope_theta`, the base, and optionally `rope_type` (older: `type`), `partial_rotary_factor` and the
-      numbers of the scaling.
-    head_dim: Width of a head.
-
-  Raises:
-    ValueError: The scaling is of an unknown type.
-    KeyError: A number of the scaling is missing.
+  `rope_theta` is the base; `rope_type` (older: `type`), `partial_rotary_factor` and the scaling's numbers are optional.
+  An unknown type raises `ValueError`, and a missing number `KeyError`.
   """
   kind = _kind(parameters)
   width = int(head_dim * parameters.get('partial_rotary_factor', 1.0))

@@ -34,9 +34,9 @@ def _tensors(params: Mapping[str, Any], family: Family, config: CausalLMConfig, 
     source, values = source_of(path, leaf.shape, family, config, {family.prefix}), np.asarray(leaf).astype(dtype)
     tensor = tensors.setdefault(source.name, np.empty(source.shape, dtype))  # queries, keys and values may share one
     at = 0
-    for found in output_ranges(slice(0, values.shape[-1]), source, family, config):
-      part = values[..., at : at + found.stop - found.start]
-      tensor[found if source.is_transposed else (..., found)] = part.T if source.is_transposed else part
+    for outputs in output_ranges(slice(0, values.shape[-1]), source, family, config):
+      part = values[..., at : at + outputs.stop - outputs.start]
+      tensor[outputs if source.is_transposed else (..., outputs)] = part.T if source.is_transposed else part
       at += part.shape[-1]
   return tensors
 

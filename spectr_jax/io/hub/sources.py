@@ -13,38 +13,26 @@ _LEAVES = {'kernel': 'weight', 'gain': 'weight', 'bias': 'bias'}
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-  """The tensor, or the part of one, that a parameter is read from.
-
-  Attributes:
-    name: The tensor's name.
-    shape: Its shape.
-    is_transposed: Whether the parameter is its transpose.
-    part: 0, 1, 2 for queries, keys and values, whose heads may lie anywhere along the outputs; None for all others.
-  """
+  """The tensor, or the part of one, that a parameter is read from."""
 
   name: str
-  shape: tuple[int, ...]
-  is_transposed: bool
-  part: int | None
+  shape: tuple[int, ...]  # of the tensor
+  is_transposed: bool  # whether the parameter is its transpose
+  part: int | None  # 0, 1, 2 for queries, keys, values, whose heads may lie anywhere along the outputs; else None
 
 
 def telling_names(family: Family, names: Collection[str]) -> set[str]:
   """Those names, at most a few, that say how a checkpoint names its tensors."""
   ends = (*family.head_names, family.modules['embedding'], f'{family.prefix}{family.modules["embedding"]}')
-  found = {f'{name}.weight' for name in ends} & set(names)
-  return found | ({family.prefix} if any(name.startswith(family.prefix) for name in names) else set())
+  telling = {f'{name}.weight' for name in ends} & set(names)
+  return telling | ({family.prefix} if any(name.startswith(family.prefix) for name in names) else set())
 
 
 def source_of(path: str, shape: tuple[int, ...], family: Family, config: CausalLMConfig, names: set[str]) -> Source:
-  """The source of a parameter.
+  """The source of the parameter of a shape at a path of a `causal_lm`.
 
-  Args:
-    path: Its path among the parameters of a `causal_lm`.
-    shape: Its shape.
-    family: The family of the checkpoint.
-    config: The sizes.
-    names: What `telling_names` gives: the names may lack the family's prefix and have one of its output heads. A model
-      whose embedding is the output head may be stored with the head alone.
+  `names` are what `telling_names` gives: they may lack the family's prefix and have one of its output heads. A model
+  whose embedding is the output head may be stored with the head alone.
   """
   heads = [f'{name}.weight' for name in family.head_names if f'{name}.weight' in names]
   if path == 'unembedding':

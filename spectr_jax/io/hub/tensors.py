@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Protocol
 
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ import numpy as np
 import safetensors
 from etils import epath
 
-from spectr_jax.io import foreign
+from spectr_jax.io import untrusted
 
 _DTYPES = {
   'F64': np.float64, 'F32': np.float32, 'F16': np.float16, 'BF16': ml_dtypes.bfloat16,
@@ -32,21 +32,14 @@ class Tensors(Protocol):
     """The names of all tensors."""
     ...
 
-  def shape(self, name: str) -> tuple[int, ...]:
-    """The shape of a tensor."""
-    ...
+  def shape(self, name: str) -> tuple[int, ...]: ...
 
   def dtype(self, name: str) -> np.dtype:
     """The type in which `read` returns a tensor."""
     ...
 
   def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-    """A part of a tensor, without reading the rest where the format allows it.
-
-    Args:
-      name: The tensor's name.
-      index: A slice of step 1 for each dimension.
-    """
+    """A part of a tensor, by slices of step 1, without reading the rest where the format allows it."""
     ...
 
 
@@ -55,7 +48,7 @@ def check_shape(shape: tuple[int, ...]) -> None:
   if len(shape) > _MOST_AXES:
     raise ValueError(f'it has {len(shape)} axes; at most {_MOST_AXES} are read')
   if math.prod(max(1, size) for size in shape) > _MOST_NUMBERS:
-    raise ValueError(f'its shape {foreign.shown(shape)} has too many numbers')
+    raise ValueError(f'its shape {untrusted.shown(shape)} has too many numbers')
 
 
 def check_tensors(
@@ -75,7 +68,7 @@ def check_tensors(
     raise ValueError(f'the checkpoint lacks {len(missing)} tensors, the first of them {missing[0]}')
   surplus = sorted(name for name in names - wanted.keys() if not is_ignored(name))
   if surplus:
-    first = foreign.name_shown(surplus[0])
+    first = untrusted.name_shown(surplus[0])
     raise ValueError(f'the checkpoint has {len(surplus)} tensors too many, the first of them {first}')
   for name, shape in wanted.items():
     if tensors.shape(name) != shape:
@@ -85,15 +78,19 @@ def check_tensors(
       raise ValueError(f'tensor {name} must hold {numbers}, got {tensors.dtype(name)}')
 
 
+def row_ranges(num_rows: int, row_size: int) -> Iterator[slice]:
+  """Ranges of rows that are read and compared together."""
+  step = max(1, _MOST_AT_ONCE // max(row_size, 1))
+  return (slice(begin, min(begin + step, num_rows)) for begin in range(0, num_rows, step))
+
+
 def are_equal(tensors: Tensors, name: str, others: Tensors, other: str, *, dtype: Any = None) -> bool:
-  """Whether two tensors hold the same numbers once they are rounded to `dtype`. Some rows are read at a time."""
+  """Whether two tensors hold the same numbers once they are rounded to `dtype`; reads some rows at a time."""
   shape = tensors.shape(name)
   if others.shape(other) != shape:
     return False
-  step = max(1, _MOST_AT_ONCE // max(1, math.prod(shape[1:])))
-  for begin in range(0, shape[0] if shape else 1, step):
-    end = min(begin + step, shape[0] if shape else 1)
-    part = (slice(begin, end), *(slice(0, size) for size in shape[1:]))[: len(shape)]
+  for rows in row_ranges(shape[0] if shape else 1, math.prod(shape[1:])):
+    part = (rows, *(slice(0, size) for size in shape[1:]))[: len(shape)]
     first, second = tensors.read(name, part), others.read(other, part)
     if dtype is not None:
       first, second = first.astype(dtype, copy=False), second.astype(dtype, copy=False)
@@ -103,13 +100,11 @@ def are_equal(tensors: Tensors, name: str, others: Tensors, other: str, *, dtype
 
 
 class SafetensorsFolder(Tensors):
-  """The tensors of a folder: of its one file, or of those that `model.safetensors.index.json` names, as `Tensors`.
+  """The tensors of a folder: of its one file, or of those that `model.safetensors.index.json` names.
 
   As in Transformers the one file counts where there are both, and so does all that the files of an index hold. Files
-  are mapped to memory, so that only what is used is read.
-
-  Raises:
-    ValueError: A file is missing or damaged, or two of them hold different numbers by the same name.
+  are mapped to memory. One that is missing or damaged raises `ValueError`, as do two that hold different numbers by the
+  same name.
   """
 
   def __init__(self, folder: epath.PathLike, file_name: str = 'model.safetensors'):
@@ -119,17 +114,17 @@ class SafetensorsFolder(Tensors):
     elif (folder / _INDEX).exists():
       wanted = _read_index(folder / _INDEX)
     else:
-      raise ValueError(f'no weights in {folder}: {foreign.gguf_files(folder)}expected {file_name} or {_INDEX}')
+      raise ValueError(f'no weights in {folder}: {untrusted.gguf_files(folder)}expected {file_name} or {_INDEX}')
     self._files: dict[str, tuple[epath.Path, Any]] = {}
     for name_of_file, listed in wanted.items():
       path = folder / name_of_file
       file, names = _open(path)
       if absent := sorted(set(listed) - names):
-        raise ValueError(f'{path} has no tensor {foreign.name_shown(absent[0])}, which {_INDEX} names')
+        raise ValueError(f'{path} has no tensor {untrusted.name_shown(absent[0])}, which {_INDEX} names')
       before, self._files = copy.copy(self), self._files | dict.fromkeys(names, (path, file))
       for name in sorted(before.names() & names):
         if not are_equal(before, name, self, name):
-          shown = foreign.name_shown(name)
+          shown = untrusted.name_shown(name)
           raise ValueError(f'{before._files[name][0]} and {path} hold different numbers as tensor {shown}')
 
   def names(self) -> set[str]:
@@ -139,57 +134,56 @@ class SafetensorsFolder(Tensors):
     return tuple(self._files[name][1].get_slice(name).get_shape())
 
   def dtype(self, name: str) -> np.dtype:
-    found = self._files[name][1].get_slice(name).get_dtype()
-    if found not in _DTYPES:
-      raise self._fault(name, f'is of type {found}; known are {", ".join(_DTYPES)}')
-    return np.dtype(_DTYPES[found])
+    kind = self._files[name][1].get_slice(name).get_dtype()
+    if kind not in _DTYPES:
+      raise self._fault(name, f'is of type {kind}; known are {", ".join(_DTYPES)}')
+    return np.dtype(_DTYPES[kind])
 
   def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-    found = self._files[name][1].get_slice(name)
-    shape = tuple(len(range(*part.indices(size))) for part, size in zip(index, found.get_shape(), strict=True))
+    stored = self._files[name][1].get_slice(name)
+    shape = tuple(len(range(*part.indices(size))) for part, size in zip(index, stored.get_shape(), strict=True))
     if 0 in shape:  # the library has no empty parts
       return np.empty(shape, self.dtype(name))
     try:
-      return found[index]
+      return stored[index]
     except (safetensors.SafetensorError, OSError) as error:
-      raise self._fault(name, f'is not read: {foreign.first_line(error)}') from error
+      raise self._fault(name, f'is not read: {untrusted.first_line(error)}') from error
 
   def _fault(self, name: str, problem: str) -> ValueError:
-    return ValueError(f'{self._files[name][0]}: tensor {foreign.name_shown(name)} {problem}')
+    return ValueError(f'{self._files[name][0]}: tensor {untrusted.name_shown(name)} {problem}')
 
 
 def _read_index(path: epath.Path) -> dict[str, list[str]]:
   """The names of tensors by file."""
-  content = foreign.parse_json(foreign.read_text(path, foreign.LARGE), str(path), is_read_again=True)
-  foreign.check_object(content, {'weight_map': foreign.map_of(foreign.TEXT)}, str(path), ('weight_map',))
+  content = untrusted.parse_json(untrusted.read_text(path, untrusted.LARGE), str(path), is_read_again=True)
+  untrusted.check_object(content, {'weight_map': untrusted.map_of(untrusted.TEXT)}, str(path), ('weight_map',))
   by_file: dict[str, list[str]] = {}
   for name, file_name in content['weight_map'].items():
     # A name of a file beside the index, and nothing else.
     is_plain = file_name.isprintable() and not {'/', '\\'} & set(file_name) and 0 < len(file_name) < 256
     if not is_plain or file_name in ('.', '..'):
-      raise ValueError(f'{path} names {foreign.shown(file_name)}, which is not a file beside it')
+      raise ValueError(f'{path} names {untrusted.shown(file_name)}, which is not a file beside it')
     by_file.setdefault(file_name, []).append(name)
   return by_file
 
 
 def _open(path: epath.Path) -> tuple[Any, set[str]]:
-  """A safetensors file and the names of its tensors."""
   if not path.exists():
     raise ValueError(f'{path} is missing')
-  with foreign.open_file(path) as file:
+  with untrusted.open_file(path) as file:
     # The library reads headers of 100 MB, which take more than ten times that in memory.
     header_size = int.from_bytes(file.read(8), 'little')
-  if header_size > foreign.LARGE:
-    raise ValueError(f'{path} is damaged: a header of {header_size:,} bytes; at most {foreign.LARGE:,} are read')
+  if header_size > untrusted.LARGE:
+    raise ValueError(f'{path} is damaged: a header of {header_size:,} bytes; at most {untrusted.LARGE:,} are read')
   try:
     file = safetensors.safe_open(path, framework='numpy').__enter__()
     names = set(file.keys())
     shapes = {name: tuple(file.get_slice(name).get_shape()) for name in names}
   except (safetensors.SafetensorError, OSError) as error:
-    raise ValueError(f'{path} is damaged: {foreign.first_line(error)}') from error
+    raise ValueError(f'{path} is damaged: {untrusted.first_line(error)}') from error
   for name, shape in shapes.items():
     try:
       check_shape(shape)
     except ValueError as error:
-      raise ValueError(f'{path}: tensor {foreign.name_shown(name)} is not read: {error}') from error
+      raise ValueError(f'{path}: tensor {untrusted.name_shown(name)} is not read: {error}') from error
   return file, names

@@ -22,7 +22,7 @@ import ml_dtypes
 import numpy as np
 from etils import epath
 
-from spectr_jax.io import foreign
+from spectr_jax.io import untrusted
 from spectr_jax.io.hub.tensors import Tensors, check_shape
 
 _LARGEST_PICKLE = 2**21  # bytes, of some 20,000 tensors
@@ -66,7 +66,7 @@ def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, _has_gradient: 
   strides = tuple(stride if size > 1 else 0 for size, stride in zip(shape, strides))
   last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides))
   if 0 not in shape and last >= storage.size:
-    raise ValueError(f'a tensor is not within its storage of {foreign.shown(storage.size)} numbers')
+    raise ValueError(f'a tensor is not within its storage of {untrusted.shown(storage.size)} numbers')
   return _Tensor(storage, offset, shape, strides)
 
 
@@ -112,7 +112,7 @@ class _Machine(pickle._Unpickler):
   def find_class(self, module: str, name: str) -> Any:
     text = f'{module}.{name}'
     if text not in _NAMES:
-      raise ValueError(f'it names {foreign.name_shown(text)}, which a file of tensors does not need')
+      raise ValueError(f'it names {untrusted.name_shown(text)}, which a file of tensors does not need')
     return _NAMES[text]
 
   def persistent_load(self, pid: Any) -> _Storage:
@@ -127,7 +127,7 @@ class _Machine(pickle._Unpickler):
       raise ValueError('it holds something other than dicts with texts as keys')
     for key, value in zip(values[::2], values[1::2], strict=True):
       if key in target:
-        raise ValueError(f'it holds {foreign.shown(key)} twice')
+        raise ValueError(f'it holds {untrusted.shown(key)} twice')
       target[key] = value
 
   def _set_item(self: Any) -> None:
@@ -156,16 +156,12 @@ class _BoundedReader(io.BufferedReader):
 
 
 class TorchFile(Tensors):
-  """The tensors of a file that `torch.save` wrote from a state dict, as `Tensors`.
-
-  Raises:
-    ValueError: The file is damaged, of another format, or holds anything but tensors by name.
-  """
+  """The tensors of a state dict that `torch.save` wrote; `ValueError` if the file is damaged or holds anything else."""
 
   def __init__(self, path: epath.PathLike):
     self._path = epath.Path(path)
     self._last: tuple[_Storage | None, np.ndarray] = None, np.empty(0)
-    file = cast(io.BufferedReader, foreign.open_file(path))
+    file = cast(io.BufferedReader, untrusted.open_file(path))
     with self._reading():
       self._archive = zipfile.ZipFile(_BoundedReader(file.detach()))
       entries = self._archive.infolist()
@@ -187,29 +183,29 @@ class TorchFile(Tensors):
     try:
       yield
     except Exception as error:  # what `zipfile` and `pickle` raise for a damaged file
-      raise ValueError(f'{self._path} is damaged or not a file of torch.save: {foreign.first_line(error)}') from error
+      raise ValueError(f'{self._path} is damaged or not a file of torch.save: {untrusted.first_line(error)}') from error
 
   def _size(self, entry: zipfile.ZipInfo) -> int:
     if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size or entry.flag_bits & 1:
-      raise ValueError(f'entry {foreign.name_shown(entry.filename)} is compressed or encrypted')
+      raise ValueError(f'entry {untrusted.name_shown(entry.filename)} is compressed or encrypted')
     return entry.file_size
 
-  def _checked(self, found: Any) -> dict[str, _Tensor]:
+  def _checked(self, content: Any) -> dict[str, _Tensor]:
     """The tensors by name, compared with the entries of the archive."""
-    if type(found) is not dict:
-      raise ValueError(f'it must hold tensors by name, got {type(found).__name__}')
+    if type(content) is not dict:
+      raise ValueError(f'it must hold tensors by name, got {type(content).__name__}')
     num_bytes, stored = 0, {}
-    for name, tensor in found.items():
+    for name, tensor in content.items():
       if type(tensor) is not _Tensor:
-        raise ValueError(f'{foreign.shown(name)} is not a tensor')
+        raise ValueError(f'{untrusted.shown(name)} is not a tensor')
       size = tensor.storage.size * tensor.storage.dtype.itemsize
       if self._sizes.get(self._entry(tensor.storage)) != size:
-        raise ValueError(f'the numbers of {foreign.name_shown(name)} are missing or of another size')
+        raise ValueError(f'the numbers of {untrusted.name_shown(name)} are missing or of another size')
       num_bytes += math.prod(tensor.shape) * tensor.storage.dtype.itemsize
       stored[tensor.storage.key] = size
     if num_bytes > _SMALL + _MOST_SHARED * sum(stored.values()):
       raise ValueError(f'the tensors share too much: {num_bytes:,} bytes are more than the file has')
-    return found
+    return content
 
   def _entry(self, storage: _Storage) -> str:
     return f'{self._prefix}data/{storage.key}'

@@ -11,23 +11,16 @@ from collections.abc import Mapping, Sequence
 
 
 class UnusedPieces:
-  """Cuts unused pieces in the ids of a text, as the package `sentencepiece` does.
+  """Cuts unused pieces in the ids of a text, as the package `sentencepiece` does; high scores are merged first.
 
   Where a piece is cut follows from the last two neighbors in the whole text that could have become it. So the merges of
   a text with such a piece are made again here.
-
-  Args:
-    tokens: All tokens by id.
-    ids: The pieces that are merged, by text.
-    scores: A score for each token: of two merges the one with the higher score comes first.
-    unused: The ids of unused pieces.
   """
 
   def __init__(self, tokens: Sequence[str], ids: Mapping[str, int], scores: Sequence[float], unused: frozenset[int]):
     self._tokens, self._ids, self._scores, self._unused = tokens, ids, scores, unused
 
   def __call__(self, ids: list[int]) -> list[int]:
-    """The ids with unused pieces cut."""
     if self._unused.isdisjoint(ids):
       return ids
     symbols: list[str] = []
@@ -39,10 +32,10 @@ class UnusedPieces:
         kept[len(symbols)] = index
         symbols.append('')
     places, halves = self._merge(symbols, kept)
-    found: list[int] = []
+    result: list[int] = []
     for place in places:
       if place in kept:
-        found.append(kept[place])
+        result.append(kept[place])
         continue
       waiting = [symbols[place]]
       while waiting:
@@ -51,15 +44,11 @@ class UnusedPieces:
         if index in self._unused and piece in halves:
           waiting += reversed(halves[piece])
         else:
-          found.append(index)
-    return found
+          result.append(index)
+    return result
 
   def _merge(self, symbols: list[str], kept: Mapping[int, int]) -> tuple[list[int], dict[str, tuple[str, str]]]:
-    """Merges symbols in their places.
-
-    Returns:
-      The places of those that are left, and the last two neighbors that could become each unused piece.
-    """
+    """Merges symbols: the places that are left, and the last two neighbors that could become each unused piece."""
     num = len(symbols)
     before, after = list(range(-1, num - 1)), list(range(1, num + 1))
     halves: dict[str, tuple[str, str]] = {}

@@ -1,4 +1,4 @@
-"""Products of a few rows and a packed kernel on CPUs, in C++ on XLA's own threads.
+"""Products of a few rows and a packed kernel, and attention, on CPUs, in C++ on XLA's own threads.
 
 The bound of speculation is that a call on a few tokens costs what a call on one costs. XLA's products on a CPU are far
 from it. Here a kernel is packed once, in the order in which it is read, so that the rows of a tree cost little beside
@@ -24,9 +24,11 @@ import numpy as np
 from jax.typing import ArrayLike
 
 PANEL = 16  # outputs of a panel, as in product.h
+WIDEST_HEAD = 256  # numbers of a head of attention, as there
 # Inputs that stand beside each other in a panel, by the kernel's type.
 _TOGETHER = {jnp.dtype(jnp.float32): 1, jnp.dtype(jnp.bfloat16): 2, jnp.dtype(jnp.int8): 4}
-_TARGET, _BLOCK_TARGET = 'spectr_product', 'spectr_block_product'
+_TARGET, _BLOCK_TARGET, _ATTENTION_TARGET = 'spectr_product', 'spectr_block_product', 'spectr_attention'
+_ATTENTION_SHAPES = (1, 3, 1, 16), (1, 1, 16, 6), (1, 1, 6, 16)  # of queries, keys and values that are compared
 _logger = logging.getLogger(__name__)
 
 
@@ -50,8 +52,8 @@ def _load() -> ctypes.CDLL:
     raise _UnavailableError('this processor has neither AVX2 nor AVX-512')
   jax.local_devices(backend='cpu')  # a backend that begins later would fail as a whole where it refuses the library
   try:
-    jax.ffi.register_ffi_target(_TARGET, jax.ffi.pycapsule(library.spectr_product), platform='cpu')
-    jax.ffi.register_ffi_target(_BLOCK_TARGET, jax.ffi.pycapsule(library.spectr_block_product), platform='cpu')
+    for target in (_TARGET, _BLOCK_TARGET, _ATTENTION_TARGET):
+      jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, target)), platform='cpu')
   except Exception as error:  # of any kind: XLA refuses in its own ways
     raise _UnavailableError(f'XLA refuses it: {error}') from None
   return library
@@ -70,21 +72,34 @@ def _library() -> tuple[ctypes.CDLL | None, str]:
 
 
 def _check_products() -> None:
-  """Compares products with NumPy's, so that no form is used that is wrong here, or made for another XLA."""
+  """Compares results with NumPy's, so that no form is used that is wrong here, or made for another XLA."""
   random = np.random.default_rng(0)
   rows, kernel = random.standard_normal((3, 64)), random.standard_normal((64, 40))
   kernels = (jnp.float32, kernel), (jnp.bfloat16, kernel), (jnp.int8, random.integers(-127, 128, (64, 40)))
   operands = [(rows.astype(jnp.promote_types(dtype, jnp.bfloat16)), values.astype(dtype)) for dtype, values in kernels]
-  multiply = jax.jit(lambda packed: [product(rows, panels, 40) for rows, panels in packed])
+  query, keys, values = (random.standard_normal(shape).astype(np.float32) / 4 for shape in _ATTENTION_SHAPES)
+  masks = np.ones((1, 3, 2), bool), np.arange(6)[None, None] < 5
+
+  @jax.jit
+  def compute(packed):
+    products = [product(rows, panels, 40) for rows, panels in packed]
+    operands = query, keys[..., :2], values[:, :, :2], masks[0], keys, values, masks[1]
+    return products, attention(*map(jnp.asarray, operands))
+
   try:
     with jax.default_device(jax.local_devices(backend='cpu')[0]), jax.ensure_compile_time_eval():
-      outputs = multiply([(rows, pack(kernel)) for rows, kernel in operands])
+      outputs, mixed = compute([(rows, pack(kernel)) for rows, kernel in operands])
   except Exception as error:  # of any kind: XLA refuses a call in its own ways
     raise _UnavailableError(f'XLA refuses it: {error}') from None
   for (rows, kernel), products in zip(operands, outputs):
     rows, kernel = rows.astype(np.float64), kernel.astype(np.float64)
     if not np.allclose(products, rows @ kernel, rtol=0, atol=1e-6 * np.abs(kernel).max() * len(kernel)):
       raise _UnavailableError('its products differ from those of NumPy')
+  scores = np.einsum('nd,dm->nm', query[0, :, 0], np.concatenate([keys[0, 0], keys[0, 0, :, :2]], axis=1))
+  weights = np.where(np.array([True] * 5 + [False] + [True] * 2), np.exp(scores), 0)
+  expected = weights @ np.concatenate([values[0, 0], values[0, 0, :2]]) / weights.sum(axis=1, keepdims=True)
+  if not np.allclose(mixed[0, :, 0], expected, rtol=0, atol=1e-5):
+    raise _UnavailableError('its attention differs from that of NumPy')
 
 
 _is_disabled = contextvars.ContextVar('native_is_disabled', default=False)
@@ -112,11 +127,7 @@ def why_not() -> str:
 
 
 def use_form(name: str) -> bool:
-  """Takes another form in place of the processor's best, for tests and comparisons.
-
-  Returns:
-    Whether this processor has the form `name`, one that `form` names; if not, nothing changes.
-  """
+  """Takes a form in place of the processor's best, for tests and comparisons; False if it has none of this name."""
   library, _ = _library()
   return library is not None and library.spectr_use_form(name.encode())
 
@@ -127,14 +138,10 @@ def packs(kernel: jax.Array) -> bool:
 
 
 def pack(kernel: ArrayLike) -> jax.Array:
-  """A kernel in the order in which products read it, made on the host: there is nothing to compute.
+  """A kernel `[in, out]` in the order in which products read it, made on a CPU, for which `packs` is true.
 
-  Args:
-    kernel: `[in, out]` on a CPU, for which `packs` is true.
-
-  Returns:
-    `[ceil(out / 16), in, 16]` in float32, `[ceil(out / 16), in / 2, 16, 2]` in bfloat16, and
-    `[ceil(out / 16), in / 4, 16, 4]` in int8, padded with zeros.
+  It is `[ceil(out / 16), in, 16]` in float32, `[ceil(out / 16), in / 2, 16, 2]` in bfloat16, and
+  `[ceil(out / 16), in / 4, 16, 4]` in int8, padded with zeros.
   """
   place = kernel.sharding if isinstance(kernel, jax.Array) and kernel.committed else None
   kernel = np.asarray(kernel)
@@ -148,15 +155,9 @@ def pack(kernel: ArrayLike) -> jax.Array:
 
 
 def product(rows: jax.Array, panels: jax.Array, num_out: int) -> jax.Array:
-  """The product of rows `[N, in]`, in float32 or bfloat16, and a packed kernel, summed in float32: `[N, out]`.
+  """The product of rows `[N, in]`, in float32 or bfloat16, and what `pack` returned, summed in float32: `[N, out]`.
 
-  Args:
-    rows: The rows.
-    panels: What `pack` returned.
-    num_out: The kernel's outputs.
-
-  Raises:
-    RuntimeError: There is no library, or none for this processor.
+  RuntimeError if there is no library, or none for this processor.
   """
   _load()
   out = jax.ShapeDtypeStruct((rows.shape[0], num_out), jnp.float32)
@@ -166,12 +167,34 @@ def product(rows: jax.Array, panels: jax.Array, num_out: int) -> jax.Array:
 def block_product(
   rows: jax.Array, weights: jax.Array, scales: jax.Array, least: jax.Array | None, num_out: int
 ) -> jax.Array:
-  """`block_products.block_product` on a CPU.
+  """`block_products.block_product` on a CPU; RuntimeError if there is no library, or none for this processor."""
+  _load()
+  out = jax.ShapeDtypeStruct((rows.shape[0], num_out), jnp.float32)
+  least = jnp.zeros(0, scales.dtype) if least is None else least
+  return jax.ffi.ffi_call(_BLOCK_TARGET, out, vmap_method='sequential')(rows, weights, scales, least)
+
+
+def attention(
+  query: jax.Array,
+  new_keys: jax.Array,
+  new_values: jax.Array,
+  mask: jax.Array,
+  keys: jax.Array,
+  values: jax.Array,
+  visible: jax.Array,
+) -> jax.Array:
+  """`attention.tree_attention` on a CPU, float32 `[B, N, H, head_dim]`; scores are not bounded.
+
+  Args:
+    query: In float32 or bfloat16, with a `head_dim` that is a multiple of 16 and at most `WIDEST_HEAD`.
+    new_keys, new_values, keys, values: In float32.
+    mask: The pending tokens that each query sees.
+    visible: The slots that each query sees.
 
   Raises:
     RuntimeError: There is no library, or none for this processor.
   """
   _load()
-  out = jax.ShapeDtypeStruct((rows.shape[0], num_out), jnp.float32)
-  least = jnp.zeros(0, scales.dtype) if least is None else least
-  return jax.ffi.ffi_call(_BLOCK_TARGET, out, vmap_method='sequential')(rows, weights, scales, least)
+  out = jax.ShapeDtypeStruct(query.shape, jnp.float32)
+  call = jax.ffi.ffi_call(_ATTENTION_TARGET, out, vmap_method='sequential')
+  return call(query, new_keys, new_values, mask, keys, values, visible)

@@ -2,6 +2,7 @@
 
 #include <immintrin.h>
 
+#include "attention.h"
 #include "blocks.h"
 #include "steps.h"
 
@@ -27,7 +28,34 @@ struct Avx2 {
   }
 };
 
+struct AttentionAvx2 {
+  using Floats = __m256;
+  static constexpr int kLanes = 8;
+  static Floats Set(float x) { return _mm256_set1_ps(x); }
+  static Floats Load(const float* at) { return _mm256_loadu_ps(at); }
+  static Floats LoadFirst(const float* at, int size) {
+    const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    return _mm256_maskload_ps(at, _mm256_cmpgt_epi32(_mm256_set1_epi32(size), lanes));
+  }
+  static void Store(float* at, Floats x) { _mm256_storeu_ps(at, x); }
+  static Floats Add(Floats x, Floats y) { return _mm256_add_ps(x, y); }
+  static Floats Multiply(Floats x, Floats y) { return _mm256_mul_ps(x, y); }
+  static Floats MultiplyAdd(Floats x, Floats y, Floats sums) { return _mm256_fmadd_ps(x, y, sums); }
+  static Floats Round(Floats x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+  static Floats Scaled(Floats x, Floats n) {  // x 2^n
+    return _mm256_mul_ps(x, _mm256_castsi256_ps(_mm256_slli_epi32(
+                                _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23)));
+  }
+  static Floats IsLess(Floats x, Floats y) { return _mm256_cmp_ps(x, y, _CMP_LT_OQ); }
+  static Floats Select(Floats mask, Floats x, Floats y) { return _mm256_blendv_ps(y, x, mask); }
+  static Floats Larger(Floats x, Floats y) { return _mm256_max_ps(x, y); }
+};
+
 }  // namespace
+
+void Avx2Attention(const Attention& attention, int64_t first, int64_t last) {
+  AttendOf<AttentionAvx2>(attention, first, last);
+}
 
 void Avx2Float32(const Product& product, int64_t first, int64_t last) { Compute<Singles<Avx2>>(product, first, last); }
 

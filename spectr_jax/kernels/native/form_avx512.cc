@@ -2,6 +2,7 @@
 
 #include <immintrin.h>
 
+#include "attention.h"
 #include "blocks_avx512.h"
 #include "steps.h"
 
@@ -27,7 +28,33 @@ struct Avx512 {
   }
 };
 
+struct AttentionAvx512 {
+  using Floats = __m512;
+  static constexpr int kLanes = 16;
+  static Floats Set(float x) { return _mm512_set1_ps(x); }
+  static Floats Load(const float* at) { return _mm512_loadu_ps(at); }
+  static Floats LoadFirst(const float* at, int size) {
+    return _mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << size) - 1), at);
+  }
+  static void Store(float* at, Floats x) { _mm512_storeu_ps(at, x); }
+  static Floats Add(Floats x, Floats y) { return _mm512_add_ps(x, y); }
+  static Floats Multiply(Floats x, Floats y) { return _mm512_mul_ps(x, y); }
+  static Floats MultiplyAdd(Floats x, Floats y, Floats sums) { return _mm512_fmadd_ps(x, y, sums); }
+  static Floats Round(Floats x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+  static Floats Scaled(Floats x, Floats n) {  // x 2^n
+    return _mm512_mul_ps(x, _mm512_castsi512_ps(_mm512_slli_epi32(
+                                _mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23)));
+  }
+  static __mmask16 IsLess(Floats x, Floats y) { return _mm512_cmp_ps_mask(x, y, _CMP_LT_OQ); }
+  static Floats Select(__mmask16 mask, Floats x, Floats y) { return _mm512_mask_blend_ps(mask, y, x); }
+  static Floats Larger(Floats x, Floats y) { return _mm512_max_ps(x, y); }
+};
+
 }  // namespace
+
+void Avx512Attention(const Attention& attention, int64_t first, int64_t last) {
+  AttendOf<AttentionAvx512>(attention, first, last);
+}
 
 void Avx512Float32(const Product& product, int64_t first, int64_t last) {
   Compute<Singles<Avx512>>(product, first, last);

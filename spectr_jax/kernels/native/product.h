@@ -38,15 +38,34 @@ struct BlockProduct {
   bool has_wide_scales;
 };
 
+// Attention over a cache and pending tokens; see attention.h. Rows of `visible` and `mask` may be one for all.
+struct Attention {
+  const float* query;       // [batch, num_queries, num_heads, width], scaled
+  const float* new_keys;    // [batch, num_kv_heads, width, num_new]
+  const float* new_values;  // [batch, num_kv_heads, num_new, width]
+  const uint8_t* mask;      // [num_mask_rows, num_queries, num_new]
+  const float* keys;        // [batch, num_kv_heads, width, num_slots]
+  const float* values;      // [batch, num_kv_heads, num_slots, width]
+  const uint8_t* visible;   // [batch, num_visible_rows, num_slots]
+  const int64_t* num_seen;  // [batch], slots up to the last that a query sees
+  float* out;               // like `query`
+  int64_t num_queries, num_heads, num_kv_heads, width, num_new, num_slots, num_mask_rows, num_visible_rows;
+};
+
+constexpr int kItemRows = 16, kMostWidth = 256;  // rows of an item, and numbers of a head
+
 // Computes the outputs of the panels from `first` to `last`, the latter excluded.
 using Panels = void(const Product&, int64_t first, int64_t last);
 using BlockPanels = void(const BlockProduct&, int64_t first, int64_t last);
+// Computes the items from `first` to `last`: of each row of the batch the heads of keys, and of each its rows of queries.
+using Items = void(const Attention&, int64_t first, int64_t last);
 
 // The loop of each kind of processor, in a file of its own, which is compiled for these processors and must be called on
 // them alone. Nothing of the standard library is used there: the linker keeps one copy of an inline function, perhaps
 // that one. Rows are float32 where the name does not say otherwise.
 Panels Avx512Bfloat16, Avx512Bfloat16OfWideRows, Avx512Float32, Avx512Int8, Avx2Bfloat16, Avx2Float32, Avx2Int8;
 BlockPanels Avx512VnniBlocks, Avx512Blocks, Avx2Blocks;
+Items Avx512Attention, Avx2Attention;
 // Rounds rows [num_rows, num_blocks * block_size] to the inputs of a product.
 void RoundForBlocks(const float* rows, const BlockProduct& product);
 

@@ -27,13 +27,14 @@ struct Form {
   Panels* of_int8;      // a kernel in int8, rows in float32
   Panels* of_pairs;     // a kernel in bfloat16, rows in bfloat16; null where they are widened
   BlockPanels* of_blocks;
+  Items* attention;
 };
 
 constexpr Form kForms[] = {  // the best first; a processor that has one has those after it
-    {"avx512_bf16", Avx512Float32, Avx512Bfloat16OfWideRows, Avx512Int8, Avx512Bfloat16, Avx512VnniBlocks},
-    {"avx512_vnni", Avx512Float32, Avx512Bfloat16OfWideRows, Avx512Int8, nullptr, Avx512VnniBlocks},
-    {"avx512", Avx512Float32, Avx512Bfloat16OfWideRows, Avx512Int8, nullptr, Avx512Blocks},
-    {"avx2", Avx2Float32, Avx2Bfloat16, Avx2Int8, nullptr, Avx2Blocks},
+    {"avx512_bf16", Avx512Float32, Avx512Bfloat16OfWideRows, Avx512Int8, Avx512Bfloat16, Avx512VnniBlocks, Avx512Attention},
+    {"avx512_vnni", Avx512Float32, Avx512Bfloat16OfWideRows, Avx512Int8, nullptr, Avx512VnniBlocks, Avx512Attention},
+    {"avx512", Avx512Float32, Avx512Bfloat16OfWideRows, Avx512Int8, nullptr, Avx512Blocks, Avx512Attention},
+    {"avx2", Avx2Float32, Avx2Bfloat16, Avx2Int8, nullptr, Avx2Blocks, Avx2Attention},
 };
 
 const Form* FormOfThisProcessor() {
@@ -176,8 +177,79 @@ ffi::Error MultiplyBlocks(ffi::ThreadPool pool, ffi::AnyBuffer rows, ffi::AnyBuf
   return ffi::Error::Success();
 }
 
+// Slots of a row of the batch up to the last that a query sees.
+int64_t NumSeen(const uint8_t* visible, int64_t num_rows, int64_t num_slots) {
+  int64_t seen = 0;
+  for (int64_t row = 0; row < num_rows; ++row)
+    for (int64_t slot = num_slots; slot > seen; --slot)
+      if (visible[row * num_slots + slot - 1]) seen = slot;
+  return seen;
+}
+
+ffi::Error Attend(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::Buffer<ffi::F32> new_keys,
+                  ffi::Buffer<ffi::F32> new_values, ffi::Buffer<ffi::PRED> mask, ffi::Buffer<ffi::F32> keys,
+                  ffi::Buffer<ffi::F32> values, ffi::Buffer<ffi::PRED> visible, ffi::Result<ffi::Buffer<ffi::F32>> out) {
+  const Form* form = CurrentForm();
+  if (form == nullptr) return ffi::Error::Internal("this processor has neither AVX2 nor AVX-512");
+  const auto sizes = query.dimensions(), new_sizes = new_keys.dimensions(), old_sizes = keys.dimensions(),
+             mask_sizes = mask.dimensions(), seen_sizes = visible.dimensions();
+  const bool has_bfloat16 = query.element_type() == ffi::BF16;
+  const auto misfit = ffi::Error::InvalidArgument("queries, keys, values and masks do not fit each other");
+  if (!(has_bfloat16 || query.element_type() == ffi::F32) || sizes.size() != 4 || new_sizes.size() != 4 ||
+      old_sizes.size() != 4 || mask_sizes.size() != 3 || seen_sizes.size() != 3)
+    return misfit;
+  const int64_t batch = sizes[0], num_queries = sizes[1], num_heads = sizes[2], width = sizes[3];
+  const int64_t num_kv_heads = old_sizes[1], num_slots = old_sizes[3], num_new = new_sizes[3];
+  if (width > kMostWidth || width % 16 != 0 || num_kv_heads == 0 || num_heads % num_kv_heads != 0 ||
+      old_sizes[0] != batch || old_sizes[2] != width || new_sizes[0] != batch || new_sizes[1] != num_kv_heads ||
+      new_sizes[2] != width || mask_sizes[1] != num_queries || mask_sizes[2] != num_new ||
+      !(mask_sizes[0] == 1 || mask_sizes[0] == batch) || seen_sizes[0] != batch || seen_sizes[2] != num_slots ||
+      !(seen_sizes[1] == 1 || seen_sizes[1] == num_queries) ||
+      new_values.element_count() != new_keys.element_count() || values.element_count() != keys.element_count() ||
+      out->element_count() != query.element_count())
+    return misfit;
+  if (query.element_count() == 0) return ffi::Error::Success();
+
+  auto work = std::make_shared<Work<Attention>>();
+  work->owned.resize(batch * sizeof(int64_t) + (has_bfloat16 ? query.element_count() * sizeof(float) : 0));
+  auto* num_seen = reinterpret_cast<int64_t*>(work->owned.data());
+  const auto* seen = reinterpret_cast<const uint8_t*>(visible.typed_data());
+  int64_t num_products = 0;
+  for (int64_t row = 0; row < batch; ++row) {
+    num_seen[row] = NumSeen(seen + row * seen_sizes[1] * num_slots, seen_sizes[1], num_slots);
+    num_products += (num_seen[row] + num_new) * num_queries * num_heads * width;
+  }
+  const auto* queries = static_cast<const float*>(query.untyped_data());
+  if (has_bfloat16) {
+    auto* widened = reinterpret_cast<float*>(num_seen + batch);
+    Widen(query.untyped_data(), query.element_count(), widened);
+    queries = widened;
+  }
+  work->product = {queries, new_keys.typed_data(), new_values.typed_data(),
+                   reinterpret_cast<const uint8_t*>(mask.typed_data()), keys.typed_data(), values.typed_data(), seen,
+                   num_seen, out->typed_data(), num_queries, num_heads, num_kv_heads, width, num_new, num_slots,
+                   mask_sizes[0], seen_sizes[1]};
+  work->compute = form->attention;
+  const int64_t num_rows = num_queries * (num_heads / num_kv_heads);
+  const int64_t num_items = batch * num_kv_heads * ((num_rows + kItemRows - 1) / kItemRows);
+  RunOnThreads(pool, work, num_items, num_products / 8);
+  return ffi::Error::Success();
+}
+
 }  // namespace
 }  // namespace spectr
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(spectr_attention, spectr::Attend,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::PRED>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::PRED>>()
+                                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(spectr_product, spectr::Multiply,
                               xla::ffi::Ffi::Bind()

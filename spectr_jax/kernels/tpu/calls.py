@@ -29,14 +29,7 @@ def interpreted() -> Iterator[None]:
 
 
 def call_kernel(kernel: Callable[..., None], *arrays: jax.Array, needs_memory: bool = False, **options: Any) -> Any:
-  """The results of a kernel.
-
-  Args:
-    kernel: The kernel.
-    *arrays: Its arguments.
-    needs_memory: Whether it may need more vector memory than kernels get by default.
-    **options: As for `pallas_call`.
-  """
+  """The results of a kernel; `needs_memory` if it may need more vector memory than kernels get by default."""
   if needs_memory:
     options['compiler_params'] = pltpu.CompilerParams(vmem_limit_bytes=_MEMORY)
   return pl.pallas_call(kernel, interpret=_is_interpreted.get(), **options)(*arrays)
@@ -49,19 +42,10 @@ def call_by_rows(
   fewest: int = 1,
   **options: Any,
 ) -> list[jax.Array]:
-  """The results of a kernel that takes eight rows at a time.
+  """The results `[M, width]` of a kernel that takes eight rows of arrays `[M, ...]` of rank 2 at a time.
 
-  The last eight may have rows beyond the end, of any values, which are not written.
-
-  Args:
-    kernel: The kernel.
-    *arrays: `[M, ...]` of rank 2.
-    results: The width and the type of each result.
-    fewest: Rows that there are at least, of zeros if need be: fewer than eight are in a layout of their own.
-    **options: As for `call_kernel`.
-
-  Returns:
-    Arrays `[M, width]`.
+  The last eight may have rows beyond the end, of any values, which are not written. Rows of zeros make up for `fewest`,
+  as fewer than eight are in a layout of their own. `results` are widths and types; options are those of `call_kernel`.
   """
   num_rows = len(arrays[0])
   size = max(num_rows, fewest)

@@ -122,10 +122,7 @@ def _draw(uniforms, probs, tokens, sums):
     return [jnp.where(i >= group * group_size, block, 0) for i, block in zip(indices, whole)]
 
   def choose(masses, level):
-    """The last of some masses that is not 0 and before which there is no more than the level, and what is before it.
-
-    So none without mass is chosen, whatever rounding does to the sums: nothing stands before the first, exactly.
-    """
+    """The last mass that is not 0 with no more than the level before it, so none of mass 0; and what is before it."""
     before = jnp.zeros_like(level)
     place, passed = jnp.zeros(level.shape, jnp.int32), before
     for i, mass in enumerate(masses):

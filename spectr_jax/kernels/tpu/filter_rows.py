@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from spectr_jax.kernels.filters import Distributions
 from spectr_jax.kernels.thresholds import search
 from spectr_jax.kernels.tpu.calls import LANES, ROWS, call_kernel
 
@@ -31,29 +31,21 @@ def _num_passes() -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class _KernelDistributions:
-  """`filters.Distributions` of eight rows within a kernel.
-
-  Attributes:
-    ref: A reference to their D parts, `[D, 8, V / D]`.
-  """
-
-  ref: Any
+class _KernelDistributions(Distributions):
+  """Distributions of eight rows within a kernel; `probs` refers to their D parts, `[D, 8, V / D]`."""
 
   def _by_lane(self, values_fn, combine, count):
-    """Values of all tokens, combined by their place in a register: arrays `[8, 128]`.
+    """Values of all tokens, combined by their place in a register: `count` arrays `[8, 128]`.
 
-    Args:
-      values_fn: Takes the probabilities of some tokens, `[8, 128]` or less, and returns `count` arrays of their shape.
-      combine: Combines two arrays that are not negative, in any order; zeros change nothing.
-      count: The number of arrays.
+    `values_fn` takes the probabilities of some tokens and returns arrays of their shape. `combine` combines two arrays
+    that are not negative, in any order; zeros change nothing.
     """
-    num_parts, _, size = self.ref.shape
+    num_parts, _, size = self.probs.shape
     num_chunks = size // _CHUNK
 
     def add(totals, part, places):
       for place in places:
-        values = values_fn(self.ref[part, :, place])
+        values = values_fn(self.probs[part, :, place])
         missing = LANES - values[0].shape[1]
         values = [jnp.pad(x, ((0, 0), (0, missing))) for x in values] if missing else values
         totals = tuple(map(combine, totals, values))
@@ -106,13 +98,10 @@ class _KernelDistributions:
 
 
 def keep_in_rows(find, probs: jax.Array, values: jax.Array) -> jax.Array:
-  """Filtered rows `[M, V]`.
+  """Filtered rows of `probs`, float32 `[M, V]`, from 0 to 1 but for rounding by one unit in the last place.
 
-  Args:
-    find: Takes `filters.Distributions` of eight rows and their values `[8, F]`, and returns columns `[8, 1]`: the
-      threshold from which on tokens are kept, and their mass.
-    probs: float32 `[M, V]`, from 0 to 1 but for rounding by one unit in the last place.
-    values: float32 `[M, F]`.
+  `find` takes `filters.Distributions` of eight rows and their `values` `[8, F]`, and returns columns `[8, 1]`: the
+  threshold from which on tokens are kept, and their mass.
   """
 
   def kernel(probs_ref, values_ref, kept_ref):
@@ -141,10 +130,7 @@ def keep_in_rows(find, probs: jax.Array, values: jax.Array) -> jax.Array:
 
 
 def find_in_rows(find, probs: jax.Array, values: jax.Array) -> jax.Array:
-  """What `find` finds for rows in D equal parts, `[M, 2]`, the two columns.
-
-  `probs` is float32 `[M, D, V / D]`. It is read part by part, so it should be in this order in memory.
-  """
+  """The two columns of `find` for rows of `probs`, float32 `[M, D, V / D]` in this order in memory, `[M, 2]`."""
 
   def kernel(probs_ref, values_ref, found_ref):
     found_ref[0, :, :1], found_ref[0, :, 1:] = find(_KernelDistributions(probs_ref), values_ref[...])
@@ -153,11 +139,7 @@ def find_in_rows(find, probs: jax.Array, values: jax.Array) -> jax.Array:
 
 
 def _call(kernel, probs, values, width, name):
-  """A call of a kernel for eight rows at a time, of probabilities `[D, M, V / D]` and values `[M, F]`.
-
-  Returns:
-    float32 `[M, width]`; the kernel writes eight rows as `[1, 8, width]`.
-  """
+  """A call of a kernel for eight rows at a time, of probabilities `[D, M, V / D]` and values `[M, F]`: `[M, width]`."""
   num_parts, num_rows, size = probs.shape
   missing = max(0, ROWS - num_rows)  # fewer rows would be in a layout of their own, which takes five times as long
   probs = jnp.pad(probs, ((0, 0), (0, missing), (0, 0)))

@@ -31,22 +31,17 @@ _MOST_ROWS = 16  # the kernel's code has a part for each
 class FusedLayers:
   """The kernels of all layers, stacked.
 
-  Attributes:
-    projections: `[num_layers, 5, D, D]`: of queries, keys and values, and of queries and keys once more, with the two
-      entries of a rotated pair exchanged and the first of them negated.
-    attention_out: `[num_layers, D, D]`.
-    mlp_in: `[num_layers, D, F]`.
-    mlp_out: `[num_layers, D, F]`, transposed: so no kernel has more padding than its inputs need.
-    gains: float32 `[num_layers, 2, D]`, of the norms before attention and before the MLP.
-    final_gain: float32 `[1, D]`.
+  Projections are those of queries, keys and values, and of queries and keys once more, with the two entries of a
+  rotated pair exchanged and the first of them negated. `mlp_out` is transposed, so that no kernel has more padding than
+  its inputs need.
   """
 
-  projections: jax.Array
-  attention_out: jax.Array
-  mlp_in: jax.Array
-  mlp_out: jax.Array
-  gains: jax.Array
-  final_gain: jax.Array
+  projections: jax.Array  # `[num_layers, 5, D, D]`
+  attention_out: jax.Array  # `[num_layers, D, D]`
+  mlp_in: jax.Array  # `[num_layers, D, F]`
+  mlp_out: jax.Array  # `[num_layers, D, F]`
+  gains: jax.Array  # float32 `[num_layers, 2, D]`, of the norms before attention and before the MLP
+  final_gain: jax.Array  # float32 `[1, D]`
 
 
 def fuse(params: Mapping[str, Any], config: Any) -> FusedLayers:
@@ -78,21 +73,14 @@ def fuse(params: Mapping[str, Any], config: Any) -> FusedLayers:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class FusedCache:
-  """A `KVCache` during a round of calls of the kernel, with all layers in one array and the heads in one dimension.
+  """A `KVCache` during a round of calls of the kernel, with all layers in one array and the heads in one dimension."""
 
-  Attributes:
-    cache: The cache before the round.
-    keys, values: `[num_layers, B, D, S]`, its committed slots.
-    pending_keys, pending_values: `[num_layers, B, M, D]`, of the round; M is a multiple of 16.
-    num_pending: int32 scalar, the number of pending slots already written.
-  """
-
-  cache: KVCache
-  keys: jax.Array
-  values: jax.Array
-  pending_keys: jax.Array
-  pending_values: jax.Array
-  num_pending: jax.Array
+  cache: KVCache  # before the round
+  keys: jax.Array  # `[num_layers, B, D, S]`, its committed slots
+  values: jax.Array  # the same
+  pending_keys: jax.Array  # `[num_layers, B, M, D]`, of the round; M is a multiple of 16
+  pending_values: jax.Array  # the same
+  num_pending: jax.Array  # int32 scalar, the number of pending slots already written
 
   @classmethod
   def of(cls, cache: KVCache, num_pending_slots: int) -> FusedCache:
@@ -128,11 +116,7 @@ def _padded_tokens(num_tokens: int) -> int:
 def fits(config: Any, batch_size: int, num_slots: int, cache_size: int) -> bool:
   """Whether the kernel takes the calls of a round: two layers with their caches fit into the vector memory.
 
-  Args:
-    config: The sizes.
-    batch_size: Rows on the device.
-    num_slots: Pending slots per row, also the most tokens of a call.
-    cache_size: Committed slots per row.
+  `num_slots` are the pending slots of a row, also the most tokens of a call; `cache_size` are committed ones.
   """
   size, wide = jnp.dtype(config.dtype).itemsize, -(-config.embed_dim // 128) * 128
   num_tokens = -(-num_slots // _SLOTS) * _SLOTS
@@ -226,26 +210,11 @@ def _kernel(
 
 
 def apply_layers(
-  fused: FusedLayers,
-  x: jax.Array,
-  positions: jax.Array,
-  mask: jax.Array,
-  cache: FusedCache,
-  *,
-  config: Any,
+  fused: FusedLayers, x: jax.Array, positions: jax.Array, mask: jax.Array, cache: FusedCache, *, config: Any
 ) -> tuple[jax.Array, FusedCache]:
-  """All layers and the final norm.
+  """All layers and the final norm: `[B, N, D]`, and the cache with the call's tokens pending behind those of before.
 
-  Args:
-    fused: The layers.
-    x: `[B, N, D]`, the embedded tokens.
-    positions: int32 `[B, N]`.
-    mask: bool `[1 or B, N, M]`, the pending tokens that each token attends to.
-    cache: The cache; the call's tokens are appended to the pending ones.
-    config: The sizes.
-
-  Returns:
-    `[B, N, D]`, the normalized output of the last layer; the cache with the tokens pending.
+  `x` `[B, N, D]` are embedded tokens; `mask`, bool `[1 or B, N, M]`, names the pending tokens that each attends to.
   """
   from jax.experimental import pallas as pl  # takes seconds to import
   from jax.experimental.pallas import tpu as pltpu
@@ -302,12 +271,10 @@ def apply_layers(
 
 
 def register(call: Operation, embed: Callable[..., jax.Array], unembed: Callable[..., jax.Array]) -> None:
-  """Registers the kernel as the form for TPUs of the calls of a transformer that one device computes whole.
+  """Registers the kernel as the form for TPUs of a transformer's calls that one device computes whole.
 
-  Args:
-    call: `(params, tokens, positions, mask, cache, *, config, feature_layers) -> ModelOutput`, the plain form.
-    embed: `(params, tokens, *, config) -> [..., D]`, the input of the first layer.
-    unembed: `(params, features, *, config) -> [..., V]`, the output head.
+  `call` is `(params, tokens, positions, mask, cache, *, config, feature_layers) -> ModelOutput`; `embed` gives the
+  input `[..., D]` of the first layer, `unembed` the output head's `[..., V]`.
   """
 
   def takes(params, tokens, positions, mask, cache, *, config, feature_layers):

@@ -183,10 +183,7 @@ def first_kept(is_child, is_before, is_kept, nodes):
 
 
 def _call_by_trees(kernel, *arrays, result: jax.ShapeDtypeStruct, name: str):
-  """A call of a kernel for some entries of the first axis of its arguments at a time.
-
-  Every depth waits for the one before, so that several entries take little longer than one.
-  """
+  """A call of a kernel for several entries of the first axis at a time, which take little longer than one."""
   num_together = _rows_together(len(arrays[0]), arrays)
 
   def block(shape):

@@ -19,12 +19,7 @@ _MOST_BYTES = 8 * 2**20  # of tables that are in the vector memory, twice, at a 
 
 
 def token_sums(*arrays: jax.Array, token_fns: Sequence[TokenFn]) -> jax.Array:
-  """`token_sums` of M rows, `[M, K]`.
-
-  Args:
-    *arrays: The values, `[M, V]` each, V a multiple of 128, and the parameters, float32 `[M, P]`.
-    token_fns: As of the plain form.
-  """
+  """`token_sums` of M rows, `[M, K]`: of values `[M, V]`, V a multiple of 128, and parameters, float32 `[M, P]`."""
   *values, params = arrays
   num_registers = values[0].shape[1] // LANES
   num_turns = num_registers // _UNROLLED
@@ -78,12 +73,7 @@ def runs_of(rows):
 
 
 def sums_of_rows(*arrays: jax.Array, token_fn: TokenFn, rows: Sequence[np.ndarray]) -> jax.Array:
-  """`sums_of_rows` of B groups of entries, `[B, M]`.
-
-  Args:
-    *arrays: The tables, `[B, R, V]` each, V a multiple of 128, and the parameters, float32 `[B, M, P]`.
-    token_fn, rows: As of the plain form.
-  """
+  """`sums_of_rows` of B groups of entries, `[B, M]`: of tables `[B, R, V]` each and parameters, float32 `[B, M, P]`."""
   *tables, params = arrays
   runs = runs_of(rows)
   num_groups, num_entries, _ = params.shape

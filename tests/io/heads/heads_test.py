@@ -4,6 +4,7 @@ import dataclasses
 import json
 import warnings
 
+import hostile
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -51,6 +52,7 @@ _FORMATS = {
 
 
 _DFLASH = {'target_layer_ids': [0, 3], 'mask_token_id': MASK}
+_MARKOV = 'markov_head.markov_w1.weight', 'markov_head.markov_w2.weight'
 _DFLASH2 = _DFLASH | {'conv_kernel_size': 2, 'conv_group_size': GROUP, 'selector_top_k': CANDIDATES}
 
 
@@ -98,13 +100,9 @@ def test_the_tensors_of_eagle3_come_to_their_places(tmp_path, target):
 
 
 def test_configurations_name_layers_in_two_ways(tmp_path, target):
-  for spec in (
-    {'eagle_aux_hidden_state_layer_ids': [1, 4]},
-    {'eagle_config': {'eagle_aux_hidden_state_layer_ids': [0, 3]}},
-  ):
-    fc = {'fc.weight': np.ones((D, 2 * D), np.float32)}
-    drafter = load_drafter(write_head(tmp_path, 'eagle3', fc, spec), target)
-    assert drafter.feature_layers == (1, 4)
+  name, fc = 'eagle_aux_hidden_state_layer_ids', {'fc.weight': np.ones((D, 2 * D), np.float32)}
+  for spec in ({name: [1, 4]}, {'eagle_config': {name: [0, 3]}}):
+    assert load_drafter(write_head(tmp_path, 'eagle3', fc, spec), target).feature_layers == (1, 4)
 
 
 _BACKBONE = {
@@ -208,7 +206,7 @@ def test_a_head_without_output_head_takes_rows_of_the_target(tmp_path, target):
 
 @pytest.mark.slow
 def test_medusa_heads_guess_one_token_further_each(tmp_path, target):
-  """Whatever the branch, the distribution below depth i is that of head i, at the token before the root."""
+  """At depth i by head i at the token before the root, whatever the branch."""
   arrays, drafter = arrays_of('medusa'), load_drafter(write_head(tmp_path, 'medusa'), target)
   assert medusa_config_of(drafter).num_heads == 5  # configurations of published heads say less
   tree = TokenTree.from_parents((0, 0, 1, 2, 3))
@@ -258,21 +256,13 @@ def test_medusa_heads_guess_one_token_further_each(tmp_path, target):
     ('medusa', {'3.1.weight': None}, {}, 'lacks 1 tensors, the first of them 3.1.weight'),
     ('mtp', {'mtp.layers.0.mlp.experts.0.up_proj.weight': np.ones(1)}, {}, 'has a mixture of experts, which is not'),
     ('mtp', {'mtp.layers.0.self_attn.q_proj.weight': np.ones((2 * D, D))}, {}, 'has gated attention, which is not'),
-    (
-      'deepseek mtp', {f'model.layers.{LAYERS}.self_attn.kv_b_proj.weight': np.ones(1)}, {},
-      'has latent attention, which is not',
-    ),
+    ('deepseek mtp', {f'model.layers.{LAYERS}.self_attn.kv_b_proj.weight': np.ones(1)}, {}, 'has latent attention'),
     ('deepseek mtp', {'model.layers.7.eh_proj.weight': np.ones(1)}, {}, 'has 2 MTP layers; one is read'),
     ('eagle3', {'t2d': ~np.isin(np.arange(V), IDS)}, {}, 't2d and d2t contradict each other, first at token 0'),
     ('eagle3', {'t2d': np.ones(V + 1, bool)}, {}, r't2d has shape \(24,\), and the target has 23 tokens'),
     ('speculators peagle', {'other.t2d': np.ones(V, bool)}, {}, '1 tensors too many, the first of them other.t2d'),
     ('dflash', {'t2d': np.arange(V) != 4}, {}, 't2d leaves out token 4, and there is no d2t'),
-    (
-      'eagle',
-      {'layers.0.self_attn.rotary_emb.inv_freq': np.float32([1.0, 0.5])},
-      {},
-      'inv_freq holds other rotary frequencies than those of the configuration',
-    ),
+    ('eagle', {'layers.0.self_attn.rotary_emb.inv_freq': np.float32([1, 0.5])}, {}, 'holds other rotary frequencies'),
     ('eagle3', {'d2t': np.full(VD, 2**63 - 1)}, {}, "d2t names tokens that are not among the target's 23"),
     ('eagle3', {}, {'eagle_config': {'use_aux_hidden_state': False}}, 'use_aux_hidden_state False is not supported'),
     ('eagle3', {}, {'use_aux_hidden_state': False}, 'use_aux_hidden_state False is not supported'),
@@ -326,10 +316,7 @@ def test_medusa_heads_guess_one_token_further_each(tmp_path, target):
     ('dspark', {'markov_head.markov_w1.weight': np.ones((9, RANK), np.float32)}, {}, r'shape \(9, 6\), and the target'),
     ('dspark', {'markov_head.markov_w2.weight': np.ones((V, 3), np.float32)}, {}, r'must have shape \(23, 6\)'),
     ('dspark', {'confidence_head.proj.weight': np.ones((1, 5), np.float32)}, {}, r'must have shape \(1, 22\)'),
-    (
-      'dspark', {'markov_head.markov_w1.weight': None, 'markov_head.markov_w2.weight': None}, {},
-      'confidence_head.proj.weight reads 22 numbers, and there are 16',
-    ),
+    ('dspark', dict.fromkeys(_MARKOV), {}, 'confidence_head.proj.weight reads 22 numbers, and there are 16'),
     ('dspark', {'embed_tokens.weight': np.ones((V, 5), np.float32)}, {}, '16 wide, and reads embeddings of width 5'),
     ('speculators dspark', {}, {'aux_hidden_state_layer_ids': None}, 'the head has no aux_hidden_state_layer_ids'),
     ('speculators dspark', {}, {'aux_hidden_state_layer_ids': [-1]}, 'enters layer -1 of the target; possible'),
@@ -337,10 +324,8 @@ def test_medusa_heads_guess_one_token_further_each(tmp_path, target):
   ],
 )  # fmt: skip
 def test_heads_that_do_not_fit(tmp_path, target, name, changes, spec, message):
-  with pytest.raises(ValueError, match=message) as error:
-    load_drafter(write_head(tmp_path, name, changes, spec), target)
-  assert str(error.value).isprintable()
-  assert str(tmp_path) in str(error.value)
+  folder = write_head(tmp_path, name, changes, spec)
+  hostile.refusal(lambda: load_drafter(folder, target), folder, message)
 
 
 @pytest.mark.parametrize(('name', 'rows'), [('speculators', V), ('speculators', IDS), ('speculators dflash', IDS)])
@@ -380,7 +365,7 @@ def test_folders_without_a_head(tmp_path, target):
 
 @pytest.mark.parametrize('name', ['eagle3', 'speculators', 'speculators joint'])
 @pytest.mark.parametrize('param_dtype', ['float32', 'bfloat16'])
-def test_a_head_that_is_written_reads_the_same(tmp_path, target, name, param_dtype):
+def test_a_head_that_is_written_reads_the_same(tmp_path, target, monkeypatch, name, param_dtype):
   changes = {'lm_head.weight': None} if name == 'eagle3' else {}
   drafter = load_drafter(write_head(tmp_path / 'a', name, changes), target)
   save_drafter(tmp_path / 'b', drafter, param_dtype=param_dtype, info={'data': 'none'})
@@ -401,14 +386,8 @@ def test_a_head_that_is_written_reads_the_same(tmp_path, target, name, param_dty
     save_drafter(tmp_path / 'b', drafter)
   (tmp_path / 'b' / 'notes.txt').write_text('mine')
   save_drafter(tmp_path / 'b', drafter, overwrite=True)
-  assert (tmp_path / 'b' / 'notes.txt').read_text() == 'mine'
-  assert sorted(path.name for path in tmp_path.iterdir()) == ['a', 'b']
-
-
-def test_a_head_that_cannot_be_written_leaves_the_old_one(tmp_path, target, monkeypatch):
-  drafter = load_drafter(write_head(tmp_path / 'a', 'eagle3'), target)
-  save_drafter(tmp_path / 'b', drafter)
   before = {path.name: path.read_bytes() for path in (tmp_path / 'b').iterdir()}
+  assert before['notes.txt'] == b'mine'
 
   def fail(*_):
     raise OSError(28, 'No space left on device')

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 
+import hostile
 import pytest
 
 from spectr_jax.io.hub import chat_template
@@ -26,10 +27,7 @@ def _render(source, messages=_MESSAGES, **special_tokens):
 @pytest.mark.parametrize(
   ('source', 'text'),
   [
-    (
-      '{% for m in messages %}\n  {% if loop.first %}\n{{ m.role }}\n  {% endif %}\n{% endfor %}',
-      'system\n',
-    ),  # trimmed
+    ('{% for m in messages %}\n  {% if loop.first %}\n{{ m.role }}\n  {% endif %}\n{% endfor %}', 'system\n'),
     ('{% for m in messages %}{% if loop.last %}{% break %}{% endif %}{{ m.role }}{% endfor %}', 'system'),
     ('{{ messages[1] | tojson }}', '{"role": "user", "content": "is <3 & \\"ü\\" text?"}'),
     ('{{ {"a": [1]} | tojson(indent=2) }}', '{\n  "a": [\n    1\n  ]\n}'),
@@ -47,10 +45,7 @@ def test_what_templates_use_is_there(source, text):
   ('source', 'message'),
   [
     ('{% for m in messages %}', 'the chat template is damaged, line 1: Unexpected end'),
-    (
-      "{{ raise_exception('roles must\nalternate') }}",
-      'the chat template refuses the conversation: roles must alternate',
-    ),
+    ("{{ raise_exception('roles must\nalternate') }}", 'refuses the conversation: roles must alternate'),
     ('{{ none_such.role }}', "refuses the conversation: 'none_such' is undefined"),
     ('{{ messages[0].content + 1 }}', 'refuses the conversation: can only concatenate str'),
     ("{{ ''.__class__.__mro__ }}", 'refuses the conversation: access to attribute'),
@@ -59,15 +54,7 @@ def test_what_templates_use_is_there(source, text):
   ],
 )
 def test_errors_are_one_line(source, message):
-  with pytest.raises(ValueError, match=message) as caught:
-    _render(source)
-  assert '\n' not in str(caught.value)
-
-
-def test_messages_are_not_changed():
-  messages = [dict(message) for message in _MESSAGES]
-  _render("{% set m = messages[0] %}{{ m.get('role') }}", messages)
-  assert messages == _MESSAGES
+  hostile.refusal(lambda: _render(source), '', message)
 
 
 # Bounds.
@@ -96,10 +83,7 @@ def test_messages_are_not_changed():
   ],
 )
 def test_what_a_template_takes_is_bounded(source, message):
-  with pytest.raises(ValueError, match=message) as caught:
-    _render(source)
-  assert str(caught.value).isprintable()
-  assert len(str(caught.value)) < 500
+  hostile.refusal(lambda: _render(source), '', message)
 
 
 @pytest.mark.parametrize(
@@ -146,10 +130,14 @@ def _process(template):
   return template._worker._process
 
 
-def test_one_process_serves_many_conversations_and_ends_with_the_template():
+def test_one_process_serves_threads_in_turn_and_ends_with_the_template():
   template = ChatTemplate('{{ messages[0].content }}', {})
-  assert [template.render([{'role': 'user', 'content': str(i)}]) for i in range(20)] == list(map(str, range(20)))
+  assert template.render([{'role': 'user', 'content': 'a'}]) == 'a'
   process = _process(template)
+  with concurrent.futures.ThreadPoolExecutor(4) as pool:
+    texts = list(pool.map(template.render, ([{'role': 'user', 'content': str(i)}] for i in range(100))))
+  assert texts == list(map(str, range(100)))
+  assert _process(template) is process
   assert process.poll() is None
   del template
   gc.collect()
@@ -187,13 +175,6 @@ def test_templates_are_copied_without_their_process():
   for other in (copy.deepcopy(template), pickle.loads(pickle.dumps(template))):
     assert other._worker is None
     assert other.render(_MESSAGES) == '<s>2'
-
-
-def test_threads_take_turns():
-  template = ChatTemplate('{{ messages[0].content }}', {})
-  with concurrent.futures.ThreadPoolExecutor(4) as pool:
-    texts = list(pool.map(lambda i: template.render([{'role': 'user', 'content': str(i)}]), range(100)))
-  assert texts == list(map(str, range(100)))
 
 
 _PARENT = """

@@ -3,6 +3,7 @@
 import json
 import time
 
+import hostile
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,24 +33,13 @@ def _refused(folder, content):
   if not (folder / 'model.safetensors').exists():
     write_model(folder, SPECS['llama'])
   (folder / 'config.json').write_text(content if isinstance(content, str) else json.dumps(content))
-  start = time.monotonic()
-  with pytest.raises(ValueError) as error:  # noqa: PT011, the callers match
-    load_hub_model(folder)
-  assert time.monotonic() - start < 30
-  message = str(error.value)
-  assert message.isprintable()
-  assert len(message) < 500
-  assert str(folder) in message
-  return message
+  return hostile.refusal(lambda: load_hub_model(folder), folder)
 
 
 def _decode(spec, length, tensors=None):
   model = make_model(spec, Recorded(tensors_of(spec) if tensors is None else tensors))
   prompts, lengths = jnp.ones((1, length), jnp.int32), jnp.array([length])
   return generate(jax.random.key(0), model, None, prompts, lengths, method='autoregressive', max_new_tokens=2)
-
-
-# What a file does not say.
 
 
 @pytest.mark.parametrize(
@@ -143,35 +133,26 @@ def test_sizes_are_numbers_within_reason(tmp_path, name):
     assert f'config.json: {name} must be a whole number from 1 to ' in _refused(tmp_path, _LLAMA | {name: value})
 
 
-@pytest.mark.parametrize('name', ['rope_theta', 'partial_rotary_factor'])
-def test_numbers_are_finite_and_in_their_range(tmp_path, name):
-  for value in (*_NUMBERS, *([10**9] if name == 'partial_rotary_factor' else [])):
+@pytest.mark.parametrize(('name', 'others'), [('rope_theta', []), ('partial_rotary_factor', [10**9])])
+def test_numbers_are_finite_and_in_their_range(tmp_path, name, others):
+  for value in (*_NUMBERS, *others):
     assert f'config.json: {name} must be a finite number' in _refused(tmp_path, _LLAMA | {name: value})
 
 
 @pytest.mark.parametrize(
   ('architecture', 'fields', 'message'),
   [
-    (
-      'LlamaForCausalLM',
-      {'architectures': ['BloomForCausalLM']},
-      'architecture BloomForCausalLM is unknown; known ',
-    ),
+    ('LlamaForCausalLM', {'architectures': ['BloomForCausalLM']}, 'architecture BloomForCausalLM is unknown; known '),
     ('LlamaForCausalLM', {'architectures': None}, 'architecture none is unknown'),
     ('LlamaForCausalLM', {'hidden_act': 'mish'}, "activation 'mish' is unknown; known are silu, "),
     ('LlamaForCausalLM', {'hidden_size': None}, 'the configuration of LlamaForCausalLM has no hidden_size'),
     ('LlamaForCausalLM', {'num_key_value_heads': 3}, 'num_heads 4 must be a multiple of the 3 heads'),
-    (
-      'LlamaForCausalLM',
-      {'quantization_config': {'quant_method': 'gptq'}},
-      'quantized by gptq are not read; known',
-    ),
+    ('LlamaForCausalLM', {'quantization_config': {'quant_method': 'gptq'}}, 'quantized by gptq are not read; known'),
     ('GPT2LMHeadModel', {'scale_attn_by_inverse_layer_idx': True}, 'scale_attn_by_inverse_layer_idx True is not supp'),
     ('LlamaForCausalLM', {'max_position_embeddings': 10**18}, 'max_position_embeddings must be'),
     ('LlamaForCausalLM', {'rms_norm_eps': -1e-6}, 'rms_norm_eps must be a finite number of at least 0'),
     ('LlamaForCausalLM', {'architectures': [['a']]}, 'architectures must be a list'),
     ('LlamaForCausalLM', {'architectures': ['a\nb\x1b[2J']}, r"architecture 'a\\nb\\x1b\[2J' is unknown"),
-    ('LlamaForCausalLM', {'architectures': []}, 'architecture none is unknown'),
     ('LlamaForCausalLM', {'quantization_config': [1]}, 'quantization_config must be an object'),
     ('LlamaForCausalLM', {'quantization_config': {'quant_method': {'a': 1}}}, 'quantized by'),
     ('LlamaForCausalLM', {'model_type': 'granite'}, 'model_type granite is not llama, that of LlamaForCausalLM'),
@@ -193,12 +174,10 @@ def test_numbers_are_finite_and_in_their_range(tmp_path, name):
     ('LlamaForCausalLM', {'attn_logit_softcapping': 50.0}, 'attn_logit_softcapping 50.0 is not supported'),
     ('LlamaForCausalLM', {'no_rope_layers': [1, 0]}, r'no_rope_layers \[1, 0\] is not supported'),
     ('LlamaForCausalLM', {'sliding_window': 4}, 'sliding_window 4 is not supported in this family'),
-    ('MistralForCausalLM', {'sliding_window': -3}, 'sliding_window must be a whole number from 1'),
     ('MistralForCausalLM', {'sliding_window': 0}, 'sliding_window must be a whole number from 1'),
     ('LlamaForCausalLM', {'layer_types': ['chunked_attention'] * 2}, "'chunked_attention' is not supported"),
     ('Qwen2ForCausalLM', {'layer_types': ['linear_attention', 'full_attention']}, "'linear_attention' is not supp"),
     ('Gemma2ForCausalLM', {'layer_types': ['full_attention']}, 'layer_types names 1 layers, but there are 2'),
-    ('Gemma2ForCausalLM', {'layer_types': []}, 'layer_types names 0 layers, but there are 2'),
     ('Qwen3ForCausalLM', {'layer_types': ['sliding_attention'] * 2}, 'sliding_attention, but there is no sliding_wind'),
     ('Gemma2ForCausalLM', {'attn_logit_softcapping': 0}, 'attn_logit_softcapping must be a finite number above 0'),
     ('Gemma2ForCausalLM', {'final_logit_softcapping': -30}, 'final_logit_softcapping must be a finite number above 0'),
@@ -210,14 +189,12 @@ def test_numbers_are_finite_and_in_their_range(tmp_path, name):
     ('GPTNeoXForCausalLM', {'rotary_pct': 10**9}, 'rotary_pct must be a finite number above 0 and of at most 1'),
     ('GPTNeoXForCausalLM', {'head_dim': 8}, 'head_dim 8 is not supported in this family'),
     ('LlamaForCausalLM', {'rope_parameters': {'full_attention': {}}}, "RoPE of its own for 'full_attention'"),
+    ('LlamaForCausalLM', {'rope_parameters': {'rope_type': 'default'}, 'rope_scaling': {'factor': 2}}, 'contradict'),
   ],
 )
 def test_what_is_refused(architecture, fields, message):
   spec = next(spec for spec in SPECS.values() if spec['architectures'] == [architecture])
-  with pytest.raises(ValueError, match=message) as error:
-    read_spec(spec | fields, 'there/config.json')
-  assert str(error.value).startswith('there/config.json: ')
-  assert str(error.value).isprintable()
+  hostile.refusal(lambda: read_spec(spec | fields, 'there/config.json'), 'there/config.json', f'^there/.*{message}')
 
 
 @pytest.mark.parametrize(
@@ -246,24 +223,8 @@ def test_scalings_that_are_refused(scaling, message):
     read_spec(SPECS['llama'] | {'rope_scaling': scaling})
 
 
-def test_two_scalings_are_refused():
-  new = {'rope_parameters': {'rope_type': 'default'}, 'rope_scaling': {'rope_type': 'linear', 'factor': 2.0}}
-  with pytest.raises(ValueError, match='contradict each other'):
-    read_spec(SPECS['llama'] | new)
-
-
 def test_files_that_are_no_objects(tmp_path):
-  for content in (
-    '[]',
-    '1',
-    'null',
-    '"a"',
-    '[' * 10**5,
-    '{"a":' * 10**5,
-    '{',
-    '\x00',
-    '{"hidden_size": ' + '9' * 5000 + '}',
-  ):
+  for content in ('[]', 'null', '[' * 10**5, '{', '\x00', '{"hidden_size": ' + '9' * 5000 + '}'):
     assert 'config.json' in _refused(tmp_path, content)
   (tmp_path / 'config.json').unlink()
   (tmp_path / 'config.json').mkdir()
@@ -301,9 +262,6 @@ def test_a_model_of_a_family_has_its_model_type(name):
   assert read_spec(SPECS[name] | {'model_type': FAMILIES[architecture].model_type}) == read_spec(SPECS[name])
 
 
-# Numbers that overflow.
-
-
 @pytest.mark.parametrize('name', ['llama', 'gemma2', 'gpt_neox', 'gpt2'])
 def test_weights_beyond_all_bounds_are_no_flat_text(name):
   spec = SPECS[name]
@@ -312,7 +270,7 @@ def test_weights_beyond_all_bounds_are_no_flat_text(name):
     _decode(spec, 3, tensors)
 
 
-# From Python.
+_SIZES = {'vocab_size': 8, 'embed_dim': 8, 'num_layers': 1, 'num_heads': 2, 'num_kv_heads': 2, 'head_dim': 4}
 
 
 @pytest.mark.parametrize(
@@ -329,10 +287,7 @@ def test_weights_beyond_all_bounds_are_no_flat_text(name):
   ],
 )
 def test_numbers_from_python(fields, message):
-  sizes = {
-    'vocab_size': 8, 'embed_dim': 8, 'num_layers': 1, 'num_heads': 2, 'num_kv_heads': 2, 'head_dim': 4, 'mlp_dim': 8,
-    'context_length': 8,
-  }  # fmt: skip
+  sizes = _SIZES | {'mlp_dim': 8, 'context_length': 8}
   CausalLMConfig(**sizes)
   with pytest.raises(ValueError, match=message):
     CausalLMConfig(**(sizes | fields))

@@ -7,18 +7,20 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
 
-from spectr_jax import TokenTree, generate, load_model
-from spectr_jax.io.hub.gguf_file import GgufFile
-from spectr_jax.io.hub.load import make_model
+from spectr_jax import TokenTree, generate, load_drafter, load_model
+from spectr_jax.draft import head_drafter
+from spectr_jax.io.heads.save import save_drafter
+from spectr_jax.io.load import open_model
 from spectr_jax.kernels.block_kernel import is_in_blocks
 from spectr_jax.kernels.int8 import check_savable
+from spectr_jax.models.causal_lm_config import CausalLMConfig, Rope
+from spectr_jax.models.head import HeadConfig, init_params
 from spectr_jax.sampling import SamplingParams
 from spectr_jax.sharding import make_mesh
 
 
 def _load(path, **options):
-  file = GgufFile(path)
-  return make_model(file.config, file.tensors, dtype='float32', **options)
+  return open_model(path).load(dtype='float32', **({'weights': None, 'mesh': None} | options))
 
 
 def _matrices(model):
@@ -59,6 +61,29 @@ def test_drafts_change_no_token(tmp_path):
   drafted = generate(jax.random.key(0), target, draft, prompts, method='block', tree=TokenTree.chains(1, 3), **request)
   np.testing.assert_array_equal(drafted.tokens, alone.tokens)
   assert int(drafted.num_target_calls.sum()) < int(alone.num_target_calls.sum())
+
+
+def test_a_head_is_in_blocks_as_its_target_is(tmp_path, monkeypatch):
+  """Its large matrices alone; the target's greedy tokens stay."""
+  monkeypatch.setattr('spectr_jax.io.heads.load.LARGE', 64 * 64)
+  path = gguf_files.write_model(tmp_path / 'model.gguf', 'llama', Type.Q8_0)
+  target, plain = _load(path, weights='blocks'), _load(path)
+  sizes = CausalLMConfig(20, 64, 1, 4, 2, 16, 96, 128, rope=Rope((1.0, 0.1)))
+  config = HeadConfig(sizes, 64, 64, (0, 1, 2), has_unembedding=False)
+  params = init_params(jax.random.key(0), config) | {'target_ids': jnp.arange(3, 23)}
+  save_drafter(tmp_path / 'head', head_drafter(params, config, gguf_files.VOCAB), param_dtype='float32')
+  head = load_drafter(tmp_path / 'head', target)
+  kernels = [leaf for leaf in jax.tree.leaves(head.params, is_leaf=is_in_blocks) if is_in_blocks(leaf)]
+  assert {kernel.shape for kernel in kernels} == {(64, 64), (64, 96), (96, 64), (128, 32), (128, 64), (192, 64)}
+  request = {'max_new_tokens': 24, 'sampling': SamplingParams.make(2, temperature=0)}
+  prompts, tree = np.array([[1, 2, 3], [4, 5, 6]]), TokenTree.chains(1, 3)
+  alone = generate(jax.random.key(0), target, None, prompts, **request)
+  drafted = generate(jax.random.key(0), target, head, prompts, method='block', tree=tree, **request)
+  np.testing.assert_array_equal(drafted.tokens, alone.tokens)
+  exact = load_drafter(tmp_path / 'head', plain)
+  assert not any(map(is_in_blocks, jax.tree.leaves(exact.params, is_leaf=is_in_blocks)))
+  with pytest.raises(ValueError, match='in int8 or in blocks is not saved'):
+    save_drafter(tmp_path / 'other', head)
 
 
 def test_what_has_no_blocks_is_refused(tmp_path):

@@ -8,6 +8,7 @@ import struct
 
 import gguf
 import gguf_files
+import hostile
 import ml_dtypes
 import numpy as np
 import pytest
@@ -19,9 +20,10 @@ from gguf_files import write_model as _write
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from spectr_jax.io.hub.families import read_spec
-from spectr_jax.io.hub.gguf_file import GgufFile
 from spectr_jax.io.hub.gguf_header import read_header
+from spectr_jax.io.hub.gguf_tokenizer import build_tokenizer
 from spectr_jax.io.hub.redundant import check_model_buffers
+from spectr_jax.io.load import GgufFile
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 
@@ -54,7 +56,7 @@ def test_stored_types(architecture, kind, tmp_path):
   file = GgufFile(_write(tmp_path / 'model.gguf', architecture, kind))
   found = file.tensors
   dtype = {Type.F16: np.float16, Type.BF16: ml_dtypes.bfloat16}.get(kind, np.float32)
-  assert file.config.get('torch_dtype', 'float32') == np.dtype(dtype).name
+  assert file.spec.get('torch_dtype', 'float32') == np.dtype(dtype).name
   for name, tensor in _hub_tensors(architecture).items():
     if tensor.ndim != 2:
       assert found.dtype(name) == np.float32
@@ -71,7 +73,6 @@ def test_stored_types(architecture, kind, tmp_path):
 
 
 def test_k_quants_are_read_by_rows_and_blocks(tmp_path):
-  """A wide row of several blocks of 256."""
   generator = np.random.default_rng(1)
   blocks = generator.integers(0, 256, (6, 3, gguf.GGML_QUANT_SIZES[Type.Q6_K][1]), dtype=np.uint8)
   blocks[..., -2:] = np.frombuffer(np.float16(0.01).tobytes(), np.uint8)
@@ -81,12 +82,8 @@ def test_k_quants_are_read_by_rows_and_blocks(tmp_path):
   found = GgufFile(_write(tmp_path / 'model.gguf', tensors=tensors, extra=extra)).tensors
   expected = gguf.quants.dequantize(blocks.reshape(6, -1), Type.Q6_K)
   assert found.shape('lm_head.weight') == expected.shape == (6, 768)
-  for part in (
-    (slice(None), slice(None)),
-    (slice(2, 5), slice(250, 520)),
-    (slice(0, 0), slice(None)),
-    (slice(1), slice(7, 7)),
-  ):
+  every = slice(None)
+  for part in ((every, every), (slice(2, 5), slice(250, 520)), (slice(0, 0), every), (slice(1), slice(7, 7))):
     np.testing.assert_array_equal(found.read('lm_head.weight', part), expected[part])
 
 
@@ -101,11 +98,11 @@ def test_only_the_blocks_of_a_part_are_dequantized(tmp_path, monkeypatch):
   assert sizes == [2 * 2 * bytes_of_block, 4 * 2 * bytes_of_block]
 
 
-@pytest.mark.parametrize('index', [(slice(None),), (slice(None), slice(0, 4, 2)), (slice(None),) * 3])
-def test_an_index_that_does_not_fit_is_refused(index, tmp_path):
+def test_an_index_that_does_not_fit_is_refused(tmp_path):
   found = GgufFile(_write(tmp_path / 'model.gguf')).tensors
-  with pytest.raises(ValueError, match=r'lm_head\.weight has 2 axes: expected a slice of step 1 for each'):
-    found.read('lm_head.weight', index)
+  for index in ((slice(None),), (slice(None), slice(0, 4, 2)), (slice(None),) * 3):
+    with pytest.raises(ValueError, match=r'lm_head\.weight has 2 axes: expected a slice of step 1 for each'):
+      found.read('lm_head.weight', index)
   with pytest.raises(ValueError, match='has no tensor lm_heat'):
     found.read('lm_heat', index)
 
@@ -115,9 +112,12 @@ def test_an_index_that_does_not_fit_is_refused(index, tmp_path):
 
 @pytest.mark.parametrize('architecture', gguf_files.SPECS)
 def test_the_configuration_is_the_hubs(architecture, tmp_path):
-  spec, config = gguf_files.SPECS[architecture], GgufFile(_write(tmp_path / 'model.gguf', architecture)).config
+  spec, config = gguf_files.SPECS[architecture], GgufFile(_write(tmp_path / 'model.gguf', architecture)).spec
   assert config['architectures'] == spec['architectures']
   assert read_spec(config) == read_spec(spec)
+
+
+_YARN = {'rope.scaling.type': 'yarn', 'rope.scaling.factor': 4.0, 'rope.scaling.original_context_length': 32}
 
 
 @pytest.mark.parametrize(
@@ -128,15 +128,14 @@ def test_the_configuration_is_the_hubs(architecture, tmp_path):
     ({'rope.scaling.type': 'linear', 'rope.scaling.factor': 4.0}, {'rope_type': 'linear', 'factor': 4.0}),
     ({'rope.scale_linear': 4.0}, {'rope_type': 'linear', 'factor': 4.0}),
     (
-      {'rope.scaling.type': 'yarn', 'rope.scaling.factor': 4.0, 'rope.scaling.original_context_length': 32,
-       'rope.scaling.yarn_beta_fast': 16.0},
+      _YARN | {'rope.scaling.yarn_beta_fast': 16.0},
       {'rope_type': 'yarn', 'factor': 4.0, 'original_max_position_embeddings': 32, 'beta_fast': 16.0},
     ),
   ],
-)  # fmt: skip
+)
 def test_rope_scaling(metadata, expected, tmp_path):
   path = _write(tmp_path / 'model.gguf', metadata={f'llama.{key}': value for key, value in metadata.items()})
-  assert GgufFile(path).config['rope_scaling'] == expected
+  assert GgufFile(path).spec['rope_scaling'] == expected
 
 
 def test_the_rope_scaling_of_llama_3_is_recovered_from_its_factors(tmp_path):
@@ -157,13 +156,8 @@ def test_the_rope_scaling_of_llama_3_is_recovered_from_its_factors(tmp_path):
 
   found = write(factors)
   assert found.tensors.names() == set(tensors)
-  assert found.config['rope_scaling'] == {
-    'rope_type': 'llama3',
-    'factor': factor,
-    'low_freq_factor': 1.0,
-    'high_freq_factor': 4.0,
-    'original_max_position_embeddings': 8192,
-  }
+  scales = {'low_freq_factor': 1.0, 'high_freq_factor': 4.0, 'original_max_position_embeddings': 8192}
+  assert found.spec['rope_scaling'] == {'rope_type': 'llama3', 'factor': factor} | scales
   with pytest.raises(ValueError, match=r'rope_freqs\.weight must be 32 float32 numbers'):
     write(factors[:-1])
 
@@ -173,43 +167,36 @@ def test_the_rope_scaling_of_llama_3_is_recovered_from_its_factors(tmp_path):
   [
     ({}, 1.0, 1.0),
     ({'rope.scaling.type': 'linear', 'rope.scaling.factor': 4.0}, 4.0, 1.0),
-    (
-      {'rope.scaling.type': 'yarn', 'rope.scaling.factor': 4.0, 'rope.scaling.original_context_length': 32},
-      None,
-      0.1 * math.log(4) + 1,
-    ),
+    (_YARN, None, 0.1 * math.log(4) + 1),
   ],
 )
 def test_stored_divisors_of_frequencies_are_used(metadata, factor, magnitude, tmp_path):
-  """As llama.cpp's `ggml_rope_ext` computes angles (llama-cpp-python 0.3.36): position times frequency, divided by the
-  stored number, then scaled.
-  """
+  """As llama.cpp's `ggml_rope_ext` computes angles: position times frequency, divided by these, then scaled."""
   divisors = np.random.default_rng(0).uniform(0.5, 9, HEAD_DIM // 2).astype(np.float32)
   extra = [('rope_freqs.weight', divisors, Type.F32)]
   metadata = {f'llama.{key}': value for key, value in metadata.items()}
   file = GgufFile(_write(tmp_path / 'model.gguf', metadata=metadata, extra=extra))
   plain = 5e5 ** (-np.arange(0, HEAD_DIM, 2) / HEAD_DIM)
   if factor is None:
-    scaled = GgufFile(_write(tmp_path / 'scaled.gguf', metadata=metadata)).config
+    scaled = GgufFile(_write(tmp_path / 'scaled.gguf', metadata=metadata)).spec
     factor = plain / np.array(read_spec(scaled)[1].rope.frequencies)
     assert factor.min() < factor.max() == 4
-  rope = read_spec(file.config)[1].rope
+  rope = read_spec(file.spec)[1].rope
   np.testing.assert_allclose(rope.frequencies, plain / divisors / factor, rtol=1e-6)
   assert rope.magnitude == pytest.approx(magnitude)
-  assert read_spec(file.config)[1].context_length == CONTEXT
+  assert read_spec(file.spec)[1].context_length == CONTEXT
 
 
-@pytest.mark.parametrize('wrong', [0.0, -1.0, math.nan, math.inf])
-def test_divisors_that_divide_nothing_are_refused(wrong, tmp_path):
-  divisors = np.array([1.0] * 7 + [wrong], np.float32)
-  path = _write(tmp_path / 'model.gguf', extra=[('rope_freqs.weight', divisors, Type.F32)])
-  with pytest.raises(ValueError, match=r'rope_freqs\.weight must hold a finite number of at least 1e-06'):
-    GgufFile(path)
+def test_divisors_that_divide_nothing_are_refused(tmp_path):
+  for wrong in (0.0, -1.0, math.nan, math.inf):
+    divisors = np.array([1.0] * 7 + [wrong], np.float32)
+    path = _write(tmp_path / 'model.gguf', extra=[('rope_freqs.weight', divisors, Type.F32)])
+    assert 'rope_freqs.weight must hold a finite number of at least 1e-06' in _refusal(path)
 
 
 def test_divisors_of_gpt_neox_are_those_of_the_entries_that_turn(tmp_path):
   extra = [('rope_freqs.weight', np.array([2.0, 3.0], np.float32), Type.F32)]
-  rope = read_spec(GgufFile(_write(tmp_path / 'model.gguf', 'gptneox', extra=extra)).config)[1].rope
+  rope = read_spec(GgufFile(_write(tmp_path / 'model.gguf', 'gptneox', extra=extra)).spec)[1].rope
   np.testing.assert_allclose(rope.frequencies, [1 / 2, 1e-2 / 3])
   with pytest.raises(ValueError, match='tensor rope_freqs.weight: unknown for this architecture'):
     GgufFile(_write(tmp_path / 'gpt2.gguf', 'gpt2', extra=extra))
@@ -221,7 +208,7 @@ def test_stored_frequencies_are_compared(tmp_path):
 
   def check(values):
     file = GgufFile(_write(tmp_path / 'model.gguf', extra=[('blk.0.attn_rot_embd', values, Type.F32)]))
-    check_model_buffers(file.config, file.tensors, file.path)
+    check_model_buffers(file.spec, file.tensors, file.path)
 
   check(right)
   twice = [(f'blk.0.attn_rot_embd{end}', right, Type.F32) for end in ('', '.weight')]
@@ -236,22 +223,19 @@ def test_a_stored_head_is_used(tmp_path):
   head = np.random.default_rng(5).normal(size=(VOCAB, WIDTH)).astype(np.float32)
   path = _write(tmp_path / 'model.gguf', 'qwen2', extra=[('output.weight', head, Type.F32)])
   file = GgufFile(path)
-  assert not file.config['tie_word_embeddings']
+  assert not file.spec['tie_word_embeddings']
   np.testing.assert_array_equal(_whole(file.tensors, 'lm_head.weight'), head)
 
 
-def test_mistrals_window_and_per_layer_lists(tmp_path):
+def test_windows_and_per_layer_lists(tmp_path):
   metadata = {'llama.attention.sliding_window': 24, 'llama.attention.head_count_kv': [KV_HEADS] * LAYERS}
-  config = GgufFile(_write(tmp_path / 'model.gguf', metadata=metadata)).config
+  config = GgufFile(_write(tmp_path / 'model.gguf', metadata=metadata)).spec
   assert (config['architectures'], config['sliding_window']) == (['MistralForCausalLM'], 24)
   assert config['num_key_value_heads'] == KV_HEADS
   with pytest.raises(ValueError, match=r'llama\.attention\.head_count_kv differs between layers'):
     GgufFile(_write(tmp_path / 'model.gguf', metadata={'llama.attention.head_count_kv': [1, 2]}))
-
-
-def test_a_pattern_of_windows_in_the_file_is_used(tmp_path):
   metadata = {'gemma3.attention.sliding_window_pattern': [False, True]}
-  config = GgufFile(_write(tmp_path / 'model.gguf', 'gemma3', metadata=metadata)).config
+  config = GgufFile(_write(tmp_path / 'model.gguf', 'gemma3', metadata=metadata)).spec
   assert config['layer_types'] == ['full_attention', 'sliding_attention']
 
 
@@ -264,10 +248,7 @@ def _byte_level(pre_tokenizer, specials):
   backend.pre_tokenizer = pre_tokenizer
   backend.decoder = decoders.ByteLevel()
   trainer = trainers.BpeTrainer(
-    vocab_size=400,
-    special_tokens=specials,
-    initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    show_progress=False,
+    vocab_size=400, special_tokens=specials, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
   )
   backend.train_from_iterator(TEXTS, trainer)
   return backend
@@ -318,20 +299,21 @@ def test_byte_level_tokenizers(kind, tmp_path):
     'tokenizer.ggml.eot_token_id': 7,
     'tokenizer.chat_template': '{{ messages }}',
   }
-  file = GgufFile(_write(tmp_path / 'model.gguf', metadata=metadata))
-  found = file.tokenizer()
+  path = _write(tmp_path / 'model.gguf', metadata=metadata)
+  file, found = GgufFile(path), build_tokenizer(read_header(path))
   assert found.get_vocab() == backend.get_vocab()
   for text in TEXTS:
     ids = found.encode(text).ids
     assert ids == backend.encode(text).ids
     assert found.decode(ids, skip_special_tokens=False) == text
     assert found.decode(ids) == text.replace('<|end|>', '')
-  assert (file.bos_id, file.eos_ids, file.pad_id) == (0, (0, 7), None)
-  assert file.config['eos_token_id'] == [0, 7]
-  assert file.chat_template == '{{ messages }}'
-  assert file.add_bos == (kind == 'llama-bpe')
+  tokenizer = file.tokenizer()
+  assert (tokenizer.bos_id, tokenizer.eos_ids, tokenizer.pad_id) == (0, (0, 7), 0)
+  assert file.spec['eos_token_id'] == [0, 7]
+  assert tokenizer.chat_template.source == '{{ messages }}'
+  assert tokenizer.add_bos == (kind == 'llama-bpe')
   stated = GgufFile(_write(tmp_path / 'model.gguf', metadata=metadata | {'tokenizer.ggml.add_bos_token': True}))
-  assert stated.add_bos
+  assert stated.tokenizer().add_bos
 
 
 def test_default_words_and_whole_words(tmp_path):
@@ -344,7 +326,7 @@ def test_default_words_and_whole_words(tmp_path):
 
   def tokens(kind, text):
     path = _write(tmp_path / 'model.gguf', metadata=metadata | {'tokenizer.ggml.pre': kind})
-    return GgufFile(path).tokenizer().encode(text).tokens
+    return build_tokenizer(read_header(path)).encode(text).tokens
 
   assert tokens('default', 'xyz 12345.') == ['x', 'y', 'z', 'Ġ', '123', '45', '.']
   assert tokens(None, '412345.') == ['4', '12', '3', '45', '.']
@@ -400,9 +382,9 @@ def _reference_pieces(metadata, text):
 @pytest.mark.parametrize('with_prefix', [True, False])
 def test_sentence_piece_tokenizers(with_prefix, tmp_path):
   metadata = _sentence_piece(with_prefix)
-  file = GgufFile(_write(tmp_path / 'model.gguf', metadata=metadata))
-  assert file.add_bos
-  found = file.tokenizer()
+  path = _write(tmp_path / 'model.gguf', metadata=metadata)
+  assert GgufFile(path).tokenizer().add_bos
+  found = build_tokenizer(read_header(path))
   generator = random.Random(0)
   letters = [x for x in set(''.join(TEXTS[:3])) if x != ' '] + ['Ж', '漢', '🙂']
   random_texts = [''.join(generator.choices(letters, k=generator.randrange(1, 30))) for _ in range(200)]
@@ -420,21 +402,15 @@ def test_sentence_piece_tokenizers(with_prefix, tmp_path):
 
 
 def _refusal(path):
-  with pytest.raises(ValueError) as error:  # noqa: PT011, the callers match
-    GgufFile(path).tokenizer()
-  assert '\n' not in str(error.value)
-  assert str(path) in str(error.value)
-  return str(error.value)
+  return hostile.refusal(lambda: GgufFile(path).tokenizer(), path)
 
 
-def test_no_file_and_no_model(tmp_path):
-  assert 'no file at' in _refusal(tmp_path / 'model.gguf')
-  (tmp_path / 'model.gguf').write_bytes(b'GGUF' + struct.pack('<IQQ', 3, 0, 0))
-  assert 'the metadata has no general.architecture' in _refusal(tmp_path / 'model.gguf')
-
-
-def test_truncated_files_are_refused(tmp_path):
-  path = _write(tmp_path / 'model.gguf')
+def test_missing_empty_and_truncated_files_are_refused(tmp_path):
+  path = tmp_path / 'model.gguf'
+  assert 'no file at' in _refusal(path)
+  path.write_bytes(b'GGUF' + struct.pack('<IQQ', 3, 0, 0))
+  assert 'the metadata has no general.architecture' in _refusal(path)
+  _write(path)
   whole = path.read_bytes()
   start = min(tensor.offset for tensor in read_header(path).tensors.values())
   generator = random.Random(0)
@@ -455,10 +431,8 @@ def test_truncated_files_are_refused(tmp_path):
     ({'llama.attention.head_count': 0}, 'llama.attention.head_count must be a positive number, got 0'),
     ({'llama.block_count': 'two'}, "llama.block_count must be a positive number, got 'two'"),
     ({'llama.block_count': 10**9}, 'llama.block_count must be a whole number from 1 to 10000, got 1000000'),
-    ({'llama.block_count': True}, 'llama.block_count must be a positive number, got True'),
     ({'llama.embedding_length': 64.0}, 'llama.embedding_length must be a positive number, got 64.0'),
     ({'llama.attention.head_count_kv': [2, 4]}, 'llama.attention.head_count_kv differs between layers'),
-    ({'llama.attention.head_count_kv': ['a', 'b']}, 'head_count_kv must be a positive number'),
     ({'llama.attention.key_length': 2**31}, 'key_length must be a whole number from 1 to 16384'),
     ({'llama.context_length': 2**32 - 1}, 'context_length must be a whole number from 1 to 2147483647'),
     ({'llama.rope.freq_base': math.inf}, 'llama.rope.freq_base must be a finite number above 1'),
@@ -471,7 +445,6 @@ def test_truncated_files_are_refused(tmp_path):
     ({'llama.rope.scaling.type': 3}, 'llama.rope.scaling.type must be a text'),
     ({'tokenizer.ggml.eos_token_id': 10**6}, 'eos_token_id must be a whole number from 0 to 2, got 1000000'),
     ({'tokenizer.ggml.eot_token_id': 40}, 'eot_token_id must be a whole number from 0 to 2, got 40'),
-    ({'tokenizer.ggml.eos_token_id': 2**32 - 1}, 'eos_token_id must be a whole number from 0'),
     ({'tokenizer.ggml.eos_token_id': 'x'}, 'eos_token_id must be a whole number from 0'),
     ({'llama.attention.head_count_kv': 1}, 'tensor blk.0.attn_k.bias: 32 rows, expected 1 x 8 x 2'),
     ({'tokenizer.ggml.model': 't5'}, "unknown tokenizer 't5'; known are 'gpt2', 'llama' and 'gemma4'"),
@@ -494,10 +467,7 @@ def test_metadata_that_is_refused(metadata, problem, tmp_path):
   [
     ({'architecture': 'mamba', 'tensors': {}}, "unknown architecture 'mamba'; known are llama, qwen2, qwen3, gemma,"),
     ({'tensors': {}}, 'no tensor token_embd.weight'),
-    (
-      {'extra': [('blk.0.ffn_up_exps.weight', np.zeros((2, 2), np.float32), Type.F32)]},
-      'tensor blk.0.ffn_up_exps.weight: unknown for this architecture',
-    ),
+    ({'extra': [('blk.0.up.weight', np.zeros((2, 2), np.float32), Type.F32)]}, 'blk.0.up.weight: unknown for this'),
     (
       {'extra': [('blk.5.ffn_up.weight', np.zeros((2, 40), np.uint8), Type.Q8_1)]},
       'tensor blk.5.ffn_up.weight: unknown type Q8_1; known are F32, F16, Q4_0,',
@@ -506,13 +476,3 @@ def test_metadata_that_is_refused(metadata, problem, tmp_path):
 )
 def test_unknown_models_are_refused(changes, problem, tmp_path):
   assert problem in _refusal(_write(tmp_path / 'model.gguf', **changes))
-
-
-def test_an_unknown_type_by_number_is_refused(tmp_path):
-  path = _write(tmp_path / 'model.gguf')
-  content = path.read_bytes()
-  entry = content.index(b'blk.0.ffn_up.weight')
-  at = entry + len('blk.0.ffn_up.weight') + 4 + 2 * 8
-  assert content[at : at + 4] == bytes(4)
-  path.write_bytes(content[:at] + struct.pack('<I', 77) + content[at + 4 :])
-  assert 'tensor blk.0.ffn_up.weight: unknown type number 77; known are' in _refusal(path)

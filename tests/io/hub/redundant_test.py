@@ -7,6 +7,7 @@ Right values are those of Transformers 5.24.0: of a head and an embedding that d
 import json
 import warnings
 
+import hostile
 import jax
 import ml_dtypes
 import numpy as np
@@ -16,7 +17,7 @@ from hub_specs import SPECS
 from safetensors.numpy import save, save_file
 from tiny_hub import random_array, tensors_of, write_model
 
-from spectr_jax.io.hub import redundant, tensors
+from spectr_jax.io.hub import tensors
 from spectr_jax.io.hub.families import FAMILIES, read_spec
 from spectr_jax.io.hub.hub_tokenizer import HubTokenizer
 from spectr_jax.io.hub.load import load_hub_model
@@ -125,7 +126,6 @@ def test_a_head_of_another_shape_is_refused(tmp_path):
 
 
 def test_two_heads_of_gpt_neox(tmp_path):
-  """Files have `embed_out`, and newer ones `lm_head`."""
   arrays = tensors_of(SPECS['gpt_neox'])
   head = arrays['embed_out.weight']
   model, _ = _load(write_model(tmp_path, SPECS['gpt_neox'], arrays | {'lm_head.weight': head}))
@@ -175,7 +175,7 @@ _TRIL = np.tri(32, dtype=bool)[None, None]
   ],
 )
 def test_buffers_hold_what_the_configuration_says(tmp_path, monkeypatch, name, fields, tensor, right, wrong):
-  monkeypatch.setattr(redundant, '_MOST_AT_ONCE', 100)  # three rows of a mask
+  monkeypatch.setattr(tensors, '_MOST_AT_ONCE', 100)  # three rows of a mask
   spec = _spec(name, **fields)
   arrays = tensors_of(spec)
   model, _ = _load(write_model(tmp_path, spec, arrays | {tensor: np.asarray(right)}))
@@ -183,9 +183,7 @@ def test_buffers_hold_what_the_configuration_says(tmp_path, monkeypatch, name, f
   jax.tree.map(np.testing.assert_array_equal, model.params, expected.params)
   folder = write_model(tmp_path, spec, arrays | {tensor: np.asarray(wrong)})
   message = f'config.json: tensor {tensor} (holds other|holds another|must be one)'
-  with pytest.raises(ValueError, match=message) as error:
-    load_hub_model(folder)
-  assert '\n' not in str(error.value)
+  hostile.refusal(lambda: load_hub_model(folder), folder, message)
 
 
 # Several files.
@@ -201,7 +199,6 @@ def _shards(folder, first, second, weight_map):
 
 
 def test_a_name_in_two_shards(tmp_path, monkeypatch):
-  """Transformers takes the one of the last file, whatever the index says."""
   monkeypatch.setattr(tensors, '_MOST_AT_ONCE', 8)
   x, y = random_array(5, 4), random_array(7)
   changed = x.copy()

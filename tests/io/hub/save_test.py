@@ -72,7 +72,6 @@ def test_a_tokenizer_is_the_same_again(backend, parts, add_bos, tmp_path):
 
 @pytest.mark.parametrize('name', SPECS)
 def test_some_layers_of_a_model(name):
-  """Its windows are those of the layers."""
   num_layers = {'n_layer': 6} if name == 'gpt2' else {'num_hidden_layers': 6}
   spec = SPECS[name] | num_layers
   config, layers = read_spec(spec)[1], (0, 3, 5)

@@ -18,7 +18,6 @@ from spectr_jax.tree import TokenTree
 
 @pytest.fixture
 def calls(monkeypatch):
-  """The shapes for which the kernel was traced."""
   shapes, apply_layers = [], fused_layers.apply_layers
 
   def counted(*args, **kwargs):

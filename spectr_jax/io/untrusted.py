@@ -38,11 +38,7 @@ def is_remote(path: epath.PathLike) -> bool:
 
 
 def as_path(path: epath.PathLike) -> epath.Path:
-  """A path of a local file, or of a machine whose files are read.
-
-  Raises:
-    ValueError: It names a place of another kind, such as `hf://...`.
-  """
+  """A local path or one of a machine whose files are read; a `ValueError` for others, such as `hf://...`."""
   scheme, separator, _ = str(path).partition('://')
   if separator and scheme not in _REMOTE:
     known = ', '.join(f'{name}://' for name in _REMOTE)
@@ -51,13 +47,7 @@ def as_path(path: epath.PathLike) -> epath.Path:
 
 
 def open_file(path: epath.PathLike) -> BinaryIO:
-  """Opens a file to read its bytes.
-
-  Devices, pipes and folders are refused. Opening one does not wait, and has no effect on it.
-
-  Raises:
-    ValueError: There is no such file, it is not a regular file, or it cannot be read.
-  """
+  """Opens a regular file to read its bytes, or raises `ValueError`; does not wait for a pipe or touch a device."""
   path = as_path(path)
   if is_remote(path):
     return _open_remote(path)
@@ -85,10 +75,8 @@ def _open_remote(path: epath.Path) -> BinaryIO:
 
 @contextlib.contextmanager
 def open_unpacked(path: epath.PathLike) -> Iterator[BinaryIO]:
-  """The bytes of a file, unpacked where its name ends in `.gz` or `.bz2`. The reader bounds what it takes.
-
-  Raises:
-    ValueError: As for `open_file`; or, within the context, what is read is damaged.
+  """The bytes of a file, unpacked where its name ends in `.gz` or `.bz2`, in a context in which damage raises
+  `ValueError`. The reader bounds what it takes.
   """
   unpacks = {'.gz': lambda file: gzip.GzipFile(fileobj=file), '.bz2': bz2.BZ2File}.get(as_path(path).suffix)
   with open_file(path) as packed:
@@ -103,11 +91,7 @@ def open_unpacked(path: epath.PathLike) -> Iterator[BinaryIO]:
 
 
 def read_bytes(path: epath.PathLike, limit: int = SMALL) -> bytes:
-  """The content of a file of at most `limit` bytes.
-
-  Raises:
-    ValueError: As for `open_file`; or the file is larger.
-  """
+  """The content of a file of at most `limit` bytes, or a `ValueError`."""
   with open_file(path) as file:
     try:
       content = file.read(limit + 1)
@@ -119,11 +103,7 @@ def read_bytes(path: epath.PathLike, limit: int = SMALL) -> bytes:
 
 
 def read_text(path: epath.PathLike, limit: int = SMALL) -> str:
-  """The content of a UTF-8 file of at most `limit` bytes.
-
-  Raises:
-    ValueError: As for `read_bytes`; or it is not UTF-8.
-  """
+  """The content of a UTF-8 file of at most `limit` bytes, or a `ValueError`."""
   try:
     return read_bytes(path, limit).decode()
   except UnicodeDecodeError as error:
@@ -131,20 +111,17 @@ def read_text(path: epath.PathLike, limit: int = SMALL) -> str:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-  found = dict(pairs)
-  if len(found) < len(pairs):
+  values = dict(pairs)
+  if len(values) < len(pairs):
     names = collections.Counter(name for name, _ in pairs)
     raise ValueError(f'{shown(names.most_common(1)[0][0])} is there twice')
-  return found
+  return values
 
 
 def parse_json(text: str, where: str, *, is_read_again: bool = False) -> Any:
-  """The value of a JSON text, which stands at `where`.
+  """The value of a JSON text, which stands at `where`; a `ValueError` if it is damaged or nested too deeply.
 
   If another reader gets the text after its check, objects must not have a name twice: readers differ in which counts.
-
-  Raises:
-    ValueError: It is not JSON, or is nested too deeply; or an object has a name twice.
   """
   try:
     return json.loads(text, object_pairs_hook=_unique if is_read_again else None)
@@ -156,12 +133,7 @@ def parse_json(text: str, where: str, *, is_read_again: bool = False) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-  """What a field may hold.
-
-  Attributes:
-    words: The allowed values in words, for messages.
-    is_valid: Whether a value is allowed; it never raises.
-  """
+  """What a field may hold, in words for messages; `is_valid` never raises."""
 
   words: str
   is_valid: Callable[[Any], bool]
@@ -201,7 +173,7 @@ def list_of(kind: Kind, most: int = 2**16) -> Kind:
 
 
 def object_of(fields: Mapping[str, Kind]) -> Kind:
-  """Objects of which some fields, where they are there and not null, are of a kind each."""
+  """Objects whose fields, where they are there and not null, are of a kind each; others may hold anything."""
   words = ', '.join(f'"{name}" {kind.words}' for name, kind in fields.items())
   return Kind(f'an object with {words}' if fields else 'an object', lambda x: _wrong_field(x, fields) is None)
 
@@ -240,7 +212,7 @@ def _wrong_field(content: Any, fields: Mapping[str, Kind]) -> str | None:
 
 
 def shown(value: Any) -> str:
-  """A value as messages show it: at most some sixty characters, whatever its size."""
+  """A value as messages show it: at most eighty characters, whatever its size."""
   short = reprlib.Repr()
   short.maxstring = short.maxother = short.maxlong = 40
   text = short.repr(value)
@@ -248,35 +220,31 @@ def shown(value: Any) -> str:
 
 
 def one_line(text: object, most: int = 300) -> str:
-  """A text of somebody else as messages show it: in one line, printable, and cut after `most` characters."""
+  """A text of somebody else for a message: in one line, printable, and cut after `most` characters."""
   line = ' '.join(str(text)[: 4 * most].split())
   line = ''.join(c if c.isprintable() else '\N{REPLACEMENT CHARACTER}' for c in line)
   return line if len(line) <= most else f'{line[: most - 3]}...'
 
 
 def first_line(error: BaseException) -> str:
-  """The first line of what an error says, as messages show it."""
+  """The first line of an error's message, or the name of its type."""
   return one_line((str(error).strip().splitlines() or [type(error).__name__])[0])
 
 
 def name_shown(name: str) -> str:
-  """A name that a file gives, as messages show it: without quotes if it is short and printable."""
+  """A name that a file gives, for a message: without quotes if it is short and printable."""
   return name if len(name) <= 80 and name.isprintable() else shown(name)
 
 
 def gguf_files(folder: epath.PathLike) -> str:
-  """Words that say which GGUF file of a folder to name, for the message that the folder itself is no model.
-
-  Returns:
-    Words that end in `; `, with the paths of at most three files; empty if the folder has none.
-  """
+  """Words that end in `; ` and say which GGUF files a folder has, for a message; empty if it has none."""
   try:
-    found = sorted(path.name for path in epath.Path(folder).glob('*.gguf'))
+    names = sorted(path.name for path in epath.Path(folder).glob('*.gguf'))
   except OSError:
     return ''
-  shown_paths = [name_shown(str(epath.Path(folder) / name)) for name in found[:_MOST_NAMED]]
-  others = [f'{len(found) - _MOST_NAMED:,} more'] if len(found) > _MOST_NAMED else []
-  return f'give the name of the .gguf file in it, {" or ".join(shown_paths + others)}; ' if found else ''
+  shown_paths = [name_shown(str(epath.Path(folder) / name)) for name in names[:_MOST_NAMED]]
+  others = [f'{len(names) - _MOST_NAMED:,} more'] if len(names) > _MOST_NAMED else []
+  return f'give the name of the .gguf file in it, {" or ".join(shown_paths + others)}; ' if names else ''
 
 
 @contextlib.contextmanager
@@ -293,12 +261,9 @@ def named(path: epath.PathLike) -> Iterator[None]:
 def check_object(
   content: Any, fields: Mapping[str, Kind], where: str, required: Collection[str] = ()
 ) -> dict[str, Any]:
-  """Checks that a value is an object whose fields are of their kinds; fields without a kind may hold anything.
+  """Checks that a value is an object whose fields are of their kinds, and raises `ValueError` otherwise.
 
-  Fields that are null count as fields that are not there; those that are required must be.
-
-  Raises:
-    ValueError: It is not an object, a field is of another kind, or a required one is missing.
+  Fields without a kind may hold anything. Null counts as a field that is not there; those that are required must be.
   """
   name = _wrong_field(content, fields)
   if name is not None and type(content) is not dict:
@@ -314,9 +279,5 @@ def check_object(
 def read_object(
   path: epath.PathLike, fields: Mapping[str, Kind], limit: int = SMALL, required: Collection[str] = ()
 ) -> dict[str, Any]:
-  """The object of a JSON file of at most `limit` bytes, with its fields checked by `check_object`.
-
-  Raises:
-    ValueError: As for `read_text`, `parse_json` and `check_object`.
-  """
+  """The object of a JSON file of at most `limit` bytes, with its fields checked by `check_object`."""
   return check_object(parse_json(read_text(path, limit), str(path)), fields, str(path), required)

@@ -8,18 +8,18 @@ import os
 import hostile
 import pytest
 
-from spectr_jax.io import foreign
+from spectr_jax.io import untrusted
 from spectr_jax.unicode import check_unicode
 
 
 def test_reads_what_is_there(tmp_path):
   path = tmp_path / 'a.json'
   path.write_text('{"size": 3, "unknown": [1], "absent": null}')
-  fields = {'size': foreign.whole(1, 9), 'absent': foreign.TEXT, 'missing': foreign.FLAG}
-  assert foreign.read_object(path, fields) == {'size': 3, 'unknown': [1], 'absent': None}
+  fields = {'size': untrusted.whole(1, 9), 'absent': untrusted.TEXT, 'missing': untrusted.FLAG}
+  assert untrusted.read_object(path, fields) == {'size': 3, 'unknown': [1], 'absent': None}
   link = tmp_path / 'link'  # as in the hub's cache
   link.symlink_to(path)
-  assert foreign.read_bytes(link) == path.read_bytes()
+  assert untrusted.read_bytes(link) == path.read_bytes()
 
 
 @pytest.mark.parametrize('kind', ['missing', 'folder', 'pipe', 'device', 'link_to_device'])
@@ -33,21 +33,18 @@ def test_refuses_what_is_no_file(tmp_path, kind):
     path = '/dev/zero'
   elif kind == 'link_to_device':
     path.symlink_to('/dev/zero')
-  with pytest.raises(ValueError, match='it|zero') as error:
-    foreign.read_bytes(path)
-  assert str(path) in str(error.value)
+  hostile.refusal(lambda: untrusted.read_bytes(path), path)
 
 
 def test_size_is_bounded(tmp_path):
   path = tmp_path / 'big'
   with path.open('wb') as file:
     file.truncate(2**40)  # a sparse file of a terabyte
-  with pytest.raises(ValueError, match='big is larger than 4,194,304 bytes'):
-    foreign.read_bytes(path)
+  hostile.refusal(lambda: untrusted.read_bytes(path), path, 'big is larger than 4,194,304 bytes')
   path.write_bytes(b'12345')
-  assert foreign.read_bytes(path, 5) == b'12345'
+  assert untrusted.read_bytes(path, 5) == b'12345'
   with pytest.raises(ValueError, match='larger than 4 bytes'):
-    foreign.read_bytes(path, 4)
+    untrusted.read_bytes(path, 4)
 
 
 @pytest.mark.parametrize(
@@ -69,25 +66,21 @@ def test_size_is_bounded(tmp_path):
 def test_faults_are_one_short_line(tmp_path, text, message):
   path = tmp_path / 'a.json'
   path.write_bytes(text)
-  with pytest.raises(ValueError, match=message) as error:
-    foreign.read_object(path, {'size': foreign.whole(1, 9)})
-  assert str(path) in str(error.value)
-  assert '\n' not in str(error.value)
-  assert len(str(error.value)) < 300
+  assert len(hostile.refusal(lambda: untrusted.read_object(path, {'size': untrusted.whole(1, 9)}), path, message)) < 300
 
 
 @pytest.mark.parametrize(
   ('kind', 'right', 'wrong'),
   [
-    (foreign.real(above=0), [1, 0.5, 1e20], [0, -1, float('inf'), float('nan'), True, '1', 10**400]),
-    (foreign.real(0, 1), [0, 1, 0.5], [1.1, -0.1]),
-    (foreign.TEXT, ['', 'é'], [1, None, '\ud800']),
-    (foreign.FLAG, [True, False], [0, 'true']),
-    (foreign.one_of('a', 1), ['a', 1], [True, 1.0, 'b']),
-    (foreign.list_of(foreign.whole(0, 2), 2), [[], [0, 2]], [[3], [0, 0, 0], (0,), {}]),
-    (foreign.object_of({'a': foreign.FLAG}), [{}, {'a': True}, {'a': None, 'b': 1}], [{'a': 1}, [], None]),
-    (foreign.map_of(foreign.TEXT), [{}, {'a': 'b'}], [{'a': 1}, 'a']),
-    (foreign.either(foreign.NOTHING, foreign.FLAG), [None, True], [0]),
+    (untrusted.real(above=0), [1, 0.5, 1e20], [0, -1, float('inf'), float('nan'), True, '1', 10**400]),
+    (untrusted.real(0, 1), [0, 1, 0.5], [1.1, -0.1]),
+    (untrusted.TEXT, ['', 'é'], [1, None, '\ud800']),
+    (untrusted.FLAG, [True, False], [0, 'true']),
+    (untrusted.one_of('a', 1), ['a', 1], [True, 1.0, 'b']),
+    (untrusted.list_of(untrusted.whole(0, 2), 2), [[], [0, 2]], [[3], [0, 0, 0], (0,), {}]),
+    (untrusted.object_of({'a': untrusted.FLAG}), [{}, {'a': True}, {'a': None, 'b': 1}], [{'a': 1}, [], None]),
+    (untrusted.map_of(untrusted.TEXT), [{}, {'a': 'b'}], [{'a': 1}, 'a']),
+    (untrusted.either(untrusted.NOTHING, untrusted.FLAG), [None, True], [0]),
   ],
 )
 def test_kinds(kind, right, wrong):
@@ -99,12 +92,12 @@ def test_kinds(kind, right, wrong):
 def test_archives_are_unpacked_as_far_as_they_are_read(tmp_path, module):
   path = tmp_path / ('a.gz' if module is gzip else 'a.bz2')
   path.write_bytes(module.compress(bytes(2**20)) * 10_000)
-  with hostile.time_limit(), foreign.open_unpacked(path) as file:
+  with hostile.time_limit(), untrusted.open_unpacked(path) as file:
     assert file.read(100) == bytes(100)
   for content in (module.compress(b'text')[:-9], b'text', module.compress(b'text') + b'more', b'', b'\x1f\x8b\x08'):
     path.write_bytes(content)
     try:
-      with foreign.open_unpacked(path) as file:
+      with untrusted.open_unpacked(path) as file:
         assert file.read() in (b'', b'text')
     except ValueError as error:
       assert str(error).startswith(f'cannot read {path}: ')  # noqa: PT017 - some are read up to what is damaged
@@ -112,9 +105,9 @@ def test_archives_are_unpacked_as_far_as_they_are_read(tmp_path, module):
 
 def test_remote_files_that_cannot_be_read_are_one_line():
   with pytest.raises(ValueError, match="^'foo://a/b' is not a path: remote ones begin with gs://"):
-    foreign.open_file('foo://a/b')
+    untrusted.open_file('foo://a/b')
   with pytest.raises(ValueError, match='cannot read gs://a/b: .*gcsfs'):
-    foreign.open_file('gs://a/b')
+    untrusted.open_file('gs://a/b')
 
 
 def test_lone_surrogates_are_named():
