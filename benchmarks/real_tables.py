@@ -7,30 +7,26 @@ after the class, where the models are asked again.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from decode.experiment.workload import Workload
-from spectr_jax import TokenTree
-from spectr_jax.draft import DraftRequest
-from spectr_jax.engine.decoder import Decoder
-from spectr_jax.engine.loop import score
-from spectr_jax.engine.state import DecodeState, init_decode
-from spectr_jax.proposal import Proposal
+from spectr_jax import Model, TokenTree
 from spectr_jax.sampling import logits_to_probs
 
 
-@jax.jit
-def _laws(decoder: Decoder, state: DecodeState, tokens) -> tuple[jax.Array, jax.Array]:
-  """The distributions after nodes with children, of the draft `[R, V]` and of the target, for one row of tokens."""
-  tree = decoder.tree
-  keys = jnp.broadcast_to(state.keys[:, None], (1, tree.max_depth + 1))
-  request = DraftRequest(keys, state.sampling, tree, decoder.method.proposal_rule, tokens[None])
-  assert decoder.drafter is not None
-  draft = decoder.drafter.propose(state.draft_state, state.draft_context(decoder), request).probs
-  logits = score(decoder, state, Proposal(tokens[None], draft)).logits[0, tree.parent_nodes]
-  return draft[0], logits_to_probs(logits[None], state.sampling)[0]
+@functools.partial(jax.jit, static_argnames='tree')
+def _laws(model: Model, prompt, length, tokens, sampling, tree: TokenTree) -> jax.Array:
+  """The distributions `[N + 1, V]` of a model after the nodes of one tree below a prompt `[1, P]`."""
+  cache, _ = model.prefill(prompt, length - 1, model.init_cache_fn(1, prompt.shape[1]))
+  last = jnp.take_along_axis(prompt, length[:, None] - 1, axis=1)
+  called = jnp.concatenate([last, tokens[None]], axis=1)
+  positions = length[:, None] - 1 + jnp.asarray(tree.depths)
+  logits = model.apply(called, positions, jnp.asarray(tree.ancestors), cache).logits
+  return logits_to_probs(logits, sampling)[0]
 
 
 def classes_of(draft_probs: np.ndarray, target_probs: np.ndarray, num_classes: int) -> np.ndarray:
@@ -55,20 +51,23 @@ def real_tables(
     num_classes: V.
     length: L, in tokens.
     seed: Seed of the tokens that stand for classes.
+
+  Raises:
+    ValueError: The draft is no model.
   """
   rng = np.random.default_rng(seed)
   joint = [np.ones(1), np.ones(1)]
   chosen = np.zeros(0, np.int32)
   row = np.array([prompt])
+  sampling = workload.sampling.for_rows(1)
   for depth in range(length):
-    tree = TokenTree.prefix((num_classes,) * depth + (1,))
-    decoder = Decoder.make(
-      workload.target, workload.draft, tree=tree, max_new_tokens=1, cache_size=workload.tokens.shape[1] + length
-    )
+    tree = TokenTree.prefix((num_classes,) * depth)
     prompts = workload.tokens[row], workload.lengths[row]
-    state = init_decode(decoder, workload.keys(seed)[row], *prompts, sampling=workload.sampling)
-    tokens = np.concatenate([chosen, np.zeros(tree.num_nodes - len(chosen), np.int32)])
-    laws = [np.asarray(each, np.float64) for each in _laws(decoder, state, tokens)]
+    laws = []
+    for model in (workload.draft, workload.target):
+      if not isinstance(model, Model):
+        raise ValueError(f'tables are cut from two models, and {workload.options.draft} is not a model')
+      laws.append(np.asarray(_laws(model, *prompts, chosen, sampling, tree), np.float64))
     masses, leading = [], []
     for p, q in zip(*(each[-(num_classes**depth) :] for each in laws)):
       classes, weights = classes_of(p / p.sum(), q / q.sum(), num_classes), p + q

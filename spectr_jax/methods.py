@@ -14,7 +14,6 @@ from spectr_jax.tree import TokenTree
 from spectr_jax.verifiers import (
   Block,
   GreedyBlock,
-  Hierarchical,
   RaceLayers,
   RaceTraversal,
   SeedExact,
@@ -194,13 +193,6 @@ _METHODS = (
     'race_layers',
     RaceLayers(),
     source='this library: the contexts of a depth share one mass, by one race for all of them; the deepest layer first',
-  ),
-  _biased(
-    'hsd',
-    Hierarchical(SingleDraft()),
-    source="HSD (2026) with capped ratios, as its authors' code has it",
-    max_drafts=1,
-    bias='it keeps a whole draft by a ratio that is not capped, more often than the target covers',
   ),
   _biased(
     'decoding_opt',

@@ -61,7 +61,7 @@ _CANDIDATES_NEEDED = {
 
 
 # Faults that show in drafts of several tokens alone.
-_LENGTH_NEEDED = {'race_layers_mass_of_one_branch': 2, 'hsd': 2}
+_LENGTH_NEEDED = {'race_layers_mass_of_one_branch': 2, 'hsd_as_published': 2}
 
 
 def _fits(method, tree, vocab_size):

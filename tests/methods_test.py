@@ -41,9 +41,9 @@ CHILDREN = {name: {'independent'} for name in METHODS} | {
 
 
 def test_the_methods():
-  assert list(METHODS)[:20] == [  # others may have been registered
+  assert list(METHODS)[:19] == [  # others may have been registered
     'autoregressive', 'speculative', 'spectr', 'specinfer', 'batch', 'gsd', 'ersd', 'block', 'greedy_block',
-    'spectr_gbv', 'race', 'ratio_block', 'race_block', 'traversal', 'univer', 'race_traversal', 'race_layers', 'hsd',
+    'spectr_gbv', 'race', 'ratio_block', 'race_block', 'traversal', 'univer', 'race_traversal', 'race_layers',
     'decoding_opt', 'decoding_uno',
   ]  # fmt: skip
   assert not METHODS.keys() & CONTROLS.keys()
@@ -68,16 +68,16 @@ def _names(attribute):
 
 
 def test_what_a_method_takes():
-  blocks = {'block', 'ratio_block', 'race_block', 'traversal', 'univer', 'race_traversal', 'race_layers', 'hsd'}
+  blocks = {'block', 'ratio_block', 'race_block', 'traversal', 'univer', 'race_traversal', 'race_layers'}
   greedy, biased = {'greedy_block', 'spectr_gbv'}, {'decoding_opt', 'decoding_uno'}
   token_level = METHODS.keys() - blocks - greedy
   assert _names('is_token_level') == token_level
   assert _names('takes_given') == token_level | {'race_block', 'race_traversal'}
   assert _names('takes_mixed') == {'race', 'race_block', 'race_traversal'}
-  assert _names('takes_grown') == METHODS.keys() - greedy - {'univer', 'hsd'}
+  assert _names('takes_grown') == METHODS.keys() - greedy - {'univer'}
   assert _names('tries_every_branch') == {'univer', 'race_traversal', 'race_layers'}
   assert {name for name, method in METHODS.items() if method.verifier.is_biased} == biased
-  assert _names('is_lossless') == METHODS.keys() - biased - {'spectr_gbv', 'hsd'}
+  assert _names('is_lossless') == METHODS.keys() - biased - {'spectr_gbv'}
   assert not any(method.is_lossless for method in CONTROLS.values())
 
 
@@ -190,7 +190,7 @@ def test_trees_that_a_theory_does_not_cover_are_refused(name):
       assert method.tree_for(tree) == TokenTree()
     return
   refused = dict.fromkeys((None, TokenTree()), f'{name} needs guesses: give it a tree, such as')
-  if name in ('speculative', 'block', 'greedy_block', 'hsd', 'decoding_opt', 'decoding_uno'):
+  if name in ('speculative', 'block', 'greedy_block', 'decoding_opt', 'decoding_uno'):
     message = f'{name} verifies a single draft: the tree must be a chain'
     refused |= dict.fromkeys((CHAINS, PREFIX, UNEQUAL, TokenTree.chains(2, 1)), message)
   elif name == 'spectr_gbv':

@@ -47,7 +47,9 @@ def _goal(number: jax.Array, draft: jax.Array, target: jax.Array) -> jax.Array:
   return jnp.zeros(size, draft.dtype).at[order].set(goal).reshape(draft.shape)
 
 
-def fit_layer_race(race: Race, masses: jax.Array, number: jax.Array, credits: jax.Array) -> LayerRace:
+def fit_layer_race(
+  race: Race, masses: jax.Array, number: jax.Array, credits: jax.Array, num_rounds: jax.Array
+) -> LayerRace:
   """The race among all candidates of a layer, whose winner comes close to what the contexts can use.
 
   Context c has n_c candidates drawn from p_c, and can use a token y with probability P_c q_c(y). A candidate of class b
@@ -60,10 +62,11 @@ def fit_layer_race(race: Race, masses: jax.Array, number: jax.Array, credits: ja
   `scale` is exact up to the integral, a trapezoidal sum.
 
   Args:
-    race: Classes, rounds and steps.
+    race: Classes, steps and the range of weights.
     masses: `[W, C, 2]`, the masses of p and q by context and class.
     number: `[W]`, candidates of each context; 0 for those that take no part.
     credits: `[W]`, P of each context; their sum is at most 1.
+    num_rounds: int32 scalar, rounds of fitting, in place of the race's own.
   """
   dtype = masses.dtype
   takes_part = (number > 0)[:, None]
@@ -93,6 +96,6 @@ def fit_layer_race(race: Race, masses: jax.Array, number: jax.Array, credits: ja
   start = jnp.log(jnp.where(is_possible, target, 1)) - jnp.log(jnp.where(is_possible, draft, 1))
   start = jnp.where(is_possible, start, -jnp.inf)
   start = jnp.maximum(start - jnp.max(start), -race.log_range)
-  log_weights = jax.lax.fori_loop(0, race.num_rounds, improve, start)
+  log_weights = jax.lax.fori_loop(0, num_rounds, improve, start)
   is_alone = jnp.sum(number) <= 1  # the only candidate is always picked
   return LayerRace(log_weights, jnp.where(is_alone, 1, scale_of(log_weights)))

@@ -3,7 +3,6 @@
 from spectr_jax.tree import Tree
 from spectr_jax.verifiers.block import Block
 from spectr_jax.verifiers.greedy_block import GreedyBlock
-from spectr_jax.verifiers.hierarchical import Hierarchical
 from spectr_jax.verifiers.race_layers import RaceLayers
 from spectr_jax.verifiers.race_traversal import RaceTraversal
 from spectr_jax.verifiers.seed_exact import SeedExact
@@ -16,7 +15,6 @@ __all__ = [
   'Block',
   'Decisions',
   'GreedyBlock',
-  'Hierarchical',
   'RaceLayers',
   'RaceTraversal',
   'Record',

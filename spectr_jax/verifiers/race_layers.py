@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from spectr_jax.couplings.coupling import Explanation, ratio
 from spectr_jax.couplings.layer_race import fit_layer_race
@@ -57,8 +58,9 @@ class RaceLayers(RecordedVerifier):
   deeper than the layer is kept with probability 1 - sum of P + sum of S, which times h is S. A mass may depend on all
   guesses down to its depth, since only averages over deeper ones enter.
 
-  The races' weights begin in proportion to P q/p, and one round of fitting follows. A full fit keeps the most of the
-  next depth and the least in the end: it gives nearly all mass to one branch, and what that branch loses later is lost.
+  The races' weights begin in proportion to P q/p, and are fitted in as many rounds as the race says, divided by the
+  number of layers from there on. A full fit keeps the most of the next depth, which is best in the last layer. Further
+  up it gives nearly all mass to one branch, and what that branch loses later is lost to all.
 
   So a branch whose tokens turn out unlikely leaves its mass to the others of its depth at once, in `RaceTraversal` only
   to siblings that are visited later. With one draft it is block verification; with drafts of one token it is a race.
@@ -72,7 +74,7 @@ class RaceLayers(RecordedVerifier):
     race: Classes and fit of the races.
   """
 
-  race: Race = Race(log_range=14.0, num_rounds=1)
+  race: Race = Race(log_range=14.0, num_rounds=8)
   proposal_rules = (Independent,)
   takes_grown = True
   tries_every_branch = True
@@ -108,10 +110,10 @@ class RaceLayers(RecordedVerifier):
     is_wide = slots.nodes.shape[1] > 1
 
     def next_layer(masses, layer):
-      number, own_rows, above, classes, p, q, is_same, stands, is_candidate = layer
+      number, own_rows, above, classes, p, q, is_same, stands, is_candidate, num_rounds = layer
       number = jnp.where(masses > 0, number, 0)
       if is_wide:
-        fitted = fit_layer_race(race, by_class[own_rows], number.astype(dtype), masses)
+        fitted = fit_layer_race(race, by_class[own_rows], number.astype(dtype), masses, num_rounds)
         is_there = jnp.any(is_candidate, axis=0) & (number[above] > 0)
         log_weights = jnp.where(is_there, fitted.log_weights[above, classes], -jnp.inf)
         top = jnp.max(log_weights)
@@ -129,9 +131,10 @@ class RaceLayers(RecordedVerifier):
       return following, (following, scale)
 
     root = (jnp.arange(slots.nodes.shape[1]) == 0).astype(dtype)
+    num_rounds = np.maximum(race.num_rounds // np.arange(len(number), 0, -1), 1)
     layers = (
       number, own_rows, contexts.above[1:], own_class, p, q, contexts.is_same[1:], contexts.stands[1:],
-      contexts.is_candidate,
+      contexts.is_candidate, jnp.asarray(num_rounds),
     )  # fmt: skip
     with jax.named_scope('layers'):
       _, (below, scales) = jax.lax.scan(next_layer, root, layers)
