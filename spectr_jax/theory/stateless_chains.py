@@ -60,7 +60,7 @@ def _program(draft, target, vocab_size: int, slopes, limits, has_state: bool):
   text = np.arange(size)
   above = text // vocab_size - 1  # -1 for texts of one token
   child, top = np.flatnonzero(above >= 0), np.flatnonzero(above < 0)
-  own = sparse.eye_array(size, format='csr')
+  own = sparse.csr_array((np.ones(size), (text, text)), shape=(size, size))
   ones = np.ones(len(child))
   below = sparse.csr_array((ones, (above[child], child)), shape=(size, size))[np.unique(above[child])]
   itself = own[np.unique(above[child])]
@@ -71,17 +71,19 @@ def _program(draft, target, vocab_size: int, slopes, limits, has_state: bool):
     given = np.divide(target, before, out=np.zeros(size), where=before > 0)
     allowed = sparse.csr_array((given[child], (child, above[child])), shape=(size, size))
     of_kept, kept_limits = own - allowed, np.where(above < 0, target, 0)
-  num_slopes = len(slopes)
-  rows, right = [sparse.hstack([of_kept, sparse.csr_array((of_kept.shape[0], num_slopes * size))])], [kept_limits]
+  each, every = sparse.csr_array(np.eye(len(slopes))), sparse.csr_array(np.ones((len(slopes), 1)))
   top_row = sparse.csr_array((np.ones(len(top)), (np.zeros(len(top), int), top)), shape=(1, size))
-  for place, (slope, limit) in enumerate(zip(slopes, limits)):
-    blocks = [(own, -own, slope * draft), (None, below - itself, np.zeros(below.shape[0])), (None, top_row, [limit])]
-    for of_text, of_best, own_limits in blocks:
-      parts = [sparse.csr_array((of_best.shape[0], size)) if of_text is None else of_text]
-      parts += [of_best if other == place else sparse.csr_array(of_best.shape) for other in range(num_slopes)]
-      rows.append(sparse.hstack(parts))
-      right.append(np.asarray(own_limits, float))
-  return sparse.vstack(rows, format='csr'), np.concatenate(right)
+  matrix = sparse.block_array(
+    [
+      [of_kept, None],
+      [sparse.kron(every, own), -sparse.kron(each, own)],  # w(m) >= kept(m) - t p(m)
+      [None, sparse.kron(each, below - itself)],
+      [None, sparse.kron(each, top_row)],
+    ],
+    format='csr',
+  )
+  no_limit = np.zeros(len(slopes) * below.shape[0])
+  return matrix, np.concatenate([kept_limits, np.outer(slopes, draft).reshape(-1), no_limit, limits])
 
 
 def stateless_chains_optimum(
