@@ -26,7 +26,7 @@ from common import command_line
 from common.output_files import OutputFiles
 from decode.experiment.options import DecodeOptions
 from decode.experiment.workload import Workload, describe_machine
-from spectr_jax import METHODS, Proposal, TokenTree, theory
+from spectr_jax import Proposal, TokenTree, get_method, theory
 
 NAMES = 'specinfer', 'spectr', 'traversal', 'ratio_block', 'race_block', 'race_traversal', 'race_layers'
 BOUNDS = {'bound': 'the bound of drawn texts', 'state': 'with state', 'correlated': 'correlated drafts, at most'}
@@ -44,7 +44,7 @@ def _given(joint: np.ndarray) -> list[np.ndarray]:
 
 @functools.partial(jax.jit, static_argnames=('tree', 'name'))
 def _kept(tokens, draft_probs, target_probs, *, tree: TokenTree, name: str) -> jax.Array:
-  verifier = METHODS[name].verifier
+  verifier = get_method(name).verifier
 
   def one(row):
     tokens, draft_probs, target_probs = row

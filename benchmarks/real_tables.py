@@ -61,7 +61,7 @@ def real_tables(
   row = np.array([prompt])
   sampling = workload.sampling.for_rows(1)
   for depth in range(length):
-    tree = TokenTree.prefix((num_classes,) * depth)
+    tree = TokenTree.prefix((num_classes,) * depth) if depth else TokenTree()
     prompts = workload.tokens[row], workload.lengths[row]
     laws = []
     for model in (workload.draft, workload.target):

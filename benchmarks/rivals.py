@@ -26,7 +26,7 @@ from decode.experiment import metrics
 from decode.experiment.distributions import target_texts
 from decode.experiment.options import DecodeOptions
 from decode.experiment.workload import Workload, describe_machine
-from spectr_jax import METHODS, TokenTree, verify
+from spectr_jax import TokenTree, get_method, verify
 from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.loop import noise_keys, propose, score
 from spectr_jax.engine.state import init_decode
@@ -77,7 +77,7 @@ def _places(workload: Workload, seed: int) -> Workload:
 
 def _takes(name: str, tree: TokenTree) -> bool:
   """Whether a method is defined on the tree and is no other one there: a single draft is that of `block`."""
-  method = METHODS[name]
+  method = get_method(name)
   return (method.max_drafts == 1) == tree.is_chain
 
 
@@ -101,7 +101,7 @@ def measure(workload: Workload, shapes, names, num_decisions: int, batch_size: i
       for number, name in enumerate(own):
         key = jax.random.fold_in(jax.random.key(seed), start * 100 + number)
         kept[name].append(
-          np.asarray(_kept(key, *drafted, tree=tree, method=METHODS[name], num_decisions=num_decisions))
+          np.asarray(_kept(key, *drafted, tree=tree, method=get_method(name), num_decisions=num_decisions))
         )
     notify(f'{_shape_name(shape)}: ' + ', '.join(f'{name} {np.mean(parts):.3f}' for name, parts in kept.items()))
     for name, parts in kept.items():
@@ -172,8 +172,8 @@ if __name__ == '__main__':
     del argv
     temperatures = list(command_line.parse_numbers('temperature', _TEMPERATURE.value, float, least=0))
     budgets = list(command_line.parse_numbers('nodes', _NODES.value))
-    if unknown := [name for name in _METHOD.value if name not in METHODS]:
-      raise ValueError(f'method: there is none named {unknown[0]!r}')
+    for name in _METHOD.value:
+      get_method(name)
     options = DecodeOptions(
       target=_TARGET.value,
       draft=_DRAFT.value,

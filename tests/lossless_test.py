@@ -10,6 +10,7 @@ from coarse import coarse
 
 from spectr_jax import METHODS, TokenTree, generate, with_children, with_gumbel
 from spectr_jax.engine.loop import noise_keys
+from spectr_jax.methods import FURTHER_METHODS
 from spectr_jax.models import table
 from spectr_jax.sampling import SamplingParams
 from spectr_jax.testing import (
@@ -36,7 +37,7 @@ _LARGE = [(TokenTree.chains(2, 3), 3, 4), (TokenTree.chains(3, 3), 2, 6), (Token
 _FEW = [(TokenTree.chains(3, 1), 3, 2), _SMALL[2], _SMALL[1], _SMALL[0]]
 
 # Every lossless method; traversal also on siblings that differ.
-_LOSSLESS = {name: method for name, method in METHODS.items() if method.is_lossless}
+_LOSSLESS = {name: method for name, method in (METHODS | FURTHER_METHODS).items() if method.is_lossless}
 _LOSSLESS['traversal_without_replacement'] = with_children(METHODS['traversal'], 'without_replacement')
 # What a law can show: the noise of an exponential race is proven token for token, and faults of keys by sampling alone.
 _WITH_LAW = {name: method for name, method in _LOSSLESS.items() if not method.is_seed_exact}

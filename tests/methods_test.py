@@ -19,7 +19,7 @@ from spectr_jax.couplings import (
   Selection,
   SingleDraft,
 )
-from spectr_jax.methods import Method
+from spectr_jax.methods import FURTHER_METHODS, Method, register
 from spectr_jax.proposal import FirstArrivals, Independent, LikeliestAndOne, WithoutReplacement
 from spectr_jax.testing import CONTROLS
 from spectr_jax.verifiers import Block, GreedyBlock, SeedExact, Traversal, Verifier, Walk
@@ -41,10 +41,9 @@ CHILDREN = {name: {'independent'} for name in METHODS} | {
 
 
 def test_the_methods():
-  assert list(METHODS)[:19] == [  # others may have been registered
+  assert list(METHODS)[:17] == [  # others may have been registered
     'autoregressive', 'speculative', 'spectr', 'specinfer', 'batch', 'gsd', 'ersd', 'block', 'greedy_block',
-    'spectr_gbv', 'race', 'ratio_block', 'race_block', 'traversal', 'univer', 'race_traversal', 'race_layers',
-    'decoding_opt', 'decoding_uno',
+    'spectr_gbv', 'race', 'race_block', 'traversal', 'univer', 'race_traversal', 'decoding_opt', 'decoding_uno',
   ]  # fmt: skip
   assert not METHODS.keys() & CONTROLS.keys()
   # Twice the same would be two names for one thing.
@@ -68,14 +67,14 @@ def _names(attribute):
 
 
 def test_what_a_method_takes():
-  blocks = {'block', 'ratio_block', 'race_block', 'traversal', 'univer', 'race_traversal', 'race_layers'}
+  blocks = {'block', 'race_block', 'traversal', 'univer', 'race_traversal'}
   greedy, biased = {'greedy_block', 'spectr_gbv'}, {'decoding_opt', 'decoding_uno'}
   token_level = METHODS.keys() - blocks - greedy
   assert _names('is_token_level') == token_level
   assert _names('takes_given') == token_level | {'race_block', 'race_traversal'}
   assert _names('takes_mixed') == {'race', 'race_block', 'race_traversal'}
   assert _names('takes_grown') == METHODS.keys() - greedy - {'univer'}
-  assert _names('tries_every_branch') == {'univer', 'race_traversal', 'race_layers'}
+  assert _names('tries_every_branch') == {'univer', 'race_traversal'}
   assert {name for name, method in METHODS.items() if method.verifier.is_biased} == biased
   assert _names('is_lossless') == METHODS.keys() - biased - {'spectr_gbv'}
   assert not any(method.is_lossless for method in CONTROLS.values())
@@ -267,3 +266,14 @@ def test_a_control_differs_from_a_method_in_what_is_broken_alone():
     same = {field: getattr(METHODS[name], field) for field in ('name', 'source', 'is_lossless')}
     assert dataclasses.replace(control, **same, is_seed_exact=False) == METHODS[name]
   assert isinstance(CONTROLS['race_block_one_ticket'].verifier, Block)
+
+
+def test_further_methods_are_found_by_name():
+  assert list(FURTHER_METHODS) == ['ratio_block', 'race_layers']
+  assert not FURTHER_METHODS.keys() & (METHODS.keys() | CONTROLS.keys())
+  for name, method in FURTHER_METHODS.items():
+    assert get_method(name) is method
+    assert method.name == name
+    assert method.is_lossless
+    with pytest.raises(ValueError, match=f"there is another method named '{name}'"):
+      register(dataclasses.replace(METHODS['block'], name=name))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from coarse import coarse
 
-from spectr_jax import METHODS, TokenTree
+from spectr_jax import TokenTree, get_method
 from spectr_jax.testing import expected_acceptance, random_tables
 from spectr_jax.theory import (
   optimal_acceptance,
@@ -78,7 +78,7 @@ def test_order():
 def test_no_method_keeps_more(name):
   for seed in range(4):
     tables, draft, target = _laws(seed, 3, 2)
-    kept = expected_acceptance(coarse(METHODS[name]), TokenTree.chains(2, 2), tables).sum()
+    kept = expected_acceptance(coarse(get_method(name)), TokenTree.chains(2, 2), tables).sum()
     assert 0.85 < kept / stateless_chains_optimum(draft, target, 2) < 1 + SOLVED
 
 

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spectr_jax import METHODS, Proposal, TokenTree, theory
+from spectr_jax import METHODS, Proposal, TokenTree, get_method, theory
 from spectr_jax.couplings import HighestRatio
 from spectr_jax.testing import constant_tables, enumeration_error, expected_acceptance, random_tables
 
-LAYERS = METHODS['race_layers'].verifier
+LAYERS = get_method('race_layers').verifier
 
 
 def _laws(rng, count, vocab_size):
@@ -30,11 +30,11 @@ def test_one_draft_is_block_verification():
 def test_drafts_of_one_token_are_a_race():
   """Token 1 has the higher ratio: 1 + q(0) - p(0)^2 = .9375 is the optimum, for weights that differ without bound."""
   tables = constant_tables([0.75, 0.25], [0.5, 0.5], 2)
-  kept = expected_acceptance(METHODS['race_layers'], TokenTree.chains(2, 1), tables)
+  kept = expected_acceptance(get_method('race_layers'), TokenTree.chains(2, 1), tables)
   assert 0.91 < kept[0] < 0.9375
   for seed in range(3):
     tables = random_tables(seed, 4, 1)
-    kept = expected_acceptance(METHODS['race_layers'], TokenTree.chains(3, 1), tables)[0]
+    kept = expected_acceptance(get_method('race_layers'), TokenTree.chains(3, 1), tables)[0]
     optimum = float(theory.optimal_acceptance(tables.draft_probs[0], tables.target_probs[0], 3))
     assert 0.93 * optimum < kept <= optimum + 1e-6
 
@@ -63,10 +63,12 @@ def test_more_is_kept_than_by_one_branch_after_another():
   """On long drafts of draft and target that differ a little."""
   rng, tree, size = np.random.default_rng(1), TokenTree.chains(3, 6), 12
   kept = {name: 0.0 for name in ('race_block', 'race_traversal', 'race_layers')}
-  laws = {
-    name: jax.jit(jax.vmap(lambda *row, own=METHODS[name].verifier: own.law(tree, Proposal(*row[:2]), row[2], ())))
-    for name in kept
-  }
+
+  def law_of(name):
+    verifier = get_method(name).verifier
+    return jax.jit(jax.vmap(lambda *row: verifier.law(tree, Proposal(*row[:2]), row[2], ())))
+
+  laws = {name: law_of(name) for name in kept}
   draft = _laws(rng, 64 * 16, size).reshape(64, 16, size).astype(np.float32)
   others = _laws(rng, 64 * 19, size).reshape(64, 19, size).astype(np.float32)
   target = np.concatenate([draft, draft[:, -3:]], axis=1) * 0.5 + 0.5 * others
@@ -82,7 +84,7 @@ def test_more_is_kept_than_by_one_branch_after_another():
 @pytest.mark.slow
 def test_exact_with_all_classes():
   for seed in range(2):
-    assert enumeration_error(METHODS['race_layers'], TokenTree.chains(2, 2), random_tables(seed, 3, 6), 4) <= 1e-10
+    assert enumeration_error(get_method('race_layers'), TokenTree.chains(2, 2), random_tables(seed, 3, 6), 4) <= 1e-10
 
 
 def test_picks_of_the_highest_ratio():
