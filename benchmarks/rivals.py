@@ -161,6 +161,7 @@ if __name__ == '__main__':
   _METHOD = flags.DEFINE_list('method', list(METHODS_COMPARED), 'Methods.')
   _TEMPERATURE = flags.DEFINE_list('temperature', ['1', '0.6', '0.3'], 'Temperatures.')
   _NODES = flags.DEFINE_list('nodes', ['16', '64'], 'Nodes of a tree, at most.')
+  _SHAPE = flags.DEFINE_multi_string('shape', None, 'Only this shape, such as "4 x 16"; repeat the flag for several.')
   _NUM_PROMPTS = flags.DEFINE_integer('num_prompts', 64, 'Prompts.', lower_bound=2)
   _MAX_NEW_TOKENS = flags.DEFINE_integer('max_new_tokens', 32, 'Tokens of a continuation.', lower_bound=1)
   _NUM_DECISIONS = flags.DEFINE_integer('num_decisions', 4, 'Decisions on every draft.', lower_bound=1)
@@ -186,6 +187,8 @@ if __name__ == '__main__':
       skip_long=True,
     )
     shapes = [shape for shape in SHAPES if TokenTree.prefix(shape).num_nodes <= max(budgets)]
+    if _SHAPE.value:
+      shapes = [shape for shape in shapes if _shape_name(shape) in _SHAPE.value]
     records: list[dict] = []
     with OutputFiles(output=_OUTPUT.value).apart_from(options.inputs()) as files:
       loaded = Workload.load(options)
