@@ -149,7 +149,8 @@ if __name__ == '__main__':
     with OutputFiles(output=_OUTPUT.value).apart_from(options.inputs()) as files:
       loaded = Workload.load(options)
       for temperature in temperatures:
-        workload = dataclasses.replace(loaded, options=dataclasses.replace(options, temperature=temperature))
+        own = dataclasses.replace(options, temperature=temperature)
+        workload = dataclasses.replace(loaded, options=own, sampling=own.sampling)
         for length in lengths:
           for prompt in range(_NUM_TABLES.value):
             laws = real_tables(workload, prompt, _NUM_CLASSES.value, length, seed=prompt)

@@ -194,7 +194,8 @@ if __name__ == '__main__':
       loaded = Workload.load(options)
       run = {'methods': _METHOD.value, 'num_prompts': _NUM_PROMPTS.value, 'num_decisions': _NUM_DECISIONS.value}
       for temperature in temperatures:
-        workload = dataclasses.replace(loaded, options=dataclasses.replace(options, temperature=temperature))
+        own = dataclasses.replace(options, temperature=temperature)
+        workload = dataclasses.replace(loaded, options=own, sampling=own.sampling)
         counts = {'num_decisions': _NUM_DECISIONS.value, 'batch_size': workload.batch_size, 'seed': _SEED.value}
         for shape, name, tokens in measure(
           workload, shapes, _METHOD.value, notify=lambda line: print(line, flush=True), **counts
