@@ -95,7 +95,8 @@ def fit_layer_race(
   is_possible = (draft > 0) & (target > 0)
   start = jnp.log(jnp.where(is_possible, target, 1)) - jnp.log(jnp.where(is_possible, draft, 1))
   start = jnp.where(is_possible, start, -jnp.inf)
-  start = jnp.maximum(start - jnp.max(start), -race.log_range)
+  # Where draft and target of all contexts are disjoint, no weight is better than another.
+  start = jnp.where(jnp.any(is_possible), jnp.maximum(start - jnp.max(start), -race.log_range), 0)
   log_weights = jax.lax.fori_loop(0, num_rounds, improve, start)
   is_alone = jnp.sum(number) <= 1  # the only candidate is always picked
   return LayerRace(log_weights, jnp.where(is_alone, 1, scale_of(log_weights)))
