@@ -66,7 +66,8 @@ def measure(
   """One record per temperature, number n of drawn candidates and rule; `given` as for `acceptance_on_text`."""
   rules, loaded, records = RULES if given == 'none' else RULES_BESIDE, Workload.load(options), []
   for temperature in temperatures:
-    workload = dataclasses.replace(loaded, options=dataclasses.replace(options, temperature=temperature))
+    own = dataclasses.replace(options, temperature=temperature)
+    workload = dataclasses.replace(loaded, options=own, sampling=own.sampling)
     there, overlaps, accepted = acceptance_on_text(workload, options.seed, rules, num_drafts, given=given)
     for (n, name), values in accepted.items():
       optimum = accepted[n, 'optimum']

@@ -7,11 +7,21 @@ import functools
 
 import numpy as np
 
-from spectr_jax.couplings import KSeq, Maximal, MaximalAfter, OverAccept, Race, Recursive, SingleDraft
+from spectr_jax.couplings import HighestRatio, KSeq, Maximal, MaximalAfter, OverAccept, Race, Recursive, SingleDraft
 from spectr_jax.proposal import FirstArrivals, Independent, LikeliestAndOne, ProposalRule, WithoutReplacement
 from spectr_jax.suggestion import did_you_mean
 from spectr_jax.tree import TokenTree
-from spectr_jax.verifiers import Block, GreedyBlock, RaceTraversal, SeedExact, Traversal, UniVer, Verifier, Walk
+from spectr_jax.verifiers import (
+  Block,
+  GreedyBlock,
+  RaceLayers,
+  RaceTraversal,
+  SeedExact,
+  Traversal,
+  UniVer,
+  Verifier,
+  Walk,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,6 +202,23 @@ _METHODS = (
 
 METHODS: dict[str, Method] = {method.name: method for method in _METHODS}
 
+# Proven like the others, but measured on fewer trees, and not in the tables of all methods; found by name as well.
+FURTHER_METHODS: dict[str, Method] = {
+  method.name: method
+  for method in (
+    _lossless(
+      'ratio_block',
+      Block(HighestRatio()),
+      source='greedy multi-path block verification (Thomas and Pal 2026), as its abstract and summaries describe it',
+    ),
+    _lossless(
+      'race_layers',
+      RaceLayers(),
+      source='this library: the contexts of a depth share one mass, by one race; the deepest layer first',
+    ),
+  )
+}
+
 
 # Used where none is named and there is a draft: it keeps the most of any tree.
 DEFAULT_METHOD = 'race_traversal'
@@ -201,6 +228,8 @@ def get_method(method: str | Method) -> Method:
   """Looks a method up by name; a `Method` passes through. Raises ValueError for an unknown name."""
   if isinstance(method, Method):
     return method
+  if method in FURTHER_METHODS:
+    return FURTHER_METHODS[method]
   if method not in METHODS:
     raise ValueError(f'unknown method {method!r}{did_you_mean(method, METHODS)}; allowed: {", ".join(METHODS)}')
   return METHODS[method]
@@ -211,7 +240,7 @@ def register(method: Method) -> Method:
 
   Raises ValueError if another method has its name.
   """
-  if METHODS.setdefault(method.name, method) != method:
+  if method.name in FURTHER_METHODS or METHODS.setdefault(method.name, method) != method:
     raise ValueError(f'there is another method named {method.name!r}; choose a new name')
   return method
 

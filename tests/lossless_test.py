@@ -10,6 +10,7 @@ from coarse import coarse
 
 from spectr_jax import METHODS, TokenTree, generate, with_children, with_gumbel
 from spectr_jax.engine.loop import noise_keys
+from spectr_jax.methods import FURTHER_METHODS
 from spectr_jax.models import table
 from spectr_jax.sampling import SamplingParams
 from spectr_jax.testing import (
@@ -36,7 +37,7 @@ _LARGE = [(TokenTree.chains(2, 3), 3, 4), (TokenTree.chains(3, 3), 2, 6), (Token
 _FEW = [(TokenTree.chains(3, 1), 3, 2), _SMALL[2], _SMALL[1], _SMALL[0]]
 
 # Every lossless method; traversal also on siblings that differ.
-_LOSSLESS = {name: method for name, method in METHODS.items() if method.is_lossless}
+_LOSSLESS = {name: method for name, method in (METHODS | FURTHER_METHODS).items() if method.is_lossless}
 _LOSSLESS['traversal_without_replacement'] = with_children(METHODS['traversal'], 'without_replacement')
 # What a law can show: the noise of an exponential race is proven token for token, and faults of keys by sampling alone.
 _WITH_LAW = {name: method for name, method in _LOSSLESS.items() if not method.is_seed_exact}
@@ -45,6 +46,7 @@ _BROKEN |= {name: method for name, method in METHODS.items() if not method.is_lo
 # One method and one fault of each kind by default, each in its first case.
 _KINDS = (
   'autoregressive', 'speculative', 'block', 'greedy_block', 'spectr', 'gsd', 'race_block', 'race_traversal', 'univer',
+  'race_layers',
   'traversal_without_replacement', 'speculative_many_drafts', 'speculative_residual_left_out',
   'speculative_law_before_top_p', 'spectr_gamma_too_small', 'spectr_gbv', 'decoding_opt', 'race_one_ticket',
   'race_traversal_credit_not_divided', 'race_traversal_reranked', 'univer_room_not_divided', 'univer_drawn_among_given',
@@ -54,8 +56,13 @@ _CANDIDATES_NEEDED = {
   'spectr_gamma_too_small': 2, 'speculative_many_drafts': 2, 'spectr_gbv': 2, 'race_one_ticket': 3,
   'race_block_one_ticket': 3, 'race_traversal_one_ticket': 3, 'race_traversal_copies_have_credit': 3,
   'race_traversal_credit_not_divided': 2, 'race_traversal_likelier_kept_first': 2, 'race_traversal_second_if_first': 2,
-  'univer_room_not_divided': 2, 'univer_drawn_among_given': 2,
+  'race_layers_mass_of_one_branch': 2, 'race_layers_copies_forgotten': 3, 'univer_room_not_divided': 2,
+  'univer_drawn_among_given': 2,
 }  # fmt: skip
+
+
+# Faults that show in drafts of several tokens alone.
+_LENGTH_NEEDED = {'race_layers_mass_of_one_branch': 2, 'hsd_as_published': 2}
 
 
 def _fits(method, tree, vocab_size):
@@ -66,7 +73,8 @@ def _fits(method, tree, vocab_size):
     return False
   most_children = int(tree.num_children[0]) if tree.num_nodes else 0
   is_few = not method.proposal_rule.may_run_out or (vocab_size + 1) ** tree.num_nodes <= 20000
-  return is_own and is_few and most_children >= _CANDIDATES_NEEDED.get(method.name, not method.is_lossless)
+  is_deep = tree.max_depth >= _LENGTH_NEEDED.get(method.name, 0)
+  return is_own and is_few and is_deep and most_children >= _CANDIDATES_NEEDED.get(method.name, not method.is_lossless)
 
 
 def _cases(methods, settings):

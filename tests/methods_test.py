@@ -19,7 +19,7 @@ from spectr_jax.couplings import (
   Selection,
   SingleDraft,
 )
-from spectr_jax.methods import Method
+from spectr_jax.methods import FURTHER_METHODS, Method, register
 from spectr_jax.proposal import FirstArrivals, Independent, LikeliestAndOne, WithoutReplacement
 from spectr_jax.testing import CONTROLS
 from spectr_jax.verifiers import Block, GreedyBlock, SeedExact, Traversal, Verifier, Walk
@@ -266,3 +266,14 @@ def test_a_control_differs_from_a_method_in_what_is_broken_alone():
     same = {field: getattr(METHODS[name], field) for field in ('name', 'source', 'is_lossless')}
     assert dataclasses.replace(control, **same, is_seed_exact=False) == METHODS[name]
   assert isinstance(CONTROLS['race_block_one_ticket'].verifier, Block)
+
+
+def test_further_methods_are_found_by_name():
+  assert list(FURTHER_METHODS) == ['ratio_block', 'race_layers']
+  assert not FURTHER_METHODS.keys() & (METHODS.keys() | CONTROLS.keys())
+  for name, method in FURTHER_METHODS.items():
+    assert get_method(name) is method
+    assert method.name == name
+    assert method.is_lossless
+    with pytest.raises(ValueError, match=f"there is another method named '{name}'"):
+      register(dataclasses.replace(METHODS['block'], name=name))

@@ -2,6 +2,7 @@
 
 from spectr_jax.couplings.coupling import Coupling, Explanation, Outcome, SelectionExplanation, ThresholdCoupling
 from spectr_jax.couplings.given import Given
+from spectr_jax.couplings.highest_ratio import HighestRatio
 from spectr_jax.couplings.kseq import KSeq, solve_gamma
 from spectr_jax.couplings.over_accept import OverAccept
 from spectr_jax.couplings.race import Race
@@ -12,6 +13,7 @@ __all__ = [
   'Coupling',
   'Explanation',
   'Given',
+  'HighestRatio',
   'KSeq',
   'Maximal',
   'MaximalAfter',

@@ -164,7 +164,8 @@ class Race(Selection):
     pick_probs = jnp.where(given.is_there, given.shares, is_valid)
     return pick_probs, jnp.concatenate([ratio(given.is_there, given.mass)[None], scale]).astype(target_probs.dtype)
 
-  def _classes(self, draft_probs, target_probs):
+  def classes(self, draft_probs: jax.Array, target_probs: jax.Array) -> jax.Array:
+    """The class of each token, int32 of the shape of p and q."""
     return _classes(
       draft_probs,
       target_probs,
@@ -180,7 +181,7 @@ class Race(Selection):
     `scale` `[C]` is from `select`, without the entry of given candidates. Ones give the draft's distribution, that of a
     single candidate.
     """
-    classes = self._classes(draft_probs, target_probs)
+    classes = self.classes(draft_probs, target_probs)
     return draft_probs * entries_of(scale, classes)
 
   def select(
@@ -202,10 +203,10 @@ class Race(Selection):
       class. With `is_given` it is `[1 + C]`: the first entry belongs to the given candidates and is in units of q.
     """
     dtype = draft_probs.dtype
-    classes = self._classes(draft_probs, target_probs)
-    own = self._classes(draft_probs[candidates], target_probs[candidates])
+    classes = self.classes(draft_probs, target_probs)
+    own = self.classes(draft_probs[candidates], target_probs[candidates])
     if is_given is None:
-      masses = self._masses(draft_probs, target_probs, classes)
+      masses = self.masses(draft_probs, target_probs, classes)
       log_weights, is_high, picked = self.fit(masses, jnp.sum(is_valid).astype(dtype))
       tickets = jnp.exp(log_weights[own])
       units = masses[:, 0]
@@ -215,7 +216,7 @@ class Race(Selection):
       tokens = jnp.where(is_given, candidates, len(draft_probs))
       rest, target_rest = (probs.at[tokens].set(0, mode='drop') for probs in (draft_probs, target_probs))
       set_masses = jnp.stack([jnp.sum(jnp.where(given.is_first, draft_probs[candidates], 0)), given.mass])
-      masses = jnp.concatenate([set_masses[None], self._masses(rest, target_rest, classes)])
+      masses = jnp.concatenate([set_masses[None], self.masses(rest, target_rest, classes)])
       num_drawn = jnp.sum(is_valid & ~is_given).astype(dtype)
       log_weights, is_high, picked = self.fit(masses, num_drawn, given.is_there)
       own = jnp.where(given.is_member, 0, own + 1)
@@ -226,7 +227,7 @@ class Race(Selection):
     tickets = jnp.where(is_eligible, tickets, 0)
     return tickets / jnp.sum(tickets), ratio(picked, units)
 
-  def _masses(self, draft_probs, target_probs, classes):
+  def masses(self, draft_probs: jax.Array, target_probs: jax.Array, classes: jax.Array) -> jax.Array:
     """The masses of draft and target by class, `[C, 2]`."""
     return sums_by_class((draft_probs, target_probs), classes, self.num_classes)
 

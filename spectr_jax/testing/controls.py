@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from spectr_jax.couplings import Coupling, KSeq, Maximal, MaximalAfter, Outcome, Race, SingleDraft
+from spectr_jax.couplings.coupling import ratio
 from spectr_jax.methods import Method
 from spectr_jax.proposal import Independent, LikeliestAndOne
-from spectr_jax.verifiers import Block, GreedyBlock, RaceTraversal, UniVer, Verifier, Walk
+from spectr_jax.verifiers import Block, GreedyBlock, RaceLayers, RaceTraversal, UniVer, Verifier, Walk
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +119,46 @@ class ResidualOfParent(RaceTraversal):
 
 
 @dataclasses.dataclass(frozen=True)
+class Hierarchical(Block):
+  """Hierarchical speculative decoding (HSD) with capped prefix ratios on one draft, as its authors' code has it.
+
+  The joint ratio of a prefix, divided by the largest one before it if that is above 1, is the P of block verification
+  (`Block`), and so are its step-back probabilities, max(0, 1 - S / (S + 1 - P)). The whole draft however is kept with
+  probability min(1, q(draft) / p(draft)), a ratio that is not capped. Where a prefix had a ratio above 1 that is more
+  than P, and uses the target's mass twice. With the capped ratio in its place it is `Block`.
+
+  Source: the function `_speculative_sampling` with `backward` and `clever` of ZhouYuxuanYX/Hierarchical-Speculative-
+  Decoding, for a single draft.
+  """
+
+  takes_grown = False
+
+  def _step(self, tree, proposal, target_probs, node, log_kept):
+    step = super()._step(tree, proposal, target_probs, node, log_kept)
+    parents, own = jnp.asarray(tree.parent_of)[1:], jnp.maximum(proposal.tokens, 0)
+    ratios = ratio(target_probs[parents, own], proposal.probs[jnp.asarray(tree.law_index)[parents], own])
+    whole = jnp.exp(jnp.minimum(0, jnp.sum(jnp.log(jnp.where(proposal.tokens >= 0, ratios, 1)))))
+    is_end = ~jnp.any(step.position.is_valid)
+    return dataclasses.replace(step, accept=jnp.where(is_end, whole, step.accept))
+
+
+@dataclasses.dataclass(frozen=True)
+class MassOfOneBranch(RaceLayers):
+  """Layers that keep a context as if it were alone in its layer, with h = S / (S + 1 - P)."""
+
+  def _unkept(self, masses, excess):
+    return 1 - masses + excess
+
+
+@dataclasses.dataclass(frozen=True)
+class CopiesForgotten(RaceLayers):
+  """Layers in which a token drawn twice has the mass of one copy."""
+
+  def _together(self, own, is_same):
+    return own
+
+
+@dataclasses.dataclass(frozen=True)
 class RoomNotDivided(UniVer):
   """UniVer whose given candidates have (1 - m(y)) P q(d), which is less than P q(d) on average."""
 
@@ -191,6 +232,9 @@ CONTROLS: dict[str, Method] = {
     _broken('race_traversal_residual_of_parent', ResidualOfParent()),
     _broken('race_traversal_second_if_first', RaceTraversal(), proposal_rule=SecondIfFirst()),
     _broken('race_traversal_reranked', RaceTraversal(), proposal_rule=Reranked()),
+    _broken('hsd_as_published', Hierarchical(SingleDraft()), max_drafts=1),
+    _broken('race_layers_mass_of_one_branch', MassOfOneBranch()),
+    _broken('race_layers_copies_forgotten', CopiesForgotten()),
     _broken('univer_room_not_divided', RoomNotDivided(), proposal_rule=LikeliestAndOne()),
     _broken('univer_drawn_among_given', UniVer(), proposal_rule=DrawnAmongGiven()),
     _broken('speculative_law_before_top_p', LawBeforeTopP(Walk(Maximal())), max_drafts=1),

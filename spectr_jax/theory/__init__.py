@@ -32,6 +32,7 @@ from spectr_jax.theory.stateless import (
   stateless_kept_bound,
   stateless_optimum,
 )
+from spectr_jax.theory.stateless_chains import stateless_chains_optimum
 from spectr_jax.theory.transport import TransportCoupling, TransportPlan, optimal_transport, transport_bound
 from spectr_jax.theory.tree_tokens import acceptance_entropy, expected_tokens, few_children_bound, tunstall_bound
 
@@ -69,6 +70,7 @@ __all__ = [
   'rejection_prob',
   'rejection_probs',
   'speed_up',
+  'stateless_chains_optimum',
   'stateless_fewest_calls',
   'stateless_kept_bound',
   'stateless_optimum',

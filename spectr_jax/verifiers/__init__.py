@@ -3,6 +3,7 @@
 from spectr_jax.tree import Tree
 from spectr_jax.verifiers.block import Block
 from spectr_jax.verifiers.greedy_block import GreedyBlock
+from spectr_jax.verifiers.race_layers import RaceLayers
 from spectr_jax.verifiers.race_traversal import RaceTraversal
 from spectr_jax.verifiers.seed_exact import SeedExact
 from spectr_jax.verifiers.traversal import Traversal
@@ -14,6 +15,7 @@ __all__ = [
   'Block',
   'Decisions',
   'GreedyBlock',
+  'RaceLayers',
   'RaceTraversal',
   'Record',
   'RecordedVerifier',

@@ -46,6 +46,9 @@ _DRAWS = [
   ('race_traversal', UNEQUAL, DUPLICATES, {}),
   ('race_traversal', UNEQUAL, DISTINCT, {}),
   ('race_traversal', CHAINS, [2, 2, 0, 1, 1, 3], {}),
+  ('race_layers', UNEQUAL, DUPLICATES, {}),
+  ('race_layers', CHAINS, [2, 2, 0, 1, 1, 3], {}),
+  ('ratio_block', CHAINS, [2, 2, 0, 1, 1, 3], {}),
   ('traversal', UNEQUAL, DUPLICATES, {}),
   ('traversal_without_replacement', UNEQUAL, DISTINCT, {}),
   ('traversal_without_replacement', UNEQUAL, RAN_OUT, {(): _ONE[2]}),
@@ -89,7 +92,7 @@ def test_draws_follow_the_law(name, tree, tokens, laws):
   proposal, target_probs = as_float32(make_guesses(13, tree, 5, tokens, agreement=0.5, laws=laws))
   states = [verifier.init_state(tree)] + [_HELD_BACK] * (name in ('greedy_block', 'spectr_gbv'))
   # A race solves its fit for every row anew.
-  num_draws = 40_000 if name in ('race', 'race_block') else 200_000
+  num_draws = 40_000 if name in ('race', 'race_block', 'race_layers') else 200_000
   for state in map(as_float32, states):
     law = np.asarray(_law(proposal, target_probs, state, verifier=verifier, tree=tree), np.float64)
     assert law.shape == (tree.num_nodes + 1, 5)

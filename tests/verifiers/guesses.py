@@ -7,9 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from spectr_jax import METHODS, Proposal, TokenTree, with_children
+from spectr_jax.methods import FURTHER_METHODS
 
 # Every method, traversal verification in both its versions.
-ALL = {**METHODS, 'traversal_without_replacement': with_children(METHODS['traversal'], 'without_replacement')}
+ALL = {
+  **METHODS,
+  **FURTHER_METHODS,
+  'traversal_without_replacement': with_children(METHODS['traversal'], 'without_replacement'),
+}
 CHAIN, CHAINS = TokenTree.chains(1, 3), TokenTree.chains(2, 3)
 # 0 -> (1 -> (3, 4 -> 6), 2 -> 5): leaves at depths 2 and 3, nodes of a depth with 2, 1 and no children.
 UNEQUAL = TokenTree((0, 0, 1, 1, 2, 4))

@@ -1,0 +1,165 @@
+"""The share of the optimum that methods keep, on tables cut from a pair's distributions, and where the rest is.
+
+Command   python -m benchmarks.distance_to_optimum --output=docs/distance_to_optimum.json
+Models    the pretrained pair, or --target and --draft
+Tables    `benchmarks.real_tables` after the first prompts, V classes
+
+For every table and K, in tokens kept of K chains of L tokens: `theory.stateless_chains_optimum`, the bound that
+`theory.stateless_kept_bound` gives, the optima with state and with correlated drafts, and what the methods keep. Of
+these, the drafts are sampled and the decisions summed exactly; errors are those of the drafts. All are in units of the
+optimum, means over the tables.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import flags
+
+from benchmarks.real_tables import real_tables
+from common import command_line
+from common.output_files import OutputFiles
+from decode.experiment.options import DecodeOptions
+from decode.experiment.workload import Workload, describe_machine
+from spectr_jax import Proposal, TokenTree, get_method, theory
+
+NAMES = 'specinfer', 'spectr', 'traversal', 'ratio_block', 'race_block', 'race_traversal', 'race_layers'
+BOUNDS = {'bound': 'the bound of drawn texts', 'state': 'with state', 'correlated': 'correlated drafts, at most'}
+
+
+def _given(joint: np.ndarray) -> list[np.ndarray]:
+  """The distributions `[V^d, V]` after texts of d tokens; uniform after those that cannot occur."""
+  size, length, laws = joint.shape[0], joint.ndim, []
+  for depth in range(length):
+    own = joint.sum(axis=tuple(range(depth + 1, length))).reshape(-1, size)
+    total = own.sum(axis=1, keepdims=True)
+    laws.append(np.divide(own, total, out=np.full_like(own, 1 / size), where=total > 0))
+  return laws
+
+
+@functools.partial(jax.jit, static_argnames=('tree', 'name'))
+def _kept(tokens, draft_probs, target_probs, *, tree: TokenTree, name: str) -> jax.Array:
+  verifier = get_method(name).verifier
+
+  def one(row):
+    tokens, draft_probs, target_probs = row
+    law = verifier.law(tree, Proposal(tokens, draft_probs), target_probs, verifier.init_state(tree))
+    return jnp.sum(law, axis=1) @ jnp.asarray(tree.depths, law.dtype)
+
+  return jax.lax.map(one, (tokens, draft_probs, target_probs), batch_size=256)
+
+
+def kept_by_methods(draft_law, target_law, num_drafts: int, names, num_samples: int, seed: int) -> dict[str, tuple]:
+  """Tokens kept by each method, with the standard error."""
+  size, tree = draft_law.shape[0], TokenTree.chains(num_drafts, draft_law.ndim)
+  laws, rng = (_given(draft_law), _given(target_law)), np.random.default_rng(seed)
+  spelled = np.zeros((num_samples, tree.num_nodes + 1), int)
+  tokens = np.zeros((num_samples, tree.num_nodes), np.int32)
+  for node in range(1, tree.num_nodes + 1):
+    parent = tree.parents[node - 1]
+    sums = np.cumsum(laws[0][tree.depths[parent]][spelled[:, parent]], axis=1)
+    drawn = (rng.random((num_samples, 1)) * sums[:, -1:] >= sums).sum(axis=1)
+    tokens[:, node - 1] = np.minimum(drawn, size - 1)
+    spelled[:, node] = spelled[:, parent] * size + tokens[:, node - 1]
+  draft, target = (
+    np.stack(
+      [own[tree.depths[node]][spelled[:, node]] if tree.depths[node] < tree.max_depth else uniform for node in nodes],
+      axis=1,
+    ).astype(np.float32)
+    for own, nodes in zip(laws, (tree.parent_nodes, range(tree.num_nodes + 1)))
+    for uniform in [np.full((num_samples, size), 1 / size)]
+  )
+  found = {name: np.asarray(_kept(tokens, draft, target, tree=tree, name=name)) for name in names}
+  return {name: (float(own.mean()), float(own.std() / np.sqrt(num_samples))) for name, own in found.items()}
+
+
+def bound_of_texts(draft_law, target_law, num_drafts: int) -> float:
+  """The mean of `stateless_kept_bound` over all texts of the target, summed over their tokens."""
+  texts = np.indices(draft_law.shape).reshape(draft_law.ndim, -1).T
+  log_probs = []
+  with np.errstate(divide='ignore'):
+    for laws in (_given(draft_law), _given(target_law)):
+      number, own = np.zeros(len(texts), int), []
+      for depth, law in enumerate(laws):
+        own.append(np.log(law[number, texts[:, depth]]))
+        number = number * draft_law.shape[0] + texts[:, depth]
+      log_probs.append(np.stack(own, axis=1))
+  bound = theory.stateless_kept_bound(TokenTree.chains(num_drafts, draft_law.ndim), *log_probs)
+  return float(target_law.reshape(-1) @ bound.sum(axis=1))
+
+
+def measure_table(draft_law, target_law, num_drafts: int, num_samples: int, seed: int) -> dict:
+  """The record of one table and K."""
+  laws = draft_law / draft_law.sum(), target_law / target_law.sum()
+  optimum = theory.stateless_chains_optimum(*laws, num_drafts)
+  others = {
+    'bound': bound_of_texts(*laws, num_drafts),
+    'state': theory.stateless_chains_optimum(*laws, num_drafts, has_state=True),
+    'correlated': theory.stateless_chains_optimum(*laws, num_drafts, is_correlated=True),
+  }
+  methods = kept_by_methods(*laws, num_drafts, NAMES, num_samples, seed)
+  return {'optimum': optimum} | {
+    'shares': {name: value / optimum for name, value in others.items()}
+    | {name: value / optimum for name, (value, _) in methods.items()},
+    'errors': {name: error / optimum for name, (_, error) in methods.items()},
+  }
+
+
+def table(records: list[dict]) -> str:
+  """A Markdown table of means over tables, by temperature, K and L."""
+  columns = [*BOUNDS, *NAMES]
+  lines = [f'| temperature | K x L | tables | kept | {" | ".join(columns)} |', '|---' * (4 + len(columns)) + '|']
+  groups = dict.fromkeys((each['temperature'], each['num_drafts'], each['length']) for each in records)
+  for group in groups:
+    own = [each for each in records if (each['temperature'], each['num_drafts'], each['length']) == group]
+    means = [np.mean([each['shares'][name] for each in own]) for name in columns]
+    kept = np.mean([each['optimum'] for each in own])
+    lines.append(
+      f'| {group[0]:g} | {group[1]} x {group[2]} | {len(own)} | {kept:.2f} |'
+      f' {" | ".join(f"{mean:.3f}" for mean in means)} |'
+    )
+  return '\n'.join(lines)
+
+
+if __name__ == '__main__':
+  _TARGET = flags.DEFINE_string('target', DecodeOptions.target, 'The target model.')
+  _DRAFT = flags.DEFINE_string('draft', DecodeOptions.draft, 'The draft model.')
+  _TEMPERATURE = flags.DEFINE_list('temperature', ['1', '0.6'], 'Temperatures.')
+  _NUM_TABLES = flags.DEFINE_integer('num_tables', 4, 'Tables, of one prompt each.', lower_bound=1)
+  _NUM_CLASSES = flags.DEFINE_integer('num_classes', 8, 'V, classes.', lower_bound=2)
+  _LENGTH = flags.DEFINE_list('draft_length', ['3'], 'L, tokens.')
+  _NUM_DRAFTS = flags.DEFINE_list('num_drafts', ['2', '3'], 'K, drafts.')
+  _NUM_SAMPLES = flags.DEFINE_integer('num_samples', 8192, 'Drafts per table.', lower_bound=256)
+  _OUTPUT = flags.DEFINE_string('output', None, 'File for the results, JSON.')
+
+  def main(argv):
+    del argv
+    temperatures = list(command_line.parse_numbers('temperature', _TEMPERATURE.value, float, least=0))
+    lengths = list(command_line.parse_numbers('draft_length', _LENGTH.value))
+    numbers = list(command_line.parse_numbers('num_drafts', _NUM_DRAFTS.value))
+    options = DecodeOptions(
+      target=_TARGET.value, draft=_DRAFT.value, num_prompts=_NUM_TABLES.value, max_new_tokens=max(lengths)
+    )
+    records = []
+    with OutputFiles(output=_OUTPUT.value).apart_from(options.inputs()) as files:
+      loaded = Workload.load(options)
+      for temperature in temperatures:
+        own = dataclasses.replace(options, temperature=temperature)
+        workload = dataclasses.replace(loaded, options=own, sampling=own.sampling)
+        for length in lengths:
+          for prompt in range(_NUM_TABLES.value):
+            laws = real_tables(workload, prompt, _NUM_CLASSES.value, length, seed=prompt)
+            for number in numbers:
+              place = {'temperature': temperature, 'num_drafts': number, 'length': length, 'prompt': prompt}
+              records.append(place | measure_table(*laws, number, _NUM_SAMPLES.value, seed=prompt))
+              print(records[-1], flush=True)
+      run = {'num_classes': _NUM_CLASSES.value, 'num_samples': _NUM_SAMPLES.value, 'num_tables': _NUM_TABLES.value}
+      content = {'run': {'flags': run, **describe_machine()}, 'results': records}
+      files.write_after(lambda: print(table(records)), output=json.dumps(content, indent=2) + '\n')
+
+  command_line.run(main)

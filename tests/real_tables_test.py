@@ -1,0 +1,46 @@
+"""Tables cut from real distributions, and what is measured on them: closed forms."""
+
+import numpy as np
+import pytest
+
+from benchmarks.distance_to_optimum import bound_of_texts, kept_by_methods, table
+from benchmarks.real_tables import classes_of
+from benchmarks.rivals import best_of
+from spectr_jax import theory
+
+
+def test_classes_keep_the_order_of_ratios_and_are_equal():
+  rng = np.random.default_rng(0)
+  p, q = rng.dirichlet(np.ones(1000), 2)
+  classes = classes_of(p, q, 8)
+  ratios = [(q / p)[classes == own] for own in range(8)]
+  assert all(low.max() <= high.min() for low, high in zip(ratios, ratios[1:]))
+  np.testing.assert_allclose(np.bincount(classes, (p + q) / 2), 1 / 8, atol=0.01)
+  # A token that has nearly all mass fills a class of its own.
+  assert set(classes_of(np.array([0.98, 0.01, 0.01]), np.array([0.9, 0.02, 0.08]), 4)) == {1, 3}
+
+
+def test_one_draft():
+  """The bound is the optimum, and so is what the best methods keep."""
+  rng = np.random.default_rng(1)
+  p, q = rng.dirichlet(np.ones(9), 2).reshape(2, 3, 3)
+  optimum = theory.stateless_chains_optimum(p, q, 1)
+  assert bound_of_texts(p, q, 1) == pytest.approx(optimum, abs=1e-6)
+  for value, error in kept_by_methods(p, q, 1, ('race_traversal', 'race_layers'), 4096, seed=0).values():
+    assert abs(value - optimum) < 4 * error
+
+
+def test_tables_of_records():
+  shares = dict.fromkeys(
+    ('bound', 'state', 'correlated', 'specinfer', 'spectr', 'traversal', 'ratio_block', 'race_block', 'race_traversal'),
+    0.5,
+  ) | {'race_layers': 0.25}
+  place = {'temperature': 1.0, 'num_drafts': 2, 'length': 3, 'shares': shares}
+  text = table([place | {'optimum': 2.0}, place | {'optimum': 3.0}])
+  assert text.splitlines()[2].startswith('| 1 | 2 x 3 | 2 | 2.50 | 0.500 |')
+  assert text.endswith('| 0.500 | 0.250 |')
+  record = {'temperature': 1.0, 'shape': '2 x 8', 'num_nodes': 16, 'method': 'race_traversal', 'tokens': [2.0, 4.0]}
+  alone = record | {'shape': '1 x 16', 'method': 'block', 'tokens': [4.0, 4.0]}
+  best = best_of([record, alone], 16, 1.0)
+  assert best['race_traversal'] is alone  # with a single draft it is `block`
+  assert best_of([record], 8, 1.0) == {}
