@@ -92,13 +92,15 @@ def _load_model(options: DecodeOptions, path: str, mesh: Mesh | None) -> tuple[M
 def _load_head(options: DecodeOptions, head: HeadFiles, target: Model) -> tuple[Drafter, dict[str, Any]]:
   """A head on the target, and its description."""
   drafter = head.load(target, dtype=options.dtype or None)
+  leaves = jax.tree.leaves(drafter, is_leaf=is_quantized)
+  wide = [leaf for leaf in leaves if not is_quantized(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)]
   info = {
     'path': portable(options.draft_model),
     'num_params': head.num_params,
-    'dtype': jax.tree.leaves(drafter)[0].dtype.name,
+    'dtype': wide[0].dtype.name,
     'head': head.format,
   }
-  return drafter.for_decoding(), info
+  return drafter.for_decoding(), info | ({'weights': BLOCKS} if any(map(is_quantized, leaves)) else {})
 
 
 @dataclasses.dataclass(frozen=True)
