@@ -4,7 +4,9 @@ import collections
 
 import pytest
 
-MOST = 240  # of a process; a default test that needs another shape than those of canon.py is to be marked slow
+# Of a process: what all processes of a run compile together (151), and a tenth. A default test that needs another shape
+# than those of canon.py is to be marked slow.
+MOST = 170
 
 
 class LoopBudget:

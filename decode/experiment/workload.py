@@ -125,13 +125,14 @@ def _fit_draft(
   """The draft for the target, and what their vocabularies share if they are not the same.
 
   Raises:
-    ValueError: Vocabularies share nothing, or differ and the draft is the shipped one, since none is given.
+    ValueError: Vocabularies share nothing, or differ and one model is the shipped one, since none is given.
   """
   pair = f'{options.target} and {options.draft_model}'
-  if options.draft == DecodeOptions.draft and first_difference(tokenizer, own) is not None:
+  shipped = [role for role in ('target', 'draft') if getattr(options, role) == getattr(DecodeOptions, role)]
+  if shipped and first_difference(tokenizer, own) is not None:
     raise ValueError(
-      f'{pair} have different tokenizers; the draft is the shipped one, since none is given: give --draft, or'
-      ' --method=autoregressive'
+      f'{pair} have different tokenizers; the {shipped[0]} is the shipped one, since none is given: give'
+      f' --{shipped[0]}' + (', or --method=autoregressive' if shipped == ['draft'] else '')
     )
   try:
     fitted = fit_draft(draft, own, target, tokenizer)
