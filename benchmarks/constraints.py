@@ -165,4 +165,4 @@ if __name__ == '__main__':
         own['calls'] = calls(target, draft, tokenizer, _PROMPTS.value, 64)
       outputs.write_after(lambda: print(json.dumps(found, indent=1)), output=json.dumps(found, indent=1) + '\n')
 
-  command_line.run(main, ['--output=constraints.json', '--output=constraints.json --target=model.gguf'])
+  command_line.run(main, ['--output=constraints.json', '--output=constraints.json --target=MODEL.gguf'])
