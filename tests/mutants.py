@@ -64,8 +64,9 @@ _MUTANTS = (
   ('draft_cache_full', 'spectr_jax/draft/model_drafter.py', 'jnp.where(is_active, num_committed - missing, 0)',
    'jnp.where(is_active, jnp.minimum(num_committed - missing, path.shape[1] - 1), 0)',
    'draft/model_drafter_test.py engine/generate_test.py'),
-  ('draft_before_top_p', 'spectr_jax/draft/drawing.py', '(probs, new_probs, first, axis=1)), new_probs',
-   '(probs, jax.nn.softmax(logits.astype(new_probs.dtype)), first, axis=1)), new_probs', 'draft/model_drafter_test.py'),
+  ('draft_before_top_p', 'spectr_jax/draft/drawing.py', '(probs, new_probs, first, axis=1), states), new_probs',
+   '(probs, jax.nn.softmax(logits.astype(new_probs.dtype)), first, axis=1), states), new_probs',
+   'draft/model_drafter_test.py'),
   ('growth_sees_draw', 'spectr_jax/draft/growth.py', 'jnp.where(above < 0, -1, drawn)',
    'jnp.where((above < 0) | (probs[own, drawn] < 0.3), -1, drawn)', 'draft/growth_test.py draft/drafters_test.py'),
 
