@@ -125,29 +125,33 @@ def test_several_processes_write_parts_and_an_index(pair, many_prompts, tmp_path
 @pytest.mark.slow
 @pytest.mark.usefixtures('own_programs')
 def test_a_run_that_is_killed_at_any_moment_is_gone_on_with(pair, many_prompts, tmp_path):
-  commands.succeed('decode.bulk', *flags(pair, many_prompts, tmp_path / 'straight.jsonl', num_seeds=3))
+  # So many that no machine ends between two looks at the file.
+  commands.succeed('decode.bulk', *flags(pair, many_prompts, tmp_path / 'straight.jsonl', num_seeds=30))
   wanted = by_place(read(tmp_path / 'straight.jsonl'))
-  assert len(wanted) == 69
-  path, rng, num_lines = tmp_path / 'killed.jsonl', np.random.default_rng(3), 0
-  # At its start, where the file may be there or not.
-  for wait in (0.5, 2, 4):
-    process = start(pair, many_prompts, path, '--resume', num_seeds=3)
-    time.sleep(wait)
-    process.kill()
-    process.communicate()
-  for _ in range(4):
-    process = start(pair, many_prompts, path, '--resume', num_seeds=3)
-    # Killed when some more lines are there, and a moment later: while others are written or decoded.
-    target = num_lines + int(rng.integers(1, 6))
-    while process.poll() is None and (not path.exists() or path.read_bytes().count(b'\n') < target):
+  assert len(wanted) == 690
+  path, rng = tmp_path / 'killed.jsonl', np.random.default_rng(3)
+
+  def num_lines():
+    return path.read_bytes().count(b'\n') if path.exists() else 0
+
+  def kill_when(is_time):
+    process = start(pair, many_prompts, path, '--resume', num_seeds=30)
+    while process.poll() is None and not is_time():
       time.sleep(0.001)
+    # A moment later: while others are written or decoded.
     time.sleep(float(rng.uniform(0, 0.01)))
     process.kill()
     process.communicate()
     assert process.returncode == -signal.SIGKILL
-    num_lines = path.read_bytes().count(b'\n')
-  assert 4 <= num_lines < 69
-  commands.succeed('decode.bulk', *flags(pair, many_prompts, path, '--resume', num_seeds=3))
+
+  # At its start, where the file may be there or not.
+  kill_when((tmp_path / '.killed.jsonl.lock').exists)
+  kill_when(path.exists)
+  for _ in range(4):
+    target = num_lines() + int(rng.integers(1, 6))
+    kill_when(lambda target=target: num_lines() >= target)
+  assert 4 <= num_lines() < 690
+  commands.succeed('decode.bulk', *flags(pair, many_prompts, path, '--resume', num_seeds=30))
   assert by_place(read(path)) == wanted
 
 
