@@ -7,6 +7,7 @@ and it reads beyond the end of a truncated file.
 from __future__ import annotations
 
 import dataclasses
+import mmap
 import os
 import struct
 from typing import Any
@@ -45,6 +46,12 @@ class GgufHeader:
   metadata: dict[str, Any]
   tensors: dict[str, StoredTensor]  # by llama.cpp's names
   data: np.ndarray  # uint8 `[bytes]`, the file mapped into memory
+  mapping: mmap.mmap | None = None  # what `data` is in; None for an array in memory
+
+  def forget(self) -> None:
+    """Gives back the memory of what was read of `data`; what is read again comes from the file."""
+    if self.mapping is not None and hasattr(mmap, 'MADV_DONTNEED'):
+      self.mapping.madvise(mmap.MADV_DONTNEED)
 
   def required(self, key: str) -> Any:
     if key not in self.metadata:
@@ -119,7 +126,8 @@ def read_header(path: str | os.PathLike[str]) -> GgufHeader:
   with untrusted.open_file(path) as file:
     if file.read(len(_MAGIC)) != _MAGIC:
       raise ValueError(f'{path} is not a GGUF file')
-    data = np.asarray(np.memmap(file, np.uint8, mode='r'))
+    mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+  data = np.frombuffer(mapping, np.uint8)
   try:
     metadata, tensors = _parse(_Cursor(data, len(_MAGIC)))
   except EOFError:
@@ -131,7 +139,7 @@ def read_header(path: str | os.PathLike[str]) -> GgufHeader:
   num_files = metadata.get('split.count', 1)
   if type(num_files) is not int or num_files != 1:
     raise ValueError(f'{path} is one of {untrusted.shown(num_files)} files: merge them with llama-gguf-split --merge')
-  return GgufHeader(path, metadata, tensors, data)
+  return GgufHeader(path, metadata, tensors, data, mapping)
 
 
 def _parse(cursor: _Cursor) -> tuple[dict[str, Any], dict[str, StoredTensor]]:

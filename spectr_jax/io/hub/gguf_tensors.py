@@ -46,7 +46,7 @@ class GgufTensors(Tensors):
   """The tensors of a GGUF file, by the hub's names and in its layout. Reading a part reads no more of the file."""
 
   def __init__(self, header: GgufHeader, config: dict[str, Any], architecture: str):
-    self._path = header.path
+    self._header = header
     self._sources: dict[str, _Source] = {}
     end = 0
     for name, stored in sorted(header.tensors.items(), key=lambda item: item[1].offset):
@@ -80,6 +80,7 @@ class GgufTensors(Tensors):
     source = self._source(name)
     if len(index) != len(source.shape) or any(part.step not in (None, 1) for part in index):
       raise ValueError(f'{name} has {len(source.shape)} axes: expected a slice of step 1 for each, got {index}')
+    self._header.forget()
     if source.is_transposed:
       return _read(source, index[::-1]).T
     return _read(source, index)
@@ -91,12 +92,13 @@ class GgufTensors(Tensors):
     source = self._source(name)
     if source.quantization is None or len(source.shape) != 2:
       return None
+    self._header.forget()
     parts = [source.stored[source.stored_rows(some)] for some in rows]
     return np.concatenate(parts) if len(parts) > 1 else parts[0], source.quantization.name
 
   def _source(self, name: str) -> _Source:
     if name not in self._sources:
-      raise ValueError(f'{self._path} has no tensor {name}')
+      raise ValueError(f'{self._header.path} has no tensor {name}')
     return self._sources[name]
 
 

@@ -1,5 +1,9 @@
 """Models whose matrices stay in the blocks of their `.gguf` file."""
 
+import pathlib
+import re
+
+import gguf
 import gguf_files
 import jax
 import jax.numpy as jnp
@@ -10,6 +14,8 @@ from gguf import GGMLQuantizationType as Type
 from spectr_jax import TokenTree, generate, load_drafter, load_model
 from spectr_jax.draft import head_drafter
 from spectr_jax.io.heads.save import save_drafter
+from spectr_jax.io.hub.gguf_header import read_header
+from spectr_jax.io.hub.gguf_tensors import GgufTensors
 from spectr_jax.io.load import open_model
 from spectr_jax.kernels.block_kernel import is_in_blocks
 from spectr_jax.kernels.int8 import check_savable
@@ -112,3 +118,24 @@ def test_bad_scales_are_named(tmp_path):
   path = gguf_files.write_model(tmp_path / 'model.gguf', 'llama', Type.Q8_0, tensors=tensors)
   with pytest.raises(ValueError, match=f'tensor {name}: a scale of its Q8_0 blocks is not finite'):
     _load(path, weights='blocks')
+
+
+@pytest.mark.skipif(not pathlib.Path('/proc/self/status').exists(), reason='memory is read from /proc')
+def test_what_was_read_of_a_file_is_given_back(tmp_path):
+  """All tensors together are 32 MiB; no more of the file than one of them stays in memory."""
+  writer = gguf.GGUFWriter(tmp_path / 'large.gguf', 'llama')
+  for layer in range(32):
+    writer.add_tensor(f'blk.{layer}.ffn_up.weight', np.ones((512, 512), np.float32))
+  writer.write_header_to_file()
+  writer.write_kv_data_to_file()
+  writer.write_tensors_to_file()
+  writer.close()
+
+  def resident():  # MiB of files
+    return int(re.search(r'RssFile:\s+(\d+) kB', pathlib.Path('/proc/self/status').read_text())[1]) / 1024
+
+  config = {'architectures': ['LlamaForCausalLM'], 'num_hidden_layers': 32}
+  tensors = GgufTensors(read_header(tmp_path / 'large.gguf'), config, 'llama')
+  before, whole = resident(), (slice(None), slice(None))
+  assert all(tensors.read(name, whole).sum() == 512 * 512 for name in tensors.names())
+  assert resident() < before + 8
