@@ -50,11 +50,16 @@ def grid(options: DecodeOptions, max_depth: int | None = None) -> list[Setting]:
     is_default = options.num_drafts == AUTO_GRID['num_drafts']
     num_drafts = (1,) if is_default else options.num_drafts
     options = dataclasses.replace(options, tree=('chains', *GREEDY_TREES), num_drafts=num_drafts)
+  grids = [options]
+  if options.draft_length == AUTO_GRID['draft_length'] and 1 in options.num_drafts and 'chains' in options.tree:
+    # A single guess is worth a run where each costs the target much, several of one token are not.
+    grids.insert(0, dataclasses.replace(options, tree=('chains',), num_drafts=(1,), draft_length=(1,)))
   settings = [
     setting
     for method in METHODS.values()
     if method.is_lossless and options.takes_guesses(method)
-    for setting in settings_of(method, options, skip_unfit=True)
+    for each in grids
+    for setting in settings_of(method, each, skip_unfit=True)
   ]
   is_mixed = options.has_lookup and bool(options.draft_model)
   return worth_comparing(settings, is_greedy=is_greedy, is_mixed=is_mixed, max_depth=max_depth)

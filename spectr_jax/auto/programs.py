@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from spectr_jax.auto.calibration import Calibration
+from spectr_jax.auto.calibration import Calibration, Observation
 from spectr_jax.auto.setting import Setting, baseline_among, source_of, tree_name_of, tuned, with_thresholds
 
 # Of a short grid: the most settings, the most guesses of a tree, and the fewest batches that a setting decodes.
@@ -71,15 +71,24 @@ def candidates_of(settings: Sequence[Setting]) -> list[Setting]:
   return [baseline, *chosen]
 
 
-def speed_up_at(setting: Setting, rate: float, seconds: Sequence[float] | np.ndarray, step_seconds: float) -> float:
+def speed_up_at(
+  setting: Setting, kept: np.ndarray, seconds: Sequence[float] | np.ndarray, step_seconds: float
+) -> float:
   """The promise of a setting: tokens of a round over its time, in steps of autoregressive decoding.
 
-  A chain is kept to depth d with probability rate^d, and each of several on its own. Verification costs nothing here,
-  so no setting is faster than this. `seconds` are those of the target's calls on one token and on the tree.
+  A single draft keeps depth d with probability `kept[d - 1]`, each of several on its own. Verification costs nothing
+  here, so no setting is faster than this. `seconds` are those of the target's calls on one token and on the tree.
   """
   depth = setting.tree.max_depth
-  is_kept = 1 - (1 - rate ** np.arange(1, depth + 1)) ** (setting.tree.num_nodes / depth)
+  is_kept = 1 - (1 - kept[:depth]) ** (setting.tree.num_nodes / depth)
   return float((1 + is_kept.sum()) * seconds[0] / (seconds[1] + depth * step_seconds))
+
+
+def kept_by_depth(seen: Observation) -> np.ndarray:
+  """How often a single draft keeps each depth; below the depths that were seen, at the rate of all that were."""
+  rate = sum(seen.kept) / max(seen.num_calls + sum(seen.kept[:-1]), 1)
+  kept = np.array(seen.kept) / max(seen.num_calls, 1)
+  return np.concatenate([kept, kept[-1] * rate ** np.arange(1, _MOST_NODES + 1)])
 
 
 def of_the_first_process(values: Sequence[float]) -> np.ndarray:
@@ -100,22 +109,22 @@ def shortlist(calibration: Calibration, candidates: Sequence[Setting]) -> list[S
   if not others or any(setting.tree.num_nodes not in times for setting in candidates):
     return [baseline]
 
-  def promises(settings: Sequence[Setting], rate: float, step: float) -> np.ndarray:
+  def promises(settings: Sequence[Setting], kept: np.ndarray, step: float) -> np.ndarray:
     return of_the_first_process(
-      [speed_up_at(each, rate, (times[0], times[each.tree.num_nodes]), step) for each in settings]
+      [speed_up_at(each, kept, (times[0], times[each.tree.num_nodes]), step) for each in settings]
     )
 
   single = [each for each in others if each.tree.is_chain] or others
-  first = single[int(promises(single, _RATE, _STEP * times[0]).argmax())]
+  first = single[int(promises(single, _RATE ** np.arange(1, _MOST_NODES + 1), _STEP * times[0]).argmax())]
   if any(not Program(kind, first).is_in(calibration) for kind in (DRAFT, ROUNDS)):
     return [baseline, first]
   seen = calibration.observations[str(first)]
   step = calibration.draft_seconds[tree_name_of(first)] / first.tree.max_depth
-  rate = sum(seen.kept) / max(seen.num_calls + sum(seen.kept[:-1]), 1)
+  kept = kept_by_depth(seen)
   chosen = [baseline, first]
   for alike in (single, [each for each in others if each not in single]):
     rest = [each for each in alike if each != first]
-    if rest and (promised := promises(rest, rate, step)).max() > 1:
+    if rest and (promised := promises(rest, kept, step)).max() > 1:
       chosen.append(rest[int(promised.argmax())])
   return chosen
 

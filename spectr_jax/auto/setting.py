@@ -134,7 +134,8 @@ def default_settings(draft: Model | Drafter | None, *, is_greedy: bool = False) 
       continue
     counts = (1,) if may_grow else NUM_DRAFTS
     most = max(counts) if method.max_drafts is None else method.max_drafts
-    settings += [Setting.of_chains(method, min(k, most), length) for length in DRAFT_LENGTHS for k in counts]
+    sizes = [(1, 1), *((min(k, most), length) for length in DRAFT_LENGTHS for k in counts)]
+    settings += [Setting.of_chains(method, *size) for size in sizes]
     if may_grow and method.takes_grown and method.takes_given and method.max_drafts is None:
       trees = map(TokenTree.slots, GREEDY_WIDTHS)
       settings += [Setting(method, 0, tree.max_depth, tree, Likeliest()) for tree in trees]

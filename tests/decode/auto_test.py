@@ -50,9 +50,10 @@ def test_trees_that_a_method_or_a_draft_cannot_use_are_left_out():
   assert _trees(settings, 'block') == {'chains'}
   from_one = auto_choice.grid(_options(tree=trees, growth_threshold=0.1, num_drafts=(2,), draft_length=(2,)))
   assert _trees(from_one, 'spectr') == {'chains', 'likeliest:2,2 from 0.1', 'confident:2,1 from 0.1'}
-  assert {setting.draft_length for setting in auto_choice.grid(_options(), 4)} == {0, 2, 4}
+  assert {setting.draft_length for setting in auto_choice.grid(_options(), 4)} == {0, 1, 2, 4}
   with pytest.raises(ValueError, match='^the draft guesses 1 tokens ahead, and all trees are deeper$'):
-    auto_choice.grid(_options(), 1)
+    auto_choice.grid(_options(draft_length=(2,)), 1)
+  assert {setting.draft_length for setting in auto_choice.grid(_options(), 1)} == {0, 1}
 
 
 @pytest.mark.parametrize(
@@ -364,22 +365,22 @@ _NOTHING = calibration.Calibration({'device': 'test', 'batch_size': 1}, {}, {}, 
   [
     # Scoring costs nothing: longer drafts where many guesses are kept, more and shorter ones where few are.
     (0.0, 0.9, 'block K=1 L=4', ['block K=1 L=8', 'race_traversal K=2 L=4']),
-    (0.0, 0.3, 'block K=1 L=4', ['block K=1 L=2', 'race_traversal K=4 L=2']),
+    (0.0, 0.3, 'block K=1 L=4', ['block K=1 L=1', 'race_traversal K=4 L=2']),
     # A third of a call: short ones.
-    (1e-3, 0.8, 'block K=1 L=2', ['block K=1 L=4', 'race_traversal K=2 L=2']),
+    (1e-3, 0.8, 'block K=1 L=1', ['block K=1 L=2', 'race_traversal K=2 L=2']),
     # A whole call: nothing else is tried.
-    (3e-3, 0.8, 'block K=1 L=2', []),
+    (3e-3, 0.8, 'block K=1 L=1', []),
   ],
 )
 def test_a_short_grid_is_what_the_slope_of_the_target_allows(node, rate, first, others, settings):
   measured, done = _measured(_NOTHING, settings, node=node, rate=rate)
   compared = [str(each) for each in programs.plan(measured, settings, is_short=True)[0]]
   assert compared == ['autoregressive', first, *others]
-  sizes = [f'timing the target on {size + 1} tokens' for size in (0, 2, 4, 8)]
-  assert done[:4] == sizes
-  assert done[4].startswith('timing the draft on chains 1x')
-  assert done[5:] == [f'decoding with {name}' for name in compared]
-  assert len(done) <= programs.plan(_NOTHING, settings, is_short=True)[2] == 9
+  sizes = [f'timing the target on {size + 1} tokens' for size in (0, 1, 2, 4, 8)]
+  assert done[:5] == sizes
+  assert done[5].startswith('timing the draft on chains 1x')
+  assert done[6:] == [f'decoding with {name}' for name in compared]
+  assert len(done) <= programs.plan(_NOTHING, settings, is_short=True)[2] == 10
   predictions = prediction.predict(measured, programs.plan(measured, settings, is_short=True)[0])
   assert all(each.is_observed and each.tokens_per_second > 0 for each in predictions)
 
@@ -387,11 +388,11 @@ def test_a_short_grid_is_what_the_slope_of_the_target_allows(node, rate, first, 
 def test_a_short_grid_promises_no_more_than_the_closed_form():
   """One draft: (1 - a^(L+1)) / (1 - a) tokens, over 1 + L c calls where scoring costs nothing."""
   setting = auto_setting.Setting.of_chains(METHODS['block'], 1, 5)
-  tokens = theory.expected_chain_tokens(0.6, 5)
+  tokens, kept = theory.expected_chain_tokens(0.6, 5), 0.6 ** np.arange(1, 9)
   wanted = theory.speed_up(tokens, 5, draft_cost=0.2)
-  assert programs.speed_up_at(setting, 0.6, (1.0, 1.0), 0.2) == pytest.approx(float(wanted))
+  assert programs.speed_up_at(setting, kept, (1.0, 1.0), 0.2) == pytest.approx(float(wanted))
   several = auto_setting.Setting.of_chains(METHODS['race_traversal'], 4, 5)
-  assert programs.speed_up_at(setting, 0.6, (1, 1), 0) < programs.speed_up_at(several, 0.6, (1, 1), 0) < 6
+  assert programs.speed_up_at(setting, kept, (1, 1), 0) < programs.speed_up_at(several, kept, (1, 1), 0) < 6
 
 
 @pytest.mark.parametrize('changes', [{'draft': 'lookup'}, {'draft': 'lookup+here'}, {'temperature': 0.0}])
