@@ -1,5 +1,6 @@
 """Packages of engines without what they need to serve: the modules that verify import little, and that is replaced."""
 
+import ast
 import dataclasses
 import importlib.util
 import pathlib
@@ -76,3 +77,15 @@ def install_flashspec():
   """Makes the samplers of flashspec importable without its engine."""
   if 'flashspec' not in sys.modules:
     _packages('flashspec', 'sampling', 'utils')
+
+
+def function_of(file, name, **names):
+  """A function of a file below a folder of `sys.path`, without the rest of the file; `names` are what it uses."""
+  path = next((path for folder in sys.path if (path := pathlib.Path(folder, file)).is_file()), None)
+  if path is None:
+    raise ModuleNotFoundError(f'there is no {file} below a folder of PYTHONPATH', name=file)
+  for node in ast.parse(path.read_text(encoding='utf-8')).body:
+    if isinstance(node, ast.FunctionDef) and node.name == name:
+      exec(compile(ast.Module([node], []), str(path), 'exec'), names)
+      return names[name]
+  raise ModuleNotFoundError(f'{path} has no function {name}', name=name)

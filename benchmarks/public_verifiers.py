@@ -163,6 +163,36 @@ def seqspecdecod_capped(seed, tokens, draft_probs, target_probs):
   return _rounds(capped_hsd, capped_hsd.capped_hsd_step, seed, tokens, draft_probs, target_probs)
 
 
+@functools.cache
+def _hsd():
+  import torch
+
+  file = 'transformers/generation/utils.py'
+  return engine_stubs.function_of(file, '_speculative_sampling', torch=torch, F=torch.nn.functional)
+
+
+def _hsd_round(guesses, draft_probs, target_probs):
+  """The tokens that one row keeps."""
+  import torch
+
+  return _hsd()(
+    guesses[None], draft_probs.log()[None], len(guesses), target_probs.log()[None], torch.zeros(1, dtype=torch.bool),
+    backward=True, clever=True, stop=lambda *_, **__: False,
+  )[0][0]  # fmt: skip
+
+
+def hsd(seed, tokens, draft_probs, target_probs):
+  """`_speculative_sampling` of Hierarchical-Speculative-Decoding, `backward` and `clever`; whole drafts alone."""
+  import torch
+
+  torch.manual_seed(seed)
+  emitted = torch.full((len(tokens), tokens.shape[1] + 1), -1)
+  for row, (guesses, draft, target) in enumerate(zip(tokens.long(), draft_probs, target_probs)):
+    kept = _hsd_round(guesses, draft, target)
+    emitted[row, : len(kept)] = kept
+  return emitted
+
+
 _TORCH, _WHOLE = {'arrays': 'torch'}, {'arrays': 'torch', 'is_ragged': False}
 _OPTIONS = {
   tpu_inference: {},
@@ -171,6 +201,7 @@ _OPTIONS = {
   flashspec: _WHOLE,
   seqspecdecod_standard: _WHOLE,
   seqspecdecod_capped: _WHOLE,
+  hsd: _WHOLE,
 }
 
 if __name__ == '__main__':

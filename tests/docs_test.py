@@ -423,7 +423,9 @@ _NOT_RUN = {
   'train.head': 'trains for hours: tests/train/head_test.py',
   'benchmarks.drafters': 'needs a public model: tests/benchmarks_test.py',
   'benchmarks.share_of_optimum': 'tests/decode/run_test.py measures such shares',
-  'benchmarks.public_verifiers': "needs other projects' packages: tests/engines",
+  **dict.fromkeys(
+    ('benchmarks.public_verifiers', 'benchmarks.engine_drafts'), "needs other projects' packages: tests/engines"
+  ),
   **dict.fromkeys(
     ('benchmarks.auto', 'benchmarks.growth', 'benchmarks.refill', 'benchmarks.speed'),
     'times large models or many settings: tests/benchmarks_test.py',
