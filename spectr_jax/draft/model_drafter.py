@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -50,10 +50,29 @@ def _with_previous(state: _State, seen: jax.Array) -> jax.Array:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class ModelDrafter(DrawingDrafter):
-  """A drafter that draws from a model, see `model_drafter`."""
+class CachedModelDrafter(DrawingDrafter):
+  """A drafter that draws from one model, whose cache is the field `cache` of its state."""
 
   model: Model
+
+  def shardings(self, sharding) -> Self:
+    return dataclasses.replace(
+      super().shardings(sharding), model=sharding.of_model(self.model, is_divided=sharding.is_draft_divided)
+    )
+
+  def state_shardings(self, sharding, state: Any) -> Any:
+    rows = sharding.of_rows(dataclasses.replace(state, cache=None))
+    cache = sharding.of_cache(state.cache, self.model, role='draft', is_divided=sharding.is_draft_divided)
+    return dataclasses.replace(rows, cache=cache)
+
+  def for_decoding(self) -> Self:
+    return dataclasses.replace(self, model=self.model.for_decoding())
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ModelDrafter(CachedModelDrafter):
+  """A drafter that draws from a model, see `model_drafter`."""
 
   @property
   def vocab_size(self) -> int:
@@ -123,19 +142,6 @@ class ModelDrafter(DrawingDrafter):
     return _State(
       cache=cache, tail=jnp.where(is_active[:, None], tail, state.tail), has_previous=state.has_previous | is_active
     )
-
-  def shardings(self, sharding) -> ModelDrafter:
-    return dataclasses.replace(
-      super().shardings(sharding), model=sharding.of_model(self.model, is_divided=sharding.is_draft_divided)
-    )
-
-  def state_shardings(self, sharding, state: _State) -> _State:
-    rows = sharding.of_rows(dataclasses.replace(state, cache=None))
-    cache = sharding.of_cache(state.cache, self.model, role='draft', is_divided=sharding.is_draft_divided)
-    return dataclasses.replace(rows, cache=cache)
-
-  def for_decoding(self) -> ModelDrafter:
-    return dataclasses.replace(self, model=self.model.for_decoding())
 
 
 def model_drafter(model: Model) -> ModelDrafter:

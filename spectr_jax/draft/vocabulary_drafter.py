@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from spectr_jax.draft.drafter import Commitment, DraftContext, DraftRequest
-from spectr_jax.draft.drawing import DrawingDrafter, ScoredNodes, draw_tree
+from spectr_jax.draft.drawing import ScoredNodes, draw_tree
+from spectr_jax.draft.model_drafter import CachedModelDrafter
 from spectr_jax.draft.shared_vocabulary import DraftTexts, SharedVocabulary
 from spectr_jax.model import PREFILL_CHUNK, Model, ModelOutput
 from spectr_jax.proposal import Proposal
@@ -38,10 +39,9 @@ class _State:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class VocabularyDrafter(DrawingDrafter):
+class VocabularyDrafter(CachedModelDrafter):
   """A drafter that draws from a model with another vocabulary, see `vocabulary_drafter`."""
 
-  model: Model
   vocabulary: SharedVocabulary
   reads_tokens = True
 
@@ -177,19 +177,6 @@ class VocabularyDrafter(DrawingDrafter):
     num_new = jnp.where(num_committed > 0, state.num_pending + num_kept, 0)
     cache = self.model.commit_fn(state.cache, slots.astype(jnp.int32), num_new)
     return _State(cache, state.start, state.num_read + num_new)
-
-  def shardings(self, sharding) -> VocabularyDrafter:
-    return dataclasses.replace(
-      super().shardings(sharding), model=sharding.of_model(self.model, is_divided=sharding.is_draft_divided)
-    )
-
-  def state_shardings(self, sharding, state: _State) -> _State:
-    rows = sharding.of_rows(dataclasses.replace(state, cache=None))
-    cache = sharding.of_cache(state.cache, self.model, role='draft', is_divided=sharding.is_draft_divided)
-    return dataclasses.replace(rows, cache=cache)
-
-  def for_decoding(self) -> VocabularyDrafter:
-    return dataclasses.replace(self, model=self.model.for_decoding())
 
 
 def vocabulary_drafter(model: Model, vocabulary: SharedVocabulary) -> VocabularyDrafter:

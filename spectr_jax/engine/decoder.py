@@ -110,6 +110,10 @@ class Decoder:
     Raises:
       ValueError: The parts do not fit each other; the message names what would fit.
     """
+    if not isinstance(target, Model):
+      raise ValueError(f'target must be a Model, got {type(target).__name__}')
+    if not isinstance(draft, Model | Drafter | None):
+      raise ValueError(f'draft must be a Model, a Drafter or None, got {type(draft).__name__}')
     method = get_method(method or (DEFAULT_METHOD if draft is not None else 'autoregressive'))
     drafter = None if method.max_drafts == 0 else as_drafter(draft)
     tree = method.tree_for(_default_tree(method, drafter) if tree is None else tree)
