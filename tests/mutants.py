@@ -77,7 +77,7 @@ _MUTANTS = (
    'engine/logprobs_test.py engine/equivalence_test.py'),
 
   ('engine_bonus', 'spectr_jax/engine/loop.py', 'jnp.argmax(is_eos, axis=1), verdict.num_accepted) + 1',
-   'jnp.argmax(is_eos, axis=1), jnp.minimum(verdict.num_accepted, tree.max_depth - 1)) + 1',
+   'jnp.argmax(is_eos, axis=1), jnp.minimum(verdict.num_accepted, max(tree.max_depth - 1, 0))) + 1',
    'engine/generate_test.py'),
   ('engine_eos', 'spectr_jax/engine/loop.py', 'has_eos = jnp.any(is_eos, axis=1)', 'has_eos = is_eos[:, -1]',
    'engine/generate_test.py'),
