@@ -2,7 +2,7 @@
 
 Command   python -m benchmarks.constrained_peers --target=MODEL.gguf --head=pretrained/smollm2_head --output=FILE.json
 Model     a `.gguf` file with a chat template; ours multiplies in the file's blocks, as llama.cpp does; transformers
-          computes in --peer_dtype. --nopeers leaves both out, --free decodes with ours without constraints as well
+          computes in --peer_dtype. --peers= leaves both out, --free decodes with ours without constraints as well
 Prompts   the schemas of `benchmarks.constraints` with two tasks each, at --temperature
 Peers     `pip install xllamacpp torch transformers xgrammar gguf`, each with its own defaults of white space
 
@@ -204,7 +204,7 @@ def describe(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
 if __name__ == '__main__':
   _TARGET = flags.DEFINE_string('target', None, 'A GGUF file.', required=True)
   _HEAD = flags.DEFINE_string('head', 'pretrained/smollm2_head', 'A head on it.')
-  _PEERS = flags.DEFINE_bool('peers', True, 'Whether to run llama.cpp, and transformers with xgrammar.')
+  _PEERS = flags.DEFINE_list('peers', ['llama.cpp', 'transformers'], 'Which of these two to run.')
   _PEER_DTYPE = flags.DEFINE_enum('peer_dtype', 'float32', ['float32', 'bfloat16'], 'What transformers compute in.')
   _FREE = flags.DEFINE_bool('free', False, 'Whether ours decodes without constraints as well.')
   _SCHEMAS = flags.DEFINE_integer('num_schemas', len(SCHEMAS), 'How many of the schemas.', lower_bound=1)
@@ -220,8 +220,9 @@ if __name__ == '__main__':
       prompts = make_prompts(tokenizer, _TEMPERATURE.value)
       longest = max(len(prompt.tokens) for prompt in prompts)
       ways = own_ways(path, _HEAD.value, names, limit, longest, free=_FREE.value)
-      if _PEERS.value:
+      if 'llama.cpp' in _PEERS.value:
         ways['llama.cpp'] = llama_cpp_way(path, limit, longest)
+      if 'transformers' in _PEERS.value:
         ways['transformers, xgrammar'] = transformers_way(path, _PEER_DTYPE.value, tokenizer, limit)
       for way in ways.values():  # compiles
         way(prompts[0])
