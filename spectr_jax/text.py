@@ -99,6 +99,8 @@ def generate_text(
     raise ValueError(f'a text has at least one token, and {empty[0]!r} has none')
   key = jax.random.key(seed, impl='threefry2x32')
   longest = max(_SHORTEST, 1 << (max(map(len, prompts)) - 1).bit_length())
+  constraints, numbers = numbered(constraint, len(prompts))
+  own = [None if numbers is None or numbers[i] < 0 else constraints[numbers[i]] for i in range(len(prompts))]
   if method == _AUTO:
     if tree is not None:
       raise ValueError('auto chooses the tree: give it none')
@@ -111,13 +113,12 @@ def generate_text(
       max_new_tokens=max_new_tokens,
       batch_size=batch_size,
       sampling=sampling,
+      constraint=own[: len(first)] if constraints else None,
       eos_id=tokenizer.eos_ids,
       seed=seed,
       sharding=options.get('sharding'),
     )[0].setting
     method, tree, draft = best.method, best.tree, best.drafter(draft)
-  constraints, numbers = numbered(constraint, len(prompts))
-  own = [None if numbers is None or numbers[i] < 0 else constraints[numbers[i]] for i in range(len(prompts))]
   requests = [Request(i, prompt, jax.random.fold_in(key, i), constraint=own[i]) for i, prompt in enumerate(prompts)]
   end = StopStrings(tokenizer, stop) if stop else None
   generated = generate_many(

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spectr_jax import METHODS, SamplingParams, auto, lookup_beside
+from spectr_jax import METHODS, Constraint, SamplingParams, auto, lookup_beside
 from spectr_jax.auto.setting import baseline_of
 from spectr_jax.draft.model_drafter import ModelDrafter
 from spectr_jax.models.table import table_model
@@ -48,15 +48,23 @@ def test_something_to_compare_with_is_needed():
     )  # fmt: skip
 
 
+# One token and an end, and two.
+_ONE, _TWO = (Constraint(np.zeros(5, int), [*([i + 1] for i in range(n)), [-1]], np.arange(n + 1) == n) for n in (1, 2))
+
+
 @pytest.mark.slow
-def test_speeds_are_predicted():
-  """All guesses of a perfect draft are kept: 3 tokens per call with two guesses."""
+@pytest.mark.parametrize(('constraint', 'kept'), [(None, 3), (_ONE, 2), ([_ONE, _TWO], 2.5)])
+def test_speeds_are_predicted(constraint, kept):
+  """All guesses of a perfect draft are kept: 3 tokens per call with two guesses, or fewer where a row ends then."""
   settings = [auto.Setting(METHODS['autoregressive']), auto.Setting.of_chains(METHODS['speculative'], 1, 2)]
   found = auto.predict_speeds(
     _DRAFT, _DRAFT, np.array([[1, 0], [2, 3]]), np.array([1, 2]), max_new_tokens=6, settings=settings,
-    sampling=SamplingParams(0.7), eos_id=None,
+    sampling=SamplingParams(0.7), eos_id=None if constraint is None else 4, constraint=constraint,
   )  # fmt: skip
-  assert {str(each.setting): each.tokens_per_call for each in found} == {'autoregressive': 1, 'speculative K=1 L=2': 3}
+  assert {str(each.setting): each.tokens_per_call for each in found} == {
+    'autoregressive': 1,
+    'speculative K=1 L=2': kept,
+  }
   speeds = [each.tokens_per_second for each in found]
   assert speeds == sorted(speeds, reverse=True)
   assert min(speeds) > 0

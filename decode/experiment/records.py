@@ -212,11 +212,11 @@ def describe_run(work: Workload, setting: Setting) -> dict[str, Any]:
     'weights': options.weights,
     'lookup_max': options.lookup_max if has_lookup else None,
     'lookup_min': options.lookup_min if has_lookup else None,
-    'lookup_corpus': _hash([*models['corpus']['sha256'].values()]) if 'corpus' in models else None,
+    'lookup_corpus': hash_json([*models['corpus']['sha256'].values()]) if 'corpus' in models else None,
     'growth_threshold': 0.0 if setting.growth is None else setting.growth.threshold,
     'gumbel': options.gumbel,
     'logprobs': options.logprobs,
-    **({'constraint': _hash(constraint)} if (constraint := options.read_constraint()) else {}),
+    **({'constraint': hash_json(constraint)} if (constraint := options.read_constraint()) else {}),
   }
   fields = {name: getattr(options, name) for name in options_of(Part.FIELD)}
   return {'run': run} | describe_setting(options, setting) | fields | {'stop': list(options.stop)}
@@ -225,9 +225,11 @@ def describe_run(work: Workload, setting: Setting) -> dict[str, Any]:
 def describe_prompt(prompt: Prompt) -> dict[str, Any]:
   """The values of a line about its prompt. Texts do not say which messages a conversation has."""
   described = {'id': prompt.id, 'prompt': prompt.text}
-  return described | ({'messages': _hash([dict(message) for message in prompt.messages])} if prompt.messages else {})
+  return described | (
+    {'messages': hash_json([dict(message) for message in prompt.messages])} if prompt.messages else {}
+  )
 
 
-def _hash(content: Any) -> str:
+def hash_json(content: Any) -> str:
   """The first 16 hexadecimal digits of a SHA-256 of a JSON value."""
   return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]

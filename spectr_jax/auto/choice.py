@@ -12,6 +12,7 @@ from spectr_jax.auto.measurement import predict_settings
 from spectr_jax.auto.prediction import Prediction
 from spectr_jax.auto.setting import Setting, default_settings
 from spectr_jax.auto.trial import Batches, Notify
+from spectr_jax.constraint import Constraint
 from spectr_jax.draft import Drafter, as_drafter
 from spectr_jax.engine import checks
 from spectr_jax.engine.sharding import DecodeSharding
@@ -28,6 +29,7 @@ def predict_speeds(
   max_new_tokens: int,
   batch_size: int = 1,
   sampling: SamplingParams | None = None,
+  constraint: Constraint | Sequence[Constraint | None] | None = None,
   eos_id: int | Sequence[int] | None = None,
   settings: Sequence[Setting] | None = None,
   seed: int = 0,
@@ -43,7 +45,7 @@ def predict_speeds(
   command `decode.main --method=auto` does the same and keeps the measurements in a file.
 
   Args:
-    target, draft, prompt_lengths, eos_id, sharding: As for `generate`.
+    target, draft, prompt_lengths, constraint, eos_id, sharding: As for `generate`.
     prompts: As for `generate`, like those to come: eight, or two batches, say enough.
     max_new_tokens: Limit of new tokens per row, as in the runs to come.
     batch_size: B, rows of a batch, as in the runs to come.
@@ -80,6 +82,7 @@ def predict_speeds(
     sampling=sampling,
     eos_ids=eos_ids,
     sharding=sharding,
+    constraint=constraint,
   )
   notify = notify or (lambda what, done, total: None)
 

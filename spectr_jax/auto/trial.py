@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
 
 from spectr_jax.auto.setting import Setting
-from spectr_jax.constraint import Constraint
+from spectr_jax.constraint import Constraint, numbered
 from spectr_jax.draft import Drafter, as_drafter
 from spectr_jax.engine.decoder import Decoder, choose_cache_size
 from spectr_jax.engine.sharding import DecodeSharding
@@ -41,7 +41,7 @@ class Batches:
   eos_ids: tuple[int, ...] = ()
   logprobs: bool = False
   sharding: DecodeSharding | None = None
-  constraint: Constraint | None = None  # that all continuations follow
+  constraint: Constraint | Sequence[Constraint | None] | None = None  # of all prompts, or one for each
 
   @property
   def batches(self) -> list[np.ndarray]:
@@ -78,10 +78,12 @@ class Batches:
       statistics=statistics,
       logprobs=self.logprobs,
       sharding=self.sharding,
-      constraints=[] if self.constraint is None else [self.constraint],
+      constraints=numbered(self.constraint, len(self.tokens))[0],
     )
 
   def init(self, decoder: Decoder, keys: jax.Array, rows: np.ndarray, *, num_samples: int = 1) -> DecodeState:
     """The state of a batch before its first round, by keys `[P]` and the indices `[B]` of its prompts."""
     prompts = self.tokens[rows], self.lengths[rows]
-    return init_decode(decoder, take_keys(keys, rows), *prompts, num_samples=num_samples, sampling=self.sampling)
+    _, numbers = numbered(self.constraint, len(self.tokens))
+    own = {'sampling': self.sampling, 'constraint': None if numbers is None else numbers[rows]}
+    return init_decode(decoder, take_keys(keys, rows), *prompts, num_samples=num_samples, **own)

@@ -86,6 +86,21 @@ def test_eight_devices_decode_like_one(tmp_path, wide_pair, on_one_device, argum
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize('mesh', ['data:8', 'data:4,model:2', 'model:8'])
+def test_eight_devices_follow_a_constraint_like_one(tmp_path, wide_pair, mesh):
+  pytest.importorskip('outlines_core', reason='needs the extra grammar')
+  paths, regex = [tmp_path / name for name in ('one.jsonl', 'eight.jsonl')], '( [a-m]{1,3}| quick)+[.!]'
+  decode(*_SETTINGS, *wide_pair, f'--regex={regex}', f'--generations={paths[0]}')
+  decode(*_SETTINGS, *wide_pair, f'--regex={regex}', f'--mesh={mesh}', f'--generations={paths[1]}', num_devices=8)
+  one, eight = map(read, paths)
+  assert eight == one
+  ended = [line['text'] for line in one if line['finish_reason'] == 'eos']
+  assert all(re.fullmatch(regex, text) for text in ended)
+  assert all(re.fullmatch('[ a-z.!]*', line['text']) for line in one)
+  assert len({line['text'] for line in one}) > len(_PROMPTS)
+
+
+@pytest.mark.slow
 def test_parts_of_a_round_are_timed_on_a_mesh(wide_pair):
   """On two devices, without filters: each part is run many times, and eight devices would share these cores."""
   arguments = ['--mesh=model:2', '--draft_mesh=divided', '--breakdown', '--method=spectr', '--top_p=1']

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import spectr_jax
-from spectr_jax import METHODS, SamplingParams, TokenTree, auto, generate_text, text
+from spectr_jax import METHODS, Constraint, SamplingParams, TokenTree, auto, generate_text, text
+from tests.slow import slow
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +30,9 @@ _TEXTS = ['a', 'abcde', 'dd']
 _OPTIONS = {
   'method': 'speculative', 'tree': TokenTree.chains(1, 3), 'max_new_tokens': 12, 'sampling': SamplingParams(1.5),
 }  # fmt: skip
+
+
+_NO_B = Constraint(np.array([0, 1, 0, 0, 0, 0]), [[0, -1]], [True])
 
 
 def _continue(tables, texts=_TEXTS, **options):
@@ -67,19 +71,22 @@ def test_one_text_is_continued_as_among_others(tables):
   assert alone.tokens.tolist() == _continue(tables)[0].tokens.tolist()
 
 
-def test_auto_takes_the_fastest(tables, monkeypatch):
-  """... of those measured on the texts."""
+@pytest.mark.parametrize('constraint', [None, slow([None, _NO_B, None])], ids=['none', 'some'])
+def test_auto_takes_the_fastest(tables, monkeypatch, constraint):
+  """... of those measured on the texts, under their constraints."""
   best = auto.Setting.of_chains(METHODS['speculative'], 1, 3)
 
   def predict_speeds(target, draft, prompts, lengths, **options):
     assert (target, draft) == tables
     assert [row[:length].tolist() for row, length in zip(prompts, lengths)] == _Letters().encode_prompts(_TEXTS)
     assert (options['max_new_tokens'], options['batch_size'], options['eos_id']) == (12, 8, (5,))
+    assert options['constraint'] == constraint
     return [types.SimpleNamespace(setting=best), None]
 
   monkeypatch.setattr(text, 'predict_speeds', predict_speeds)
-  options = _OPTIONS | {'method': 'auto', 'tree': None}
-  continuations, expected = (generate_text(*tables, _Letters(), _TEXTS, **own) for own in (options, _OPTIONS))
+  own = _OPTIONS | {'constraint': constraint}
+  options = own | {'method': 'auto', 'tree': None}
+  continuations, expected = (generate_text(*tables, _Letters(), _TEXTS, **each) for each in (options, own))
   assert [each.tokens.tolist() for each in continuations] == [each.tokens.tolist() for each in expected]
   with pytest.raises(ValueError, match='auto chooses the tree'):
     generate_text(*tables, _Letters(), _TEXTS, **_OPTIONS | {'method': 'auto'})

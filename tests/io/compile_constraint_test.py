@@ -3,13 +3,15 @@
 import json
 import re
 import time
+from pathlib import Path
 
+import jax
 import jsonschema
 import numpy as np
 import pytest
 
 import spectr_jax
-from spectr_jax import Tokenizer, compile_constraint
+from spectr_jax import Tokenizer, TokenTree, compile_constraint
 from spectr_jax.io import constraints as constraints_module
 from tests.slow import slow
 
@@ -241,6 +243,53 @@ def check_random_schemas(tokenizer, seed, count, per_schema=4):
 @pytest.mark.parametrize('count', [80, slow(2000)])
 def test_texts_of_random_schemas_are_valid(tokenizer, count):
   check_random_schemas(tokenizer, 1, count)
+
+
+def check_generated(seed, count, rows=16, per_schema=4, limit=128):
+  """Decodes with the shipped pair until so many texts have ended; returns how many ended and were cut.
+
+  Each batch has several constraints. Every text that ended is valid, every other one is the beginning of a way.
+  """
+  rng = np.random.default_rng(seed)
+  target, tokenizer = spectr_jax.load_model('pretrained/target')
+  draft, _ = spectr_jax.load_model('pretrained/draft')
+  target, draft = target.for_decoding(), draft.for_decoding()
+  lines = Path('pretrained/prompts.jsonl').read_text().splitlines()
+  prompts = [tokenizer.encode_prompt(json.loads(line)['prompt'])[:32] for line in lines]
+  ended = cut = batch = 0
+  while ended < count:
+    schemas = [schema for _ in range(rows // per_schema) for schema in [random_schema(rng)] * per_schema]
+    sizes = {'vocab_size': target.vocab_size}
+    each = [compile_constraint(tokenizer, json_schema=schema, **sizes) for schema in schemas[::per_schema]]
+    constraints = [constraint for constraint in each for _ in range(per_schema)]
+    made = spectr_jax.generate(
+      jax.random.fold_in(jax.random.key(seed), batch), target, draft,
+      [prompts[i] for i in rng.choice(len(prompts), rows)], method='race_traversal', tree=TokenTree.chains(2, 4),
+      max_new_tokens=limit, eos_id=tokenizer.eos_ids, constraint=constraints,
+    )  # fmt: skip
+    batch += 1
+    for schema, constraint, tokens, length in zip(schemas, constraints, np.asarray(made.tokens), made.lengths):
+      tokens = tokens[: int(length)].tolist()
+      is_ended = tokens[-1] in tokenizer.eos_ids
+      ended, cut = ended + is_ended, cut + (not is_ended)
+      if not is_ended:
+        state = 0
+        for token in tokens:
+          state = constraint.next_state[state, constraint.class_of[token]]
+          assert state >= 0, (schema, tokens)
+        continue
+      assert constraint.accepts(tokens[:-1]), (schema, tokens)
+      text = tokenizer.decode(tokens[:-1])
+      assert text.encode() == b''.join(tokenizer.token_contents[token] for token in tokens[:-1]), (schema, tokens)
+      jsonschema.validate(json.loads(text), schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER)
+    print(f'{ended} ended, {cut} cut', flush=True)
+  return ended, cut
+
+
+@pytest.mark.slow
+def test_generated_texts_of_random_schemas_are_valid():
+  ended, cut = check_generated(2, 100)
+  assert cut < ended
 
 
 def test_text_that_is_generated_is_whole(tokenizer):
