@@ -19,7 +19,7 @@ from spectr_jax.models.table import table_model
 from spectr_jax.sharding import make_mesh
 from tests.slow import slow, slow_but
 
-_NEW, _LONGEST, _EOS = 9, 20, 4
+_NEW, _LONGEST, _EOS = 9, 20, 2
 
 
 def _requests(count, vocab_size=6, seed=1):
@@ -67,7 +67,7 @@ def _assert_as_by_themselves(models, requests, continuations, **options):
   ids=['autoregressive', 'spectr', 'greedy_block', 'ersd'],
 )
 def test_each_is_continued_as_by_itself(tables, method, tree):
-  requests = _requests(13)
+  requests = _requests(20)
   options = {'method': method, 'tree': tree, 'eos_id': _EOS, 'sampling': SamplingParams(0.9, top_k=5)}
   continuations = list(_together(tables, requests, rounds_at_a_time=3, **options))
   # Not in order: who is done first is given first.
