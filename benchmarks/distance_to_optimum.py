@@ -126,7 +126,10 @@ def measure_table(draft_law, target_law, num_drafts: int, num_samples: int, seed
 
 
 def means(records: list[dict]) -> list[dict]:
-  """The means over tables, one row for each temperature, K, L and quantity, with the lowest and highest share."""
+  """The means over tables, one row for each temperature, K, L and quantity, with the lowest and highest share.
+
+  The error is the largest standard error of a table, 0 for what is computed.
+  """
   groups: dict[tuple, list[dict]] = {}
   for each in records:
     groups.setdefault((each['temperature'], each['num_drafts'], each['length']), []).append(each)
@@ -134,9 +137,10 @@ def means(records: list[dict]) -> list[dict]:
   for (temperature, num_drafts, length), own in groups.items():
     for name in own[0]['shares']:
       shares = [each['shares'][name] for each in own]
+      error = max(each['errors'].get(name, 0.0) for each in own)
       place = {'temperature': temperature, 'K': num_drafts, 'L': length, 'tables': len(own), 'of': name}
       place['kept by the optimum'] = float(np.mean([each['optimum'] for each in own]))
-      rows.append(place | {'share': float(np.mean(shares)), 'low': min(shares), 'high': max(shares)})
+      rows.append(place | {'share': float(np.mean(shares)), 'low': min(shares), 'high': max(shares), 'error': error})
   return rows
 
 

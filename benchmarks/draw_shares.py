@@ -64,9 +64,10 @@ def _tell(rows: Sequence[Row]) -> str:
   return (
     'Tokens that lossless methods for independent candidates keep of K drafts, in units of what the best rule without'
     f' state keeps, means over {first["tables"]} tables cut from the distributions of the pretrained pair. The best'
-    f' three, {"; ".join(parts)}. greedy_block carries state from one round to the next, so that one round may keep'
-    ' more than the optimum. Methods for one draft are in the first panel alone; gsd, ersd and univer draw other'
-    ' candidates, for which this is not the optimum.'
+    f' three, {"; ".join(parts)}. Drafts are sampled, with standard errors of at most'
+    f' {max(row["error"] for row in rows):.3f} per table. greedy_block carries state from one round to the next,'
+    ' so that one round may keep more than the optimum. Methods for one draft are in the first panel alone; gsd, ersd'
+    ' and univer draw other candidates, for which this is not the optimum.'
   )
 
 

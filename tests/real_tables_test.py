@@ -31,7 +31,13 @@ def test_one_draft():
 
 
 def test_tables_of_records():
-  place = {'temperature': 1.0, 'num_drafts': 2, 'length': 3, 'shares': {'bound': 1.0, 'race_layers': 0.25}}
+  place = {
+    'temperature': 1.0,
+    'num_drafts': 2,
+    'length': 3,
+    'shares': {'bound': 1.0, 'race_layers': 0.25},
+    'errors': {},
+  }
   other = place | {'num_drafts': 1, 'shares': {'bound': 1.0, 'block': 0.5}}
   records = [place | {'optimum': 2.0}, place | {'optimum': 3.0, 'shares': {'bound': 1.0, 'race_layers': 0.75}}]
   records.append(other | {'optimum': 1.0})
