@@ -5,9 +5,11 @@ Models    the pretrained pair, or --target and --draft
 Tables    `benchmarks.real_tables` after the first prompts, V classes
 
 For every table and K, in tokens kept of K chains of L tokens: `theory.stateless_chains_optimum`, the bound that
-`theory.stateless_kept_bound` gives, the optima with state and with correlated drafts, and what the methods keep. Of
-these, the drafts are sampled and the decisions summed exactly; errors are those of the drafts. All are in units of the
-optimum, means over the tables.
+`theory.stateless_kept_bound` gives, the optima with state and with correlated drafts, for two drafts those of
+`benchmarks.planned_optimum`, and what the methods keep. Of these, the drafts are sampled and the decisions summed
+exactly; errors are those of the drafts. All are in units of the optimum, means over the tables. All lossless methods
+for independent candidates take part, those for a single draft with K = 1. With state, one round may keep more than the
+optimum.
 """
 
 from __future__ import annotations
@@ -21,15 +23,25 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
+from benchmarks.planned_optimum import coordinated_optimum, divided_optimum
 from benchmarks.real_tables import real_tables
 from common import command_line
 from common.output_files import OutputFiles
 from decode.experiment.options import DecodeOptions
 from decode.experiment.workload import Workload, describe_machine
-from spectr_jax import Proposal, TokenTree, get_method, theory
+from spectr_jax import METHODS, Proposal, TokenTree, get_method, theory
+from spectr_jax.methods import FURTHER_METHODS
+from spectr_jax.proposal import Independent
 
-NAMES = 'specinfer', 'spectr', 'traversal', 'ratio_block', 'race_block', 'race_traversal', 'race_layers'
-BOUNDS = {'bound': 'the bound of drawn texts', 'state': 'with state', 'correlated': 'correlated drafts, at most'}
+NAMES = tuple(
+  name
+  for name, method in (METHODS | FURTHER_METHODS).items()
+  if method.is_lossless and method.max_drafts != 0 and isinstance(method.proposal_rule, Independent)
+)
+BOUNDS = {
+  'bound': 'bound of drawn texts', 'state': 'with state', 'correlated': 'correlated drafts, at most',
+  'divided': 'best division and order', 'coordinated': 'coordinated as well',
+}  # fmt: skip
 
 
 def _given(joint: np.ndarray) -> list[np.ndarray]:
@@ -102,7 +114,10 @@ def measure_table(draft_law, target_law, num_drafts: int, num_samples: int, seed
     'state': theory.stateless_chains_optimum(*laws, num_drafts, has_state=True),
     'correlated': theory.stateless_chains_optimum(*laws, num_drafts, is_correlated=True),
   }
-  methods = kept_by_methods(*laws, num_drafts, NAMES, num_samples, seed)
+  if num_drafts == 2:
+    others |= {'divided': divided_optimum(*laws), 'coordinated': coordinated_optimum(*laws)}
+  names = [name for name in NAMES if num_drafts == 1 or get_method(name).max_drafts != 1]
+  methods = kept_by_methods(*laws, num_drafts, names, num_samples, seed)
   return {'optimum': optimum} | {
     'shares': {name: value / optimum for name, value in others.items()}
     | {name: value / optimum for name, (value, _) in methods.items()},
@@ -110,19 +125,38 @@ def measure_table(draft_law, target_law, num_drafts: int, num_samples: int, seed
   }
 
 
+def means(records: list[dict]) -> list[dict]:
+  """The means over tables, one row for each temperature, K, L and quantity, with the lowest and highest share.
+
+  The error is the largest standard error of a table, 0 for what is computed.
+  """
+  groups: dict[tuple, list[dict]] = {}
+  for each in records:
+    groups.setdefault((each['temperature'], each['num_drafts'], each['length']), []).append(each)
+  rows = []
+  for (temperature, num_drafts, length), own in groups.items():
+    for name in own[0]['shares']:
+      shares = [each['shares'][name] for each in own]
+      error = max(each['errors'].get(name, 0.0) for each in own)
+      place = {'temperature': temperature, 'K': num_drafts, 'L': length, 'tables': len(own), 'of': name}
+      place['kept by the optimum'] = float(np.mean([each['optimum'] for each in own]))
+      rows.append(place | {'share': float(np.mean(shares)), 'low': min(shares), 'high': max(shares), 'error': error})
+  return rows
+
+
 def table(records: list[dict]) -> str:
-  """A Markdown table of means over tables, by temperature, K and L."""
-  columns = [*BOUNDS, *NAMES]
-  lines = [f'| temperature | K x L | tables | kept | {" | ".join(columns)} |', '|---' * (4 + len(columns)) + '|']
-  groups = dict.fromkeys((each['temperature'], each['num_drafts'], each['length']) for each in records)
-  for group in groups:
-    own = [each for each in records if (each['temperature'], each['num_drafts'], each['length']) == group]
-    means = [np.mean([each['shares'][name] for each in own]) for name in columns]
-    kept = np.mean([each['optimum'] for each in own])
-    lines.append(
-      f'| {group[0]:g} | {group[1]} x {group[2]} | {len(own)} | {kept:.2f} |'
-      f' {" | ".join(f"{mean:.3f}" for mean in means)} |'
-    )
+  """A Markdown table of means over tables: a column for each temperature, K and L."""
+  rows = means(records)
+  groups = list(dict.fromkeys((row['temperature'], row['K'], row['L']) for row in rows))
+  cells = {(row['temperature'], row['K'], row['L'], row['of']): f'{row["share"]:.3f}' for row in rows}
+  kept = {(row['temperature'], row['K'], row['L']): f'{row["kept by the optimum"]:.2f}' for row in rows}
+  names = [f'T {temperature:g}, {num_drafts} x {length}' for temperature, num_drafts, length in groups]
+  lines = [f'| | {" | ".join(names)} |', '|---' * (1 + len(groups)) + '|']
+  lines.append(f'| tokens kept by the optimum | {" | ".join(kept[group] for group in groups)} |')
+  for name in (*BOUNDS, *NAMES):
+    own = [cells.get((*group, name), '') for group in groups]
+    if any(own):
+      lines.append(f'| {BOUNDS.get(name, f"`{name}`")} | {" | ".join(own)} |')
   return '\n'.join(lines)
 
 
@@ -133,7 +167,7 @@ if __name__ == '__main__':
   _NUM_TABLES = flags.DEFINE_integer('num_tables', 4, 'Tables, of one prompt each.', lower_bound=1)
   _NUM_CLASSES = flags.DEFINE_integer('num_classes', 8, 'V, classes.', lower_bound=2)
   _LENGTH = flags.DEFINE_list('draft_length', ['3'], 'L, tokens.')
-  _NUM_DRAFTS = flags.DEFINE_list('num_drafts', ['2', '3'], 'K, drafts.')
+  _NUM_DRAFTS = flags.DEFINE_list('num_drafts', ['1', '2', '3'], 'K, drafts.')
   _NUM_SAMPLES = flags.DEFINE_integer('num_samples', 8192, 'Drafts per table.', lower_bound=256)
   _OUTPUT = flags.DEFINE_string('output', None, 'File for the results, JSON.')
 

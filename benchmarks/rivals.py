@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import re
 
 import jax
 import numpy as np
@@ -112,6 +113,19 @@ def _shape_name(shape) -> str:
   return f'{shape[0]} x {len(shape)}' if set(shape[1:]) <= {1} else f'prefix:{",".join(map(str, shape))}'
 
 
+def parse_shape(text: str) -> tuple[int, ...]:
+  """Numbers of children by depth of `K x L` or `prefix:2,2,1`, as tables name them; ValueError for another text."""
+  if chains := re.fullmatch(r'(\d+) x ([1-9]\d*)', text):
+    shape = (int(chains[1]),) + (1,) * (int(chains[2]) - 1)
+  elif re.fullmatch(r'prefix:\d+(,\d+)*', text):
+    shape = tuple(map(int, text.removeprefix('prefix:').split(',')))
+  else:
+    shape = ()
+  if not shape or min(shape) < 1:
+    raise ValueError(f'a shape is written as "4 x 16" or "prefix:2,2,1", got {text!r}')
+  return shape
+
+
 def best_of(records: list[dict], num_nodes: int, temperature: float) -> dict[str, dict]:
   """The record of each method on its best shape of at most so many nodes; single drafts are those of all methods."""
   best: dict[str, dict] = {}
@@ -161,7 +175,9 @@ if __name__ == '__main__':
   _METHOD = flags.DEFINE_list('method', list(METHODS_COMPARED), 'Methods.')
   _TEMPERATURE = flags.DEFINE_list('temperature', ['1', '0.6', '0.3'], 'Temperatures.')
   _NODES = flags.DEFINE_list('nodes', ['16', '64'], 'Nodes of a tree, at most.')
-  _SHAPE = flags.DEFINE_multi_string('shape', None, 'Only this shape, such as "4 x 16"; repeat the flag for several.')
+  _SHAPE = flags.DEFINE_multi_string(
+    'shape', None, 'Only this shape, such as "4 x 16" or "prefix:2,2,1"; repeat the flag for several.'
+  )
   _NUM_PROMPTS = flags.DEFINE_integer('num_prompts', 64, 'Prompts.', lower_bound=2)
   _MAX_NEW_TOKENS = flags.DEFINE_integer('max_new_tokens', 32, 'Tokens of a continuation.', lower_bound=1)
   _NUM_DECISIONS = flags.DEFINE_integer('num_decisions', 4, 'Decisions on every draft.', lower_bound=1)
@@ -186,9 +202,8 @@ if __name__ == '__main__':
       batch_size=_BATCH_SIZE.value,
       skip_long=True,
     )
-    shapes = [shape for shape in SHAPES if TokenTree.prefix(shape).num_nodes <= max(budgets)]
-    if _SHAPE.value:
-      shapes = [shape for shape in shapes if _shape_name(shape) in _SHAPE.value]
+    shapes = [parse_shape(text) for text in _SHAPE.value] if _SHAPE.value else SHAPES
+    shapes = [shape for shape in shapes if TokenTree.prefix(shape).num_nodes <= max(budgets)]
     records: list[dict] = []
     with OutputFiles(output=_OUTPUT.value).apart_from(options.inputs()) as files:
       loaded = Workload.load(options)

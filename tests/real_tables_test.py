@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from benchmarks.distance_to_optimum import bound_of_texts, kept_by_methods, table
+from benchmarks.distance_to_optimum import bound_of_texts, kept_by_methods, means, table
 from benchmarks.real_tables import classes_of
-from benchmarks.rivals import best_of
+from benchmarks.rivals import best_of, parse_shape
 from spectr_jax import theory
 
 
@@ -31,14 +31,33 @@ def test_one_draft():
 
 
 def test_tables_of_records():
-  shares = dict.fromkeys(
-    ('bound', 'state', 'correlated', 'specinfer', 'spectr', 'traversal', 'ratio_block', 'race_block', 'race_traversal'),
-    0.5,
-  ) | {'race_layers': 0.25}
-  place = {'temperature': 1.0, 'num_drafts': 2, 'length': 3, 'shares': shares}
-  text = table([place | {'optimum': 2.0}, place | {'optimum': 3.0}])
-  assert text.splitlines()[2].startswith('| 1 | 2 x 3 | 2 | 2.50 | 0.500 |')
-  assert text.endswith('| 0.500 | 0.250 |')
+  place = {
+    'temperature': 1.0,
+    'num_drafts': 2,
+    'length': 3,
+    'shares': {'bound': 1.0, 'race_layers': 0.25},
+    'errors': {},
+  }
+  other = place | {'num_drafts': 1, 'shares': {'bound': 1.0, 'block': 0.5}}
+  records = [place | {'optimum': 2.0}, place | {'optimum': 3.0, 'shares': {'bound': 1.0, 'race_layers': 0.75}}]
+  records.append(other | {'optimum': 1.0})
+  assert table(records).splitlines() == [
+    '| | T 1, 2 x 3 | T 1, 1 x 3 |', '|---|---|---|', '| tokens kept by the optimum | 2.50 | 1.00 |',
+    '| bound of drawn texts | 1.000 | 1.000 |', '| `block` |  | 0.500 |', '| `race_layers` | 0.500 |  |',
+  ]  # fmt: skip
+  row = next(row for row in means(records) if row['of'] == 'race_layers')
+  assert (row['tables'], row['low'], row['high']) == (2, 0.25, 0.75)
+
+
+def test_shapes_are_read():
+  assert parse_shape('4 x 3') == (4, 1, 1)
+  assert parse_shape('prefix:2,2,1') == (2, 2, 1)
+  for text in ('4x3', '4 x 0', '0 x 4', 'prefix:', 'prefix:2,0'):
+    with pytest.raises(ValueError, match='a shape is written as'):
+      parse_shape(text)
+
+
+def test_best_shapes():
   record = {'temperature': 1.0, 'shape': '2 x 8', 'num_nodes': 16, 'method': 'race_traversal', 'tokens': [2.0, 4.0]}
   alone = record | {'shape': '1 x 16', 'method': 'block', 'tokens': [4.0, 4.0]}
   best = best_of([record, alone], 16, 1.0)

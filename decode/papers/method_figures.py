@@ -18,12 +18,15 @@ from decode.papers.exhibit import Request, Results, Row, Sizes, method_label
 from decode.papers.figure import Figure, by_value, column, low_high, select
 from spectr_jax import METHODS, TokenTree, get_method, theory
 from spectr_jax.auto.trial import Notify
+from spectr_jax.methods import FURTHER_METHODS
 
 # All methods over K and L.
 
 # The methods that draft, without those that over-accept, which have a figure of their own.
 DRAFTING = tuple(
-  name for name, method in METHODS.items() if method.max_drafts != 0 and name not in ('decoding_opt', 'decoding_uno')
+  name
+  for name, method in (METHODS | FURTHER_METHODS).items()
+  if method.max_drafts != 0 and name not in ('decoding_opt', 'decoding_uno')
 )
 
 

@@ -26,6 +26,7 @@ _LOOKS = {
   'spectr': ('#009E73', 'D'), 'greedy_block': ('#8C6D00', '^'), 'spectr_gbv': ('#CC79A7', 'v'),
   'race_block': ('#0072B2', 'P'), 'race': ('#4D004B', 'X'), 'specinfer': ('#DDCC77', '*'), 'batch': ('#661100', '<'),
   'gsd': ('#B2182B', '>'), 'ersd': ('#332288', 'p'), 'traversal': ('#8FC9AE', 'd'), 'univer': ('#6688FF', (6, 1, 0)),
+  'ratio_block': ('#00692D', (3, 1, 0)), 'race_layers': ('#FF2D4B', (8, 1, 0)),
   'race_traversal': ('#9000F8', (4, 1, 0)), 'decoding_opt': ('#1A9850', 'H'), 'decoding_uno': ('#C5B0D5', '8'),
   OPTIMUM: ('#000000', '.'),
 }  # fmt: skip

@@ -14,6 +14,7 @@ from decode.papers import method_figures, rejection_figures, token_figures, tree
 from decode.papers.exhibits import FIGURES
 from decode.papers.figure import by_value, select
 from spectr_jax import METHODS, TokenTree, theory
+from spectr_jax.methods import FURTHER_METHODS
 from tests.slow import slow
 
 # Figures about one token, against closed forms and a linear program.
@@ -273,7 +274,7 @@ def test_a_ladder_tells_the_best_shapes_and_their_ratios():
 
 @pytest.mark.slow
 def test_methods_are_measured(pair, prompt_file, monkeypatch):
-  every = {name for name, method in METHODS.items() if method.max_drafts != 0}
+  every = {name for name, method in (METHODS | FURTHER_METHODS).items() if method.max_drafts != 0}
   assert set(method_figures.DRAFTING) == every - {'decoding_opt', 'decoding_uno'}
   monkeypatch.setattr(method_figures, 'DRAFTING', ('speculative', 'spectr', 'spectr_gbv'))
   rows = measure_small('methods', pair, prompt_file)

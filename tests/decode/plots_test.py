@@ -9,6 +9,7 @@ import pytest
 from decode.papers import plots
 from decode.papers.exhibits import FIGURES
 from spectr_jax import METHODS
+from spectr_jax.methods import FURTHER_METHODS
 
 _FIGURES = pathlib.Path(__file__).parents[2] / 'docs' / 'figures'
 
@@ -35,7 +36,7 @@ def _lab(linear):
 
 @pytest.mark.parametrize('eyes', _SEEN)
 def test_methods_look_different_to_everyone(eyes):
-  assert set(plots.COLORS) == {*METHODS, plots.OPTIMUM}
+  assert set(plots.COLORS) == {*METHODS, *FURTHER_METHODS, plots.OPTIMUM}
   assert len(set(plots.MARKERS.values())) == len(plots.MARKERS)
   seen = {name: _lab(_SEEN[eyes] @ _linear(color)) for name, color in plots.COLORS.items()}
   distances = {pair: np.linalg.norm(seen[pair[0]] - seen[pair[1]]) for pair in itertools.combinations(seen, 2)}
