@@ -6,6 +6,7 @@ import pytest
 from commands import ROOT, refuse, run, succeed
 from exhibit_checks import SMALL_FIGURES, request_of
 
+from benchmarks import draw_shares
 from decode.papers.exhibits import EXHIBITS, FIGURES, TABLES
 from decode.papers.figure import from_csv, to_csv
 
@@ -49,7 +50,7 @@ _RECORDED = sorted([*(ROOT / 'docs/figures').glob('*.csv'), *(ROOT / 'docs/table
 
 def _exhibit_of(path):
   """The exhibit of a recorded file, whose name may go on behind a dash, for other models."""
-  return EXHIBITS[path.stem.partition('-')[0]]
+  return (EXHIBITS | {draw_shares.NAME: draw_shares.FIGURE})[path.stem.partition('-')[0]]
 
 
 @pytest.mark.parametrize('path', _RECORDED, ids=lambda path: path.stem)
