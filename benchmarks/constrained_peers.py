@@ -20,7 +20,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jsonschema
 import numpy as np
 from absl import flags
 
@@ -165,6 +164,8 @@ def transformers_way(path: str, dtype: str, tokenizer: Any, limit: int) -> Way:
 
 def is_valid(text: str, schema: Mapping[str, Any]) -> bool:
   """Whether a text is JSON that a schema accepts, formats included."""
+  import jsonschema
+
   try:
     jsonschema.validate(json.loads(text), schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER)
   except (ValueError, jsonschema.ValidationError):
