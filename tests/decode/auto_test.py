@@ -395,6 +395,12 @@ def test_a_short_grid_promises_no_more_than_the_closed_form():
   assert programs.speed_up_at(setting, kept, (1, 1), 0) < programs.speed_up_at(several, kept, (1, 1), 0) < 6
 
 
+def test_lengths_are_judged_by_what_was_kept_at_each_depth():
+  """Of 100 calls 50 kept a token and 10 two: deeper ones follow at the rate of all, 60 of 150."""
+  seen = calibration.Observation(1, 160, [60, 40], [50, 10], 0.1, 0.01)
+  np.testing.assert_allclose(programs.kept_by_depth(seen)[:4], [0.5, 0.1, 0.04, 0.016])
+
+
 @pytest.mark.parametrize('changes', [{'draft': 'lookup'}, {'draft': 'lookup+here'}, {'temperature': 0.0}])
 def test_every_kind_of_draft_has_a_short_grid(changes):
   settings = auto_choice.grid(_options(**changes))
