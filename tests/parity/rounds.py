@@ -41,8 +41,12 @@ def played(target, drafter, depth, lengths):
     yield (
       state,
       [
-        (np.asarray(text[:size]).tolist(), np.asarray(tokens).tolist(), np.asarray(probs, np.float64))
-        for text, size, tokens, probs in zip(state.text, sizes, proposal.tokens, proposal.probs)
+        (
+          [*prompts[row, :length].tolist(), *state.result.tokens[row, : state.result.lengths[row]].tolist()],
+          np.asarray(proposal.tokens[row]).tolist(),
+          np.asarray(proposal.probs[row], np.float64),
+        )
+        for row, length in enumerate(lengths)
       ],
     )
     state, _ = advance(decoder, state)
