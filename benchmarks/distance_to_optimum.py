@@ -4,12 +4,12 @@ Command   python -m benchmarks.distance_to_optimum --output=docs/distance_to_opt
 Models    the pretrained pair, or --target and --draft
 Tables    `benchmarks.real_tables` after the first prompts, V classes
 
-For every table and K, in tokens kept of K chains of L tokens: `theory.stateless_chains_optimum`, the bound that
-`theory.stateless_kept_bound` gives, the optima with state and with correlated drafts, for two drafts those of
-`benchmarks.planned_optimum`, and what the methods keep. Of these, the drafts are sampled and the decisions summed
-exactly; errors are those of the drafts. All are in units of the optimum, means over the tables. All lossless methods
-for independent candidates take part, those for a single draft with K = 1. With state, one round may keep more than the
-optimum.
+For every table and K, in tokens kept of K chains of L tokens: `theory.stateless_chains_optimum`, the bounds that
+`theory.stateless_kept_bound` and `theory.stateless_mean_bound` give, the optima with state and with correlated drafts,
+for two drafts those of `benchmarks.planned_optimum`, and what the methods keep. Of these, the drafts are sampled and
+the decisions summed exactly; errors are those of the drafts. All are in units of the optimum, means over the tables.
+All lossless methods for independent candidates take part, those for a single draft with K = 1. With state, one round
+may keep more than the optimum.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ NAMES = tuple(
   if method.is_lossless and method.max_drafts != 0 and isinstance(method.proposal_rule, Independent)
 )
 BOUNDS = {
-  'bound': 'bound of drawn texts', 'state': 'with state', 'correlated': 'correlated drafts, at most',
-  'divided': 'best division and order', 'coordinated': 'coordinated as well',
+  'bound': 'bound of each text', 'mean_bound': 'bound of sets of texts', 'state': 'with state',
+  'correlated': 'correlated drafts, at most', 'divided': 'best division and order',
+  'coordinated': 'coordinated as well',
 }  # fmt: skip
 
 
@@ -90,8 +91,8 @@ def kept_by_methods(draft_law, target_law, num_drafts: int, names, num_samples: 
   return {name: (float(own.mean()), float(own.std() / np.sqrt(num_samples))) for name, own in found.items()}
 
 
-def bound_of_texts(draft_law, target_law, num_drafts: int) -> float:
-  """The mean of `stateless_kept_bound` over all texts of the target, summed over their tokens."""
+def bounds_of_texts(draft_law, target_law, num_drafts: int) -> dict[str, float]:
+  """The means of `stateless_kept_bound` and `stateless_mean_bound` over all texts of the target, in tokens kept."""
   texts = np.indices(draft_law.shape).reshape(draft_law.ndim, -1).T
   log_probs = []
   with np.errstate(divide='ignore'):
@@ -101,16 +102,19 @@ def bound_of_texts(draft_law, target_law, num_drafts: int) -> float:
         own.append(np.log(law[number, texts[:, depth]]))
         number = number * draft_law.shape[0] + texts[:, depth]
       log_probs.append(np.stack(own, axis=1))
-  bound = theory.stateless_kept_bound(TokenTree.chains(num_drafts, draft_law.ndim), *log_probs)
-  return float(target_law.reshape(-1) @ bound.sum(axis=1))
+  tree, probs = TokenTree.chains(num_drafts, draft_law.ndim), target_law.reshape(-1)
+  set_probs = theory.best_set_probs(tree, *log_probs, probs)
+  return {
+    'bound': float(probs @ theory.stateless_kept_bound(tree, *log_probs).sum(axis=1)),
+    'mean_bound': float(probs @ theory.stateless_mean_bound(tree, *log_probs, set_probs).sum(axis=1)),
+  }
 
 
 def measure_table(draft_law, target_law, num_drafts: int, num_samples: int, seed: int) -> dict:
   """The record of one table and K."""
   laws = draft_law / draft_law.sum(), target_law / target_law.sum()
   optimum = theory.stateless_chains_optimum(*laws, num_drafts)
-  others = {
-    'bound': bound_of_texts(*laws, num_drafts),
+  others = bounds_of_texts(*laws, num_drafts) | {
     'state': theory.stateless_chains_optimum(*laws, num_drafts, has_state=True),
     'correlated': theory.stateless_chains_optimum(*laws, num_drafts, is_correlated=True),
   }

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from benchmarks.distance_to_optimum import bound_of_texts, kept_by_methods, means, table
+from benchmarks.distance_to_optimum import bounds_of_texts, kept_by_methods, means, table
 from benchmarks.real_tables import classes_of
 from benchmarks.rivals import best_of, parse_shape
 from spectr_jax import theory
@@ -25,7 +25,9 @@ def test_one_draft():
   rng = np.random.default_rng(1)
   p, q = rng.dirichlet(np.ones(9), 2).reshape(2, 3, 3)
   optimum = theory.stateless_chains_optimum(p, q, 1)
-  assert bound_of_texts(p, q, 1) == pytest.approx(optimum, abs=1e-6)
+  assert bounds_of_texts(p, q, 1) == pytest.approx({'bound': optimum, 'mean_bound': optimum}, abs=1e-6)
+  bounds = bounds_of_texts(p, q, 2)
+  assert theory.stateless_chains_optimum(p, q, 2) - 1e-6 < bounds['mean_bound'] < bounds['bound']
   for value, error in kept_by_methods(p, q, 1, ('race_traversal', 'race_layers'), 4096, seed=0).values():
     assert abs(value - optimum) < 4 * error
 
@@ -43,7 +45,7 @@ def test_tables_of_records():
   records.append(other | {'optimum': 1.0})
   assert table(records).splitlines() == [
     '| | T 1, 2 x 3 | T 1, 1 x 3 |', '|---|---|---|', '| tokens kept by the optimum | 2.50 | 1.00 |',
-    '| bound of drawn texts | 1.000 | 1.000 |', '| `block` |  | 0.500 |', '| `race_layers` | 0.500 |  |',
+    '| bound of each text | 1.000 | 1.000 |', '| `block` |  | 0.500 |', '| `race_layers` | 0.500 |  |',
   ]  # fmt: skip
   row = next(row for row in means(records) if row['of'] == 'race_layers')
   assert (row['tables'], row['low'], row['high']) == (2, 0.25, 0.75)

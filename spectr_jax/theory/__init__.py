@@ -27,9 +27,11 @@ from spectr_jax.theory.rejections import (
 from spectr_jax.theory.shared_race import race_match_bound, race_match_prob
 from spectr_jax.theory.speed_up import expected_chain_tokens, speed_up
 from spectr_jax.theory.stateless import (
+  best_set_probs,
   log_presence,
   stateless_fewest_calls,
   stateless_kept_bound,
+  stateless_mean_bound,
   stateless_optimum,
 )
 from spectr_jax.theory.stateless_chains import stateless_chains_optimum
@@ -43,6 +45,7 @@ __all__ = [
   'acceptance_entropy',
   'batch_improvement',
   'best_rejection_law',
+  'best_set_probs',
   'conditional_coupling_error',
   'emitted_law',
   'expected_chain_tokens',
@@ -73,6 +76,7 @@ __all__ = [
   'stateless_chains_optimum',
   'stateless_fewest_calls',
   'stateless_kept_bound',
+  'stateless_mean_bound',
   'stateless_optimum',
   'total_variation',
   'transport_bound',

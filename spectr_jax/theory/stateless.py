@@ -115,6 +115,91 @@ def stateless_kept_bound(tree: TokenTree, draft_log_probs, target_log_probs) -> 
   return np.exp(np.minimum(np.minimum.accumulate(ratio, axis=-1), 0))
 
 
+def _bounds_and_log_ratios(tree: TokenTree, draft_log_probs, target_log_probs) -> tuple[np.ndarray, np.ndarray]:
+  """`stateless_kept_bound`, and log p(x^d)/q(x^d) for every d, infinite for texts that cannot occur."""
+  bounds = stateless_kept_bound(tree, draft_log_probs, target_log_probs)
+  draft, target = (np.cumsum(np.asarray(values, np.float64), axis=-1) for values in (draft_log_probs, target_log_probs))
+  is_possible = target > -np.inf
+  return bounds, np.where(is_possible, draft - np.where(is_possible, target, 0), np.inf)
+
+
+def stateless_mean_bound(tree: TokenTree, draft_log_probs, target_log_probs, set_probs) -> np.ndarray:
+  """Terms whose mean over texts drawn from the target bounds P(tau >= d), for every d; tighter than the kept bound.
+
+  `stateless_kept_bound` asks of each text alone whether the tree holds it. But one path is accepted, so the texts of a
+  set S share what the tree holds: with N_d nodes of depth d,
+
+      sum over x^d in S of kept(x^d) <= P(the tree holds a text of S) <= h(p(S)),  h(a) = 1 - (1 - a)^N_d.
+
+  The second step holds since nodes that share a prefix are as likely as independent ones or less to hold a text of S.
+  Let b(x) be the kept bound. As h is concave, h(p(S)) <= h(a) + h'(a) (p(S) - a) for any a, and with the best set for
+  it
+
+      P(tau >= d) <= h(a) - a h'(a) + E min(b(Y^d), h'(a) p(Y^d)/q(Y^d)),  Y drawn from the target.
+
+  This holds for any a. With a = 0 it is the mean of the kept bound, which for a single chain is the optimum already.
+  `best_set_probs` finds the best a. To estimate the bound from drawn texts without bias, choose a by other texts. For
+  one token the bound with the best a is the optimum.
+
+  Source: this library.
+
+  Args:
+    tree: A tree of depth L whose siblings are independent draws.
+    draft_log_probs: `[..., L]`, log p of each of a text's first L tokens given the ones before it; -inf allowed.
+    target_log_probs: `[..., L]`, log q of the same tokens.
+    set_probs: `[L]`, a for every d, from 0 to 1.
+
+  Returns:
+    float64 `[..., L]`. A single term may exceed 1.
+
+  Raises:
+    ValueError: Shapes do not agree, or values are no probabilities or no logarithms of probabilities.
+  """
+  bounds, log_ratios = _bounds_and_log_ratios(tree, draft_log_probs, target_log_probs)
+  held = np.asarray(set_probs, np.float64)
+  if held.shape != (tree.max_depth,) or not ((held >= 0) & (held <= 1)).all():
+    raise ValueError(f'set_probs must be {tree.max_depth} probabilities, one for every depth; got {set_probs}')
+  num_nodes = np.bincount(tree.depths)[1:]
+  slopes = num_nodes * (1 - held) ** (num_nodes - 1)
+  with np.errstate(divide='ignore'):
+    at_ratio = np.exp(np.minimum(np.log(slopes) + np.where(slopes > 0, log_ratios, 0), 0))
+  # A bound is at most 1, so larger values of the other term need not be told apart.
+  return np.minimum(bounds, at_ratio) + 1 - (1 - held) ** num_nodes - held * slopes
+
+
+def best_set_probs(tree: TokenTree, draft_log_probs, target_log_probs, text_probs=None) -> np.ndarray:
+  """The a of `stateless_mean_bound` that makes its mean over the given texts least, for every d.
+
+  The best set holds the texts of the largest b q/p; the number of texts in it is tried out.
+
+  Args:
+    tree, draft_log_probs, target_log_probs: As for `stateless_mean_bound`.
+    text_probs: `[...]`, the target's probability of each text if these are all texts; None if they were drawn from it.
+
+  Returns:
+    float64 `[L]`, from 0 to 1.
+
+  Raises:
+    ValueError: Shapes do not agree, values are no probabilities, or there is no text.
+  """
+  bounds, log_ratios = _bounds_and_log_ratios(tree, draft_log_probs, target_log_probs)
+  shape = bounds.shape[:-1]
+  weights = np.full(shape, 1 / max(1, np.prod(shape))) if text_probs is None else np.asarray(text_probs, np.float64)
+  if weights.shape != shape or not weights.size or not ((weights >= 0) & (weights <= 1)).all():
+    raise ValueError(f'text_probs must be probabilities of shape {shape}, one for each text')
+  best, is_there = np.zeros(tree.max_depth), weights.reshape(-1) > 0
+  weights, bounds, log_ratios = (each.reshape(len(is_there), -1)[is_there] for each in (weights, bounds, log_ratios))
+  with np.errstate(divide='ignore', over='ignore', invalid='ignore'):
+    # Texts that are never kept come last.
+    order = np.argsort(np.where(bounds > 0, log_ratios - np.log(bounds), np.inf), axis=0, kind='stable')
+    masses = weights * bounds, np.minimum(weights * np.exp(log_ratios), 1)
+  for depth, num_nodes in enumerate(np.bincount(tree.depths)[1:]):
+    kept, held = (np.concatenate([[0], np.cumsum(each[order[:, depth], depth])]) for each in masses)
+    held = np.minimum(held, 1)
+    best[depth] = held[np.argmin(1 - (1 - held) ** num_nodes - kept)]
+  return best
+
+
 def stateless_fewest_calls(kept_bounds) -> np.ndarray:
   """A lower bound on the mean number of target calls that any stateless lossless rule needs for each text.
 

@@ -13,11 +13,13 @@ from spectr_jax import METHODS, TokenTree
 from spectr_jax.proposal import Independent
 from spectr_jax.testing import expected_acceptance, random_tables
 from spectr_jax.theory import (
+  best_set_probs,
   log_presence,
   optimal_acceptance,
   optimal_block_acceptance,
   stateless_fewest_calls,
   stateless_kept_bound,
+  stateless_mean_bound,
   stateless_optimum,
 )
 
@@ -149,6 +151,78 @@ def test_bound_by_hand():
   np.testing.assert_allclose(found, [0.19 / 0.76, 0.19 / 0.76], rtol=1e-12)
   found = stateless_kept_bound(tree, np.log([0.9, 0.01]), np.log(q))
   np.testing.assert_allclose(found, [1, 0.017919 / 0.152], rtol=1e-12)
+
+
+# The bound in the mean.
+
+
+def _mean_bound(tree, draft, target, set_probs=None):
+  """The mean of `stateless_mean_bound` over the target's texts, for every d, with the best sets."""
+  _, *log_probs = _texts(draft, target)
+  text_probs = target.reshape(-1)
+  if set_probs is None:
+    set_probs = best_set_probs(tree, *log_probs, text_probs)
+  return text_probs @ stateless_mean_bound(tree, *log_probs, set_probs)
+
+
+@pytest.mark.parametrize('tree', [TokenTree.chains(2, 2), TokenTree.prefix((2, 2)), TokenTree((0, 0, 1))], ids=str)
+def test_mean_bound_is_the_least_over_all_sets(tree):
+  """Any set of texts bounds what is kept: the least over all subsets, tried one by one, has the function's value."""
+  has_gain = False
+  for seed in range(8):
+    _, draft, target = _tables(seed, 3, tree.max_depth)
+    kept_bounds = stateless_kept_bound(tree, *_texts(draft, target)[1:])
+    expected = []
+    for depth, num_nodes in enumerate(np.bincount(tree.depths)[1:], start=1):
+      shape, later = (3**depth, -1), tuple(range(depth, tree.max_depth))
+      p, q = draft.sum(later).reshape(-1), target.sum(later).reshape(-1)
+      kept = q * kept_bounds.reshape(*shape, tree.max_depth)[:, 0, depth - 1]
+      subsets = np.array(list(itertools.product([False, True], repeat=len(p))))
+      expected.append((~subsets @ kept + 1 - (1 - subsets @ p) ** num_nodes).min())
+    found = _mean_bound(tree, draft, target)
+    np.testing.assert_allclose(found, expected, atol=1e-12)
+    has_gain |= bool((found < _expected_bound(tree, draft, target) - 1e-3).any())
+  assert has_gain
+
+
+@pytest.mark.parametrize('tree', [TokenTree.chains(2, 2), TokenTree.prefix((2, 2)), UNEQUAL], ids=str)
+def test_no_stateless_rule_keeps_more_than_the_mean_bound(tree):
+  """The optimum is at most the bound with any sets, and the best sets give no more than others."""
+  rng = np.random.default_rng(0)
+  for seed in range(6):
+    _, draft, target = _tables(seed, 2, tree.max_depth)
+    optimum, best = stateless_optimum(tree, draft, target), _mean_bound(tree, draft, target)
+    assert optimum <= best.sum() + EXACT
+    np.testing.assert_allclose(
+      _mean_bound(tree, draft, target, np.zeros(tree.max_depth)), _expected_bound(tree, draft, target), atol=1e-12
+    )
+    for _ in range(5):
+      assert (best <= _mean_bound(tree, draft, target, rng.random(tree.max_depth)) + 1e-12).all()
+
+
+@pytest.mark.parametrize('num_drafts', [1, 2, 3])
+def test_mean_bound_of_one_token_is_the_optimum(num_drafts):
+  tree = TokenTree.chains(num_drafts, 1)
+  for seed in range(5):
+    _, draft, target = _tables(seed, 5, 1)
+    np.testing.assert_allclose(
+      _mean_bound(tree, draft, target)[0], optimal_acceptance(draft, target, num_drafts), atol=1e-6
+    )
+
+
+def test_mean_bound_of_drawn_texts_estimates_that_of_all():
+  """With sets chosen by other texts; some texts cannot occur, some are never drafted."""
+  tree, rng = TokenTree.chains(3, 2), np.random.default_rng(1)
+  _, draft, target = _tables(2, 4, 2)
+  texts, *log_probs = _texts(draft, target)
+  drawn = rng.choice(len(texts), (2, 4000), p=target.reshape(-1))
+  set_probs = best_set_probs(tree, *(each[drawn[0]] for each in log_probs))
+  terms = stateless_mean_bound(tree, *(each[drawn[1]] for each in log_probs), set_probs)
+  error = terms.std(axis=0) / np.sqrt(len(terms))
+  assert (np.abs(terms.mean(axis=0) - _mean_bound(tree, draft, target, set_probs)) < 4 * error + 1e-12).all()
+  assert (np.abs(_mean_bound(tree, draft, target, set_probs) - _mean_bound(tree, draft, target)) < 1e-3).all()
+  extreme = stateless_mean_bound(tree, [[0, -np.inf], [-1, -1]], [[-1, -np.inf], [0, 0]], [0.5, 1])
+  assert np.isfinite(extreme).all()
 
 
 # The fewest calls for a text.
