@@ -193,6 +193,27 @@ def hsd(seed, tokens, draft_probs, target_probs):
   return emitted
 
 
+@functools.cache
+def _hsd_eagle():
+  import torch
+
+  return engine_stubs.function_of('EAGLE-3H/eagle/model/utils.py', 'evaluate_posterior', torch=torch)
+
+
+def hsd_eagle(seed, tokens, target_probs):
+  """`evaluate_posterior` of Hierarchical-Speculative-Decoding's EAGLE-3, `hsd`, on one path; guesses are given."""
+  import torch
+
+  torch.manual_seed(seed)
+  emitted = torch.full((len(tokens), tokens.shape[1] + 1), -1)
+  for row, (guesses, target) in enumerate(zip(tokens.long(), target_probs)):
+    path = torch.nn.functional.pad(guesses, (1, 0))[None]
+    _, length, probs = _hsd_eagle()(target.log()[None], path, lambda _, logits: logits, hsd=True)
+    emitted[row, :length] = guesses[:length]
+    emitted[row, length] = torch.multinomial(probs, 1)
+  return emitted
+
+
 _TORCH, _WHOLE = {'arrays': 'torch'}, {'arrays': 'torch', 'is_ragged': False}
 _OPTIONS = {
   tpu_inference: {},
@@ -202,6 +223,7 @@ _OPTIONS = {
   seqspecdecod_standard: _WHOLE,
   seqspecdecod_capped: _WHOLE,
   hsd: _WHOLE,
+  hsd_eagle: _WHOLE | {'children': 'given'},
 }
 
 if __name__ == '__main__':
