@@ -38,7 +38,7 @@ _STAND_INS = {
   '--method=NAME': '--method=race_traversal',
 }
 _FLAGS_OF_OTHERS = {'worker', 'help', 'compilation_cache_dir'}  # of gcloud, and of `common.command_line.run`
-_FLAGS_OF_PROGRAMS = {'merge', 'helpfull', 'name'}  # of llama-gguf-split, of absl, and any one's
+_FLAGS_OF_PROGRAMS = {'merge', 'helpfull', 'name', 'no'}  # of llama-gguf-split, of absl, any one's, pip's --no-deps
 
 
 def _read(name):

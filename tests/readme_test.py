@@ -38,8 +38,8 @@ def test_table_of_methods():
 
 
 def test_results_are_measured():
-  """The table's rows are those of docs/block_efficiency.md, up to its short names of trees."""
-  page = (_ROOT / 'docs/block_efficiency.md').read_text(encoding='utf-8')
+  """The table's rows are those of docs/results.md, up to its short names of trees."""
+  page = (_ROOT / 'docs/results.md').read_text(encoding='utf-8')
   (results,) = re.findall(r'^## Results\n(.*?)^## ', _README, re.DOTALL | re.MULTILINE)
   rows = re.findall(r'^\| `(\w+)` \| [^|]* \| ([^|]*) \| ([^|]*)\|$', results, re.MULTILINE)
   assert len(rows) == 5

@@ -5,7 +5,7 @@ import re
 
 from spectr_jax import testing, theory
 
-_PAGE = (pathlib.Path(__file__).parents[2] / 'docs/theory.md').read_text(encoding='utf-8')
+_PAGE = (pathlib.Path(__file__).parents[2] / 'docs/api_theory.md').read_text(encoding='utf-8')
 
 
 def test_every_function_is_listed():
