@@ -17,6 +17,9 @@ def test_one_of_them_may_be_given(tmp_path):
     DecodeOptions(regex='a', choice=('b',))
   assert DecodeOptions().read_constraint() == {}
   assert DecodeOptions(choice=(' a', 'b ')).read_constraint() == {'choices': (' a', 'b ')}
+  assert DecodeOptions(regex='').read_constraint() == {'regex': ''}
+  with pytest.raises(ValueError, match='is not a regular file'):
+    DecodeOptions(json_schema='').read_constraint()
   path = tmp_path / 'schema.json'
   path.write_text('{"type": "null"}')
   options = DecodeOptions(json_schema=str(path))
