@@ -9,7 +9,7 @@ import os
 import pathlib
 import subprocess
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ _OBJECT_DEPTH = 3  # levels of objects and lists in `json_schema=True`
 _MOST_CELLS = 2**25  # transitions of a table, 128 MiB
 _MOST_MERGING = 2**28  # transitions that are looked at to merge states
 _MOST_TEXT, _MOST_CHOICES = 2**20, 2**12
+_SAID_OF_SYNTAX = "it is no expression of Rust's `regex`, which does not look around or back, or repeats too often"
 _WORKER = pathlib.Path(__file__).with_name('constraint_worker.py')
 _ENVIRONMENT = 'LD_LIBRARY_PATH', 'DYLD_LIBRARY_PATH', 'SYSTEMROOT'
 
@@ -98,7 +99,7 @@ def _of_regex(regex: Any) -> str:
 
 
 def _of_choices(choices: Any) -> str:
-  is_several = isinstance(choices, Collection) and not isinstance(choices, str)
+  is_several = isinstance(choices, Sequence | Set) and not isinstance(choices, str)
   if not is_several or not choices or not all(isinstance(each, str) and each for each in choices):
     raise ValueError(f'choices must be a list of texts that are not empty, got {shown(choices)}')
   if len(choices) > _MOST_CHOICES:
@@ -153,7 +154,8 @@ def _automaton(regex: str, patterns: Sequence[str]) -> tuple[np.ndarray, np.ndar
     )
   answer = json.loads(header)
   if 'refused' in answer:
-    raise _CannotError(one_line(answer['refused']))
+    said = one_line(answer['refused'])
+    raise _CannotError(_SAID_OF_SYNTAX if said == 'Failed to build DFA error building NFA' else said)
   is_final = np.zeros(answer['num_states'], bool)
   is_final[answer['finals']] = True
   return np.frombuffer(table, np.int32).reshape(-1, 256), is_final

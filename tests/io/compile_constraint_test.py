@@ -127,6 +127,8 @@ def test_what_cannot_be_done_is_refused_by_name(tokenizer, schema, words):
     ({'regex': 'a\\'}, 'a backslash escapes nothing'),
     ({'regex': 'a', 'vocab_size': -5}, 'vocab_size must be a whole number of at least 1, got -5'),
     ({'choices': 5}, 'choices must be a list of texts'),
+    ({'choices': {'a': 1}}, 'choices must be a list of texts'),
+    ({'regex': '(?=a)b'}, "no expression of Rust's `regex`, which does not look around"),
     ({'json_schema': '{"type": "integer", "minimum": 1e999}'}, 'finite numbers'),
     ({'regex': 'a' * (2**20 + 1)}, 'regex has 1,048,577 characters'),
     ({'regex': '\ud800'}, 'regex'),
