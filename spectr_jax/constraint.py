@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -42,8 +42,9 @@ class Constraint:
   def __post_init__(self):
     for name, dtype, num_axes in (('class_of', np.int32, 1), ('next_state', np.int32, 2), ('is_final', bool, 1)):
       array = np.asarray(getattr(self, name))
-      if array.ndim != num_axes or 0 in array.shape or array.dtype.kind not in ('b' if dtype is bool else 'iu'):
-        wanted = f'{"bools" if dtype is bool else "integers"} of {num_axes} axes'
+      is_fitting = array.dtype.kind in ('b' if dtype is bool else 'iu') and np.array_equal(array, array.astype(dtype))
+      if array.ndim != num_axes or 0 in array.shape or not is_fitting:
+        wanted = f'bools of {num_axes} axes' if dtype is bool else f'integers of {num_axes} axes below 2**31'
         raise ValueError(f'{name} of a constraint must be {wanted}, got {array.dtype} {list(array.shape)}')
       object.__setattr__(self, name, array.astype(dtype))
     num_states, num_classes = self.next_state.shape
@@ -54,7 +55,9 @@ class Constraint:
         f'class_of must be from 0 to {num_classes - 1}, got {self.class_of.min()} to {self.class_of.max()}'
       )
     if self.next_state.min() < -1 or self.next_state.max() >= num_states:
-      raise ValueError(f'next_state must be from -1 to {num_states - 1}, got {self.next_state.max()}')
+      raise ValueError(
+        f'next_state must be from -1 to {num_states - 1}, got {self.next_state.min()} to {self.next_state.max()}'
+      )
     is_used = np.isin(np.arange(num_classes), self.class_of)
     is_stuck = ~self.is_final & ~(self.next_state[:, is_used] >= 0).any(axis=1)
     if is_stuck.any():
@@ -79,7 +82,7 @@ class Constraint:
     """Whether tokens, without an id that ends them, are a whole continuation."""
     state = 0
     for token in tokens:
-      state = int(self.next_state[state, self.class_of[token]])
+      state = int(self.next_state[state, self.class_of[token]]) if 0 <= token < self.vocab_size else -1
       if state < 0:
         return False
     return bool(self.is_final[state])
@@ -134,7 +137,7 @@ def numbered(
   """
   if constraint is None:
     return [], None
-  rows = [constraint] * batch_size if isinstance(constraint, Constraint) else list(constraint)
+  rows = list(constraint) if isinstance(constraint, Iterable) else [constraint] * batch_size
   if len(rows) != batch_size:
     raise ValueError(f'constraint must be one Constraint, or a list of {batch_size}, one per prompt; got {len(rows)}')
   different = list({id(each): each for each in rows if each is not None}.values())

@@ -11,7 +11,7 @@ from common.json_file import read_json
 from common.output_files import OutputFiles
 from decode.experiment.model_options import AUTO_GRID
 from decode.experiment.options import DecodeOptions
-from decode.experiment.records import hash_json
+from decode.experiment.records import hash_constraint
 from decode.experiment.settings import Setting, settings_of
 from decode.experiment.workload import Workload
 from spectr_jax import METHODS, Drafter
@@ -86,14 +86,13 @@ def read_calibration(path: epath.PathLike) -> Calibration:
 
 def _conditions_of(workload: Workload) -> dict[str, Any]:
   options, info = workload.options, workload.info
-  constraint = options.read_constraint()
   names = 'mesh', 'draft_mesh', 'temperature', 'top_k', 'top_p', 'min_p', 'max_new_tokens'
   return {
     'device': info['device'],
     'models': info['models'],
     'batch_size': workload.batch_size,
     'lookup': [options.lookup_max, options.lookup_min] if options.has_lookup else None,
-    'constraint': hash_json(constraint) if constraint else None,
+    'constraint': hash_constraint(options),
     **{name: getattr(options, name) for name in names},
   }
 

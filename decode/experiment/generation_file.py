@@ -91,7 +91,8 @@ def _differences(written: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[
   differences = []
   for name, value in wanted.items():
     if name == 'run' and isinstance(written.get(name), dict):
-      differences += _differences(written[name], value)
+      # What only the other run has, such as a constraint, this one has not.
+      differences += _differences(written[name], dict.fromkeys(written[name]) | value)
     elif not _is_same(written.get(name), value):
       differences.append(f'{name} {shown(written.get(name))}, and this run {shown(value)}')
   return differences

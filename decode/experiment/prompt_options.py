@@ -48,7 +48,7 @@ class SamplingOptions(Record):
     super().__post_init__()
     if self.seed < 0 or self.seed + self.num_seeds > 2**32:
       raise ValueError(f'seeds must be from 0 to 2**32 - 1, got {self.num_seeds} from {self.seed} on')
-    given = [name for name in CONSTRAINTS if getattr(self, name)]
+    given = [name for name in CONSTRAINTS if getattr(self, name) not in (None, ())]
     if len(given) > 1:
       raise ValueError(f'{given[0]} and {given[1]} are both given; choose one')
 
@@ -66,9 +66,9 @@ class SamplingOptions(Record):
     Raises:
       ValueError: The file of the schema is unusable.
     """
-    if self.json_schema:
+    if self.json_schema is not None:
       return {'json_schema': parse_json(read_text(self.json_schema), self.json_schema)}
-    return {'regex': self.regex} if self.regex else {'choices': self.choice} if self.choice else {}
+    return {'regex': self.regex} if self.regex is not None else {'choices': self.choice} if self.choice else {}
 
   def make_constraint(self, tokenizer: TokenizerBase, vocab_size: int) -> Constraint | None:
     """What continuations must follow, or None.

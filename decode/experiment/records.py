@@ -216,7 +216,7 @@ def describe_run(work: Workload, setting: Setting) -> dict[str, Any]:
     'growth_threshold': 0.0 if setting.growth is None else setting.growth.threshold,
     'gumbel': options.gumbel,
     'logprobs': options.logprobs,
-    **({'constraint': hash_json(constraint)} if (constraint := options.read_constraint()) else {}),
+    **({'constraint': constraint} if (constraint := hash_constraint(options)) else {}),
   }
   fields = {name: getattr(options, name) for name in options_of(Part.FIELD)}
   return {'run': run} | describe_setting(options, setting) | fields | {'stop': list(options.stop)}
@@ -228,6 +228,12 @@ def describe_prompt(prompt: Prompt) -> dict[str, Any]:
   return described | (
     {'messages': hash_json([dict(message) for message in prompt.messages])} if prompt.messages else {}
   )
+
+
+def hash_constraint(options: DecodeOptions) -> str | None:
+  """A hash of what continuations must follow, or None; in a schema the order of properties counts."""
+  constraint = options.read_constraint()
+  return hash_json(json.dumps(constraint)) if constraint else None
 
 
 def hash_json(content: Any) -> str:

@@ -76,11 +76,12 @@ def _check(draft_probs: jax.Array, target_probs: jax.Array, num_drafts: int | ja
       f'draft_probs and target_probs must have the same shape [..., V], got {draft_probs.shape} and'
       f' {target_probs.shape}'
     )
-  if not isinstance(num_drafts, Tracer) and np.any(np.asarray(num_drafts) < 0):
+  known = num_drafts if isinstance(num_drafts, Tracer) else np.asarray(num_drafts)
+  if not jnp.issubdtype(known.dtype, jnp.integer):
+    raise ValueError(f'num_drafts must be of integers, got {known.dtype}')
+  if not isinstance(num_drafts, Tracer) and np.any(known < 0):
     raise ValueError(f'num_drafts must be at least 0, got {num_drafts}')
   num_drafts = jnp.asarray(num_drafts)
-  if not jnp.issubdtype(num_drafts.dtype, jnp.integer):
-    raise ValueError(f'num_drafts must be of integers, got {num_drafts.dtype}')
   jnp.broadcast_shapes(draft_probs.shape[:-1], num_drafts.shape)  # the error names both shapes
   return num_drafts
 

@@ -65,7 +65,9 @@ class SharedVocabulary:
     Raises:
       ValueError: No token is shared, one is shared twice, an id is in no vocabulary, or a token has no ids.
     """
-    to_target = np.asarray(to_target, np.int32)
+    to_target = np.asarray(to_target)
+    if to_target.ndim != 1 or to_target.dtype.kind not in 'iu':
+      raise ValueError(f'to_target must be integers [Vd], got {to_target.dtype} {list(to_target.shape)}')
     num_draft, num_target = len(to_target), len(draft_ids)
     shared = np.flatnonzero(to_target >= 0)
     if not len(shared):
@@ -76,13 +78,16 @@ class SharedVocabulary:
     for draft_id in shared.tolist():
       rows[to_target[draft_id]] = [draft_id]
     used = [index for row in rows for index in row] + ([] if bos_id is None else [bos_id])
-    if not all(len(row) for row in rows) or min(used) < 0 or max(used) >= num_draft:
+    are_ids = all(isinstance(index, int | np.integer) and 0 <= index < num_draft for index in used)
+    if not all(len(row) for row in rows) or not are_ids:
       raise ValueError(f"each of the target's tokens needs ids of the draft, from 0 to {num_draft - 1}")
     table = np.zeros((num_target, max(map(len, rows))), np.int32)
     for own, row in zip(table, rows):
       own[: len(row)] = row
     counts = np.array([len(row) for row in rows], np.int32)
-    return cls(*map(jnp.asarray, (to_target, table, counts, np.int32(-1 if bos_id is None else bos_id))))
+    return cls(
+      *map(jnp.asarray, (to_target.astype(np.int32), table, counts, np.int32(-1 if bos_id is None else bos_id)))
+    )
 
   @property
   def num_shared(self) -> int:

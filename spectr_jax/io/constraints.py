@@ -9,7 +9,7 @@ import os
 import pathlib
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ _OBJECT_DEPTH = 3  # levels of objects and lists in `json_schema=True`
 _MOST_CELLS = 2**25  # transitions of a table, 128 MiB
 _MOST_MERGING = 2**28  # transitions that are looked at to merge states
 _MOST_TEXT, _MOST_CHOICES = 2**20, 2**12
+_SAID_OF_SYNTAX = "it is no expression of Rust's `regex`, which does not look around or back, or repeats too often"
 _WORKER = pathlib.Path(__file__).with_name('constraint_worker.py')
 _ENVIRONMENT = 'LD_LIBRARY_PATH', 'DYLD_LIBRARY_PATH', 'SYSTEMROOT'
 
@@ -71,14 +72,15 @@ def compile_constraint(
   elif json_schema is not None:
     expression, patterns = _of_schema(json_schema)
   else:
-    expression = whole(regex) if isinstance(regex, str) else regex
-  if not isinstance(expression, str):
-    raise ValueError(f'regex must be a text, got {shown(expression)}')
+    expression = _of_regex(regex)
+  if vocab_size is not None and (not isinstance(vocab_size, int | np.integer) or vocab_size < 1):
+    raise ValueError(f'vocab_size must be a whole number of at least 1, got {shown(vocab_size)}')
   check_unicode(expression, names[0])
   if len(expression) > _MOST_TEXT:
     raise ValueError(f'{names[0]} has {len(expression):,} characters, allowed are {_MOST_TEXT:,}')
+  size = tokenizer.vocab_size if vocab_size is None else vocab_size
   try:
-    return _over_tokens(*_automaton(expression, patterns), tokenizer, vocab_size or tokenizer.vocab_size)
+    return _over_tokens(*_automaton(expression, patterns), tokenizer, size)
   except _CannotError as error:
     raise ValueError(f'{names[0]} cannot be compiled: {error}') from None
 
@@ -87,8 +89,18 @@ class _CannotError(Exception):
   """Says why an expression makes no constraint."""
 
 
-def _of_choices(choices: Sequence[str]) -> str:
-  if isinstance(choices, str) or not choices or not all(isinstance(each, str) and each for each in choices):
+def _of_regex(regex: Any) -> str:
+  if not isinstance(regex, str):
+    raise ValueError(f'regex must be a text, got {shown(regex)}')
+  try:
+    return whole(regex)
+  except ValueError as error:
+    raise ValueError(f'regex cannot be compiled: {error}') from None
+
+
+def _of_choices(choices: Any) -> str:
+  is_several = isinstance(choices, Sequence | Set) and not isinstance(choices, str)
+  if not is_several or not choices or not all(isinstance(each, str) and each for each in choices):
     raise ValueError(f'choices must be a list of texts that are not empty, got {shown(choices)}')
   if len(choices) > _MOST_CHOICES:
     raise ValueError(f'there are {len(choices):,} choices, allowed are {_MOST_CHOICES:,}')
@@ -101,11 +113,13 @@ def _of_schema(schema: Any) -> tuple[str, tuple[str, ...]]:
   if isinstance(schema, str):
     schema = parse_json(schema, 'the JSON schema')
   try:
-    if len(json.dumps(schema)) > _MOST_TEXT:
-      raise ValueError(f'the JSON schema is too large: more than {_MOST_TEXT:,} characters')
-  except (TypeError, RecursionError):
-    raise ValueError('the JSON schema must be a JSON value that is not nested too deeply') from None
-  return schema_regex(schema)
+    text = json.dumps(schema, allow_nan=False)
+    value = json.loads(text)  # in which names that are numbers are texts
+  except (TypeError, ValueError, RecursionError):
+    raise ValueError('the JSON schema must be a JSON value of finite numbers that is not nested too deeply') from None
+  if len(text) > _MOST_TEXT:
+    raise ValueError(f'the JSON schema is too large: more than {_MOST_TEXT:,} characters')
+  return schema_regex(value)
 
 
 def _library_folder() -> str:
@@ -140,7 +154,8 @@ def _automaton(regex: str, patterns: Sequence[str]) -> tuple[np.ndarray, np.ndar
     )
   answer = json.loads(header)
   if 'refused' in answer:
-    raise _CannotError(one_line(answer['refused']))
+    said = one_line(answer['refused'])
+    raise _CannotError(_SAID_OF_SYNTAX if said == 'Failed to build DFA error building NFA' else said)
   is_final = np.zeros(answer['num_states'], bool)
   is_final[answer['finals']] = True
   return np.frombuffer(table, np.int32).reshape(-1, 256), is_final

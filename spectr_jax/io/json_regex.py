@@ -31,6 +31,10 @@ FORMATS = {
   'uuid': '[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}',
 }
 
+# Of an expression of JavaScript, and the ranges and characters of a class.
+_CLASS_OR_ESCAPE = re.compile(r'(?P<opening>\[\^?)(?P<content>\]?(?:\\.|[^\\\]])*)(?P<end>\]?)|\\.', re.DOTALL)
+_ITEM = re.compile(r'(?!\\[dDwWsS])(\\.|.)-(?!\\[dDwWsS])(\\.|.)|(\\.|.)', re.DOTALL)
+
 
 def escaped(text: str) -> str:
   """The regular expression of one text."""
@@ -110,29 +114,61 @@ def integers(low: int | None, high: int | None) -> str | None:
   return either(parts)
 
 
-def alternatives(pattern: str) -> list[list[str]]:
-  """The alternatives of a pattern, each as a list of its characters and escapes."""
-  found, depth, is_in_class = [[]], 0, False
-  for part in re.findall(r'\\.|[^\\]', pattern, flags=re.DOTALL):
-    is_in_class = (is_in_class and part != ']') or part == '['
-    depth += 0 if is_in_class else (part == '(') - (part == ')')
-    if part == '|' and depth == 0 and not is_in_class:
+def alternatives(regex: str) -> list[list[str]]:
+  """The alternatives of an expression of Rust's `regex`, each as a list of its characters, escapes and beginnings of
+  classes. In classes `^` is escaped, so that it is an assertion elsewhere.
+
+  Raises:
+    ValueError: A parenthesis or a bracket has no other half, or a backslash escapes nothing: with more around it such
+      an expression might have another meaning.
+  """
+  found, num_groups, num_classes = [[]], 0, 0
+  for part in re.findall(r'\\.|\[\^?\]?|.', regex, flags=re.DOTALL):
+    if part[0] == '[':
+      num_classes += 1
+    elif num_classes:
+      num_classes -= part == ']'
+    else:
+      num_groups += (part == '(') - (part == ')')
+    if part == '\\' or num_groups < 0:
+      break
+    if part == '|' and not num_groups and not num_classes:
       found.append([])
     else:
-      found[-1].append(part)
-  return found
+      found[-1].append(r'\^' if part == '^' and num_classes else part)
+  else:
+    if not num_groups and not num_classes:
+      return found
+  raise ValueError('a parenthesis or a bracket has no other half, or a backslash escapes nothing')
 
 
-def ecma(parts: Sequence[str]) -> str:
-  r"""A part of a pattern with `\d` and `\w` for ASCII alone, as JavaScript and so JSON Schema has them."""
-  spelled, is_in_class = [], False
-  for part in parts:
-    is_in_class = (is_in_class and part != ']') or part == '['
-    meant = {r'\d': '0-9', r'\w': '0-9A-Za-z_'}.get(part)
-    spelled.append(part if meant is None else meant if is_in_class else f'[{meant}]')
-  return ''.join(spelled)
+def _in_class(part: str) -> str:
+  return {r'\d': '0-9', r'\w': '0-9A-Za-z_'}.get(part, f'\\{part}' if part in '[]&~-' else part)
+
+
+def ecma(pattern: str) -> str:
+  r"""An expression of JavaScript, and so of JSON Schema, as one of Rust's `regex`.
+
+  `\d` and `\w` are ASCII alone. In a class of characters all but ranges and escapes stand for themselves.
+  """
+
+  def of_class(found: re.Match[str]) -> str:
+    return '-'.join(_in_class(each) for each in found.groups() if each is not None)
+
+  def spelled(found: re.Match[str]) -> str:
+    if found['content'] is None:
+      return {r'\d': '[0-9]', r'\w': '[0-9A-Za-z_]'}.get(found[0], found[0])
+    return f'{found["opening"]}{_ITEM.sub(of_class, found["content"])}{found["end"]}'
+
+  return _CLASS_OR_ESCAPE.sub(spelled, pattern)
 
 
 def whole(regex: str) -> str:
-  """An expression without the `^` that its alternatives may begin with, which says nothing of a whole text."""
-  return '|'.join(''.join(part[part[:1] == ['^'] :]) for part in alternatives(regex))
+  """An expression without the `^` that its alternatives may begin with, which says nothing of a whole text.
+
+  ValueError as of `alternatives`, and for such an assertion elsewhere.
+  """
+  found = [part[part[:1] == ['^'] :] for part in alternatives(regex)]
+  if any(each in ('^', r'\A') for part in found for each in part):
+    raise ValueError(r'^ may begin the whole or an alternative of it, and stand nowhere else; \A is not supported')
+  return '|'.join(map(''.join, found))

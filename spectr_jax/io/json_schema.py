@@ -251,7 +251,7 @@ class _Writer:
       return self._pattern(schema['pattern'], where)
     if 'format' in schema:
       known = schema['format']
-      if known not in FORMATS:
+      if not isinstance(known, str) or known not in FORMATS:
         raise _refused(where, f'format {shown(known)} is not supported, of formats {", ".join(FORMATS)} are')
       return f'"{FORMATS[known]}"'
     least, most = (_count(schema, name, where) for name in ('minLength', 'maxLength'))
@@ -266,10 +266,14 @@ class _Writer:
     if not isinstance(pattern, str):
       raise _refused(where, f'pattern must be a text, got {shown(pattern)}')
     found = []
-    for part in alternatives(pattern):
+    try:
+      parts = alternatives(ecma(pattern))
+    except ValueError as error:
+      raise _refused(where, f'in pattern {shown(pattern)} {error}') from None
+    for part in parts:
       # It need not match a whole string.
       is_first, is_last = part[:1] == ['^'], part[-1:] == ['$']
-      inner = f'(?:{ecma(part[is_first : len(part) - is_last])})'
+      inner = f'(?:{"".join(part[is_first : len(part) - is_last])})'
       self.patterns.append(inner)
       found.append(f'{"" if is_first else PLAIN + "*"}{inner}{"" if is_last else PLAIN + "*"}')
     return f'"{either(found)}"'
@@ -361,7 +365,8 @@ def _are_apart(one: Any, other: Any) -> bool:
   types = [_spread(each) for each in (one, other)]
   if types[0] is not None and types[1] is not None and not types[0] & types[1]:
     return True
-  shared = set(map(str, one.get('required', ()))) & set(map(str, other.get('required', ())))
+  required = [each.get('required') for each in (one, other)]
+  shared = set.intersection(*(set(map(str, names if isinstance(names, list) else ())) for names in required))
   own, others = (each.get('properties', {}) for each in (one, other))
   if not isinstance(own, Mapping) or not isinstance(others, Mapping):
     return False

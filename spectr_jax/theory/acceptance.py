@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from spectr_jax.couplings.kseq import KSeq, any_accepted, overlap
 from spectr_jax.couplings.race import Race
+from spectr_jax.theory.arguments import whole_number
 
 _KSEQ, _RACE = KSeq(), Race()
 
@@ -19,18 +20,17 @@ def _of_distributions(function):
   @functools.wraps(function)
   def on_leading_axes(draft_probs, target_probs, num_drafts, **options):
     draft_probs, target_probs = jnp.asarray(draft_probs), jnp.asarray(target_probs)
-    if draft_probs.shape != target_probs.shape or draft_probs.ndim == 0:
+    if draft_probs.shape != target_probs.shape or not draft_probs.shape[-1:] or not draft_probs.shape[-1]:
       raise ValueError(
-        f'draft_probs and target_probs must have the same shape [..., V], got {draft_probs.shape} and'
+        f'draft_probs and target_probs must have the same shape [..., V], V at least 1; got {draft_probs.shape} and'
         f' {target_probs.shape}'
       )
-    if num_drafts < 1:
-      raise ValueError(f'num_drafts must be at least 1, got {num_drafts}')
+    number, dtype = whole_number(num_drafts, 'num_drafts'), jnp.result_type(draft_probs, target_probs, jnp.float32)
 
     def one(p, q):
-      return function(p, q, num_drafts, **options)
+      return function(p, q, number, **options)
 
-    return jnp.vectorize(one, signature='(v),(v)->()')(draft_probs, target_probs)
+    return jnp.vectorize(one, signature='(v),(v)->()')(draft_probs.astype(dtype), target_probs.astype(dtype))
 
   return on_leading_axes
 

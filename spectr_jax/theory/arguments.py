@@ -66,6 +66,14 @@ def whole_numbers(values, name: str) -> np.ndarray:
   return numbers
 
 
+def whole_number(value, name: str) -> int:
+  """The value as an integer from 1 on; `ValueError` names the argument."""
+  number = whole_numbers(value, name)
+  if number.ndim:
+    raise ValueError(f'{name} must be one integer, got {value}')
+  return int(number)
+
+
 def total_variation(draft_probs, target_probs) -> np.ndarray:
   """The total variation TV(p, q) = 1/2 sum |p - q| = 1 - sum min(p, q).
 

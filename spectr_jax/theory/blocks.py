@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 
-from spectr_jax.theory.arguments import as_joint_probs, prefix_probs, whole_numbers
+from spectr_jax.theory.arguments import as_joint_probs, prefix_probs, whole_number, whole_numbers
 from spectr_jax.theory.linear_program import check_size, maximize
 
 
@@ -66,7 +66,7 @@ def conditional_coupling_error(draft_law, target_law, num_drafts: int) -> float:
   many combinations.
   """
   p, q = (joint_probs.reshape(-1) for joint_probs in as_joint_probs(draft_law, target_law))
-  num_drafts = int(whole_numbers(num_drafts, 'num_drafts'))
+  num_drafts = whole_number(num_drafts, 'num_drafts')
   check_size(len(p) ** (num_drafts + 1))
   both = np.minimum(p, q)
   excess = q - both
@@ -97,7 +97,7 @@ def optimal_block_acceptance(draft_law, target_law, num_drafts: int) -> float:
   from scipy import sparse
 
   draft, target = as_joint_probs(draft_law, target_law)
-  num_drafts = int(whole_numbers(num_drafts, 'num_drafts'))
+  num_drafts = whole_number(num_drafts, 'num_drafts')
   p, q = draft.reshape(-1), target.reshape(-1)
   check_size(len(p) ** (num_drafts + 1))
   blocks = np.array(list(itertools.product(range(draft.shape[0]), repeat=draft.ndim)))

@@ -101,4 +101,4 @@ def batch_improvement(draft_probs, target_probs, num_drafts) -> np.ndarray:
   numbers = _numbers(num_drafts)
   left = _left_when_all_rejected(draft, target, numbers)
   rejected = np.array([left[number].sum(axis=-1) for number in numbers.flat])
-  return np.maximum(target - draft, 0).sum(axis=-1) - rejected.reshape(*numbers.shape, *draft.shape[:-1])
+  return np.maximum(target - draft, 0).sum(axis=-1) - rejected.reshape(numbers.shape + draft.shape[:-1])

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from spectr_jax.theory.arguments import as_joint_probs, prefix_probs, whole_numbers
+from spectr_jax.theory.arguments import as_joint_probs, prefix_probs, whole_number
 from spectr_jax.theory.linear_program import maximize
 
 MAX_TEXTS = 20_000
@@ -117,7 +117,7 @@ def stateless_chains_optimum(
     RuntimeError: The solver failed.
   """
   draft, target = as_joint_probs(draft_law, target_law)
-  num_drafts, vocab_size = int(whole_numbers(num_drafts, 'num_drafts')), draft.shape[0]
+  num_drafts, vocab_size = whole_number(num_drafts, 'num_drafts'), draft.shape[0]
   draft, target = (np.concatenate(prefix_probs(joint)) for joint in (draft, target))
   if len(draft) > MAX_TEXTS:
     raise ValueError(f'at most {MAX_TEXTS} texts of 1 to L tokens are allowed, got {len(draft)}')

@@ -11,7 +11,7 @@ import numpy as np
 from spectr_jax.couplings.coupling import Coupling, Outcome
 from spectr_jax.proposal import Independent
 from spectr_jax.sampling import positive_part_or
-from spectr_jax.theory.arguments import as_pair
+from spectr_jax.theory.arguments import as_pair, whole_number
 from spectr_jax.theory.linear_program import maximize
 
 MAX_PLAN_SIZE = 10**5
@@ -81,8 +81,7 @@ def _check(draft_probs, target_probs, num_drafts: int) -> tuple[np.ndarray, np.n
   for name, probs in (('draft_probs', draft_probs), ('target_probs', target_probs)):
     if np.ndim(probs) != 1 or not np.size(probs):
       raise ValueError(f'{name} must have shape [V], V at least 1; got {np.shape(probs)}')
-  if num_drafts < 1:
-    raise ValueError(f'num_drafts must be at least 1, got {num_drafts}')
+  whole_number(num_drafts, 'num_drafts')
   return as_pair(draft_probs, target_probs, tolerance=_TOLERANCE)
 
 

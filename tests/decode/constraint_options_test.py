@@ -7,6 +7,7 @@ import commands
 import pytest
 
 from decode.experiment.options import DecodeOptions
+from decode.experiment.records import hash_constraint
 from spectr_jax import Tokenizer
 
 pytest.importorskip('outlines_core', reason='needs the extra grammar')
@@ -17,6 +18,9 @@ def test_one_of_them_may_be_given(tmp_path):
     DecodeOptions(regex='a', choice=('b',))
   assert DecodeOptions().read_constraint() == {}
   assert DecodeOptions(choice=(' a', 'b ')).read_constraint() == {'choices': (' a', 'b ')}
+  assert DecodeOptions(regex='').read_constraint() == {'regex': ''}
+  with pytest.raises(ValueError, match='is not a regular file'):
+    DecodeOptions(json_schema='').read_constraint()
   path = tmp_path / 'schema.json'
   path.write_text('{"type": "null"}')
   options = DecodeOptions(json_schema=str(path))
@@ -26,6 +30,14 @@ def test_one_of_them_may_be_given(tmp_path):
   made = options.make_constraint(tokenizer, tokenizer.vocab_size + 3)
   assert made.accepts(tokenizer.encode('null'))
   assert made.vocab_size == tokenizer.vocab_size + 3
+
+
+def test_other_constraints_make_other_runs(tmp_path):
+  path, found = tmp_path / 'schema.json', {hash_constraint(DecodeOptions(regex=each)) for each in (None, '', 'a')}
+  for names in ('ab', 'ba'):  # which are written in this order
+    path.write_text(json.dumps({'properties': {name: {'type': 'null'} for name in names}}))
+    found.add(hash_constraint(DecodeOptions(json_schema=str(path))))
+  assert len(found) == 5
 
 
 @pytest.mark.parametrize(

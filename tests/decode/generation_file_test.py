@@ -34,6 +34,15 @@ def resume(path, *, settings=SETTINGS, prompts=PROMPTS, entries=()):
   return done
 
 
+def test_what_only_the_other_run_has_is_a_difference(tmp_path):
+  path = tmp_path / 'out.jsonl'
+  constrained = SETTINGS | {'run': RUN | {'constraint': '01234567'}}
+  resume(path, settings=constrained, entries=[entry_of(0)])
+  assert resume(path, settings=constrained) == {(0, 0, 0)}
+  with pytest.raises(ValueError, match="has constraint '01234567', and this run None"):
+    resume(path)
+
+
 def test_a_file_is_written_and_resumed(tmp_path):
   path = tmp_path / 'out.jsonl'
   with GenerationFile(path, resume=False) as file:

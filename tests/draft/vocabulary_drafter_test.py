@@ -83,6 +83,9 @@ def test_logits_that_are_not_finite_stay_so():
     ((2, -1), ((0,), (1,)), "ids of the target's 2 tokens"),
     ((0, -1), ((0,), ()), 'needs ids of the draft'),
     ((0, -1), ((0,), (2,)), 'needs ids of the draft, from 0 to 1'),
+    ((0, -1), ((0,), (0.5,)), 'needs ids of the draft, from 0 to 1'),
+    ((0.5, -1), ((0,), (1,)), r'to_target must be integers \[Vd\], got float64'),
+    ((2**40, -1), ((0,), (1,)), "ids of the target's 2 tokens"),
   ],
 )
 def test_tables_that_fit_no_vocabulary_are_refused(to_target, spelled, message):

@@ -272,6 +272,8 @@ def test_log_probabilities_are_those_among_allowed_tokens(chains):
   [
     ({'class_of': [0, 9]}, 'class_of must be from 0 to 0'),
     ({'next_state': [[3]]}, 'next_state must be from -1 to 0'),
+    ({'next_state': [[2**32]]}, 'next_state of a constraint must be integers of 2 axes below'),
+    ({'class_of': [2**32, 0]}, 'class_of of a constraint must be integers of 1 axes below'),
     ({'next_state': [0]}, 'must be integers of 2 axes'),
     ({'is_final': [True, False]}, r'is_final must be \[1\]'),
     ({'next_state': [[-1]]}, 'state 0 of a constraint is not final'),
@@ -289,5 +291,9 @@ def test_wrong_constraints_are_refused(chains):
     generate(chains[1], 'race_traversal', make_keys(), constraint=CHAIN)
   with pytest.raises(ValueError, match='a list of 4, one per prompt; got 1'):
     generate(chains[1], 'race_traversal', make_keys(), constraint=[ONE])
+  with pytest.raises(ValueError, match='must be a Constraint, as compile_constraint makes, got 5'):
+    generate(chains[1], 'race_traversal', make_keys(), constraint=5)
+  assert not ONE.accepts([0, 6])
+  assert not ONE.accepts([0, -1])
   with pytest.raises(ValueError, match='constraint must be from -1 to 0'):
     begun(chains[1], [ONE], 1)

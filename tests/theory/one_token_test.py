@@ -113,7 +113,7 @@ def test_theorem_1_by_hand():
   assert transport_bound([1, 0], [0, 1], 3) == 0
   for arguments, message in (
     ((np.ones(12) / 12, np.ones(12) / 12, 4), 'at most 10000000 pairs'),
-    ((*BERNOULLI, 0), 'num_drafts must be at least 1, got 0'),
+    ((*BERNOULLI, 0), 'num_drafts must be integers from 1 on, got 0'),
   ):
     with pytest.raises(ValueError, match=message):
       transport_bound(*arguments)
@@ -313,6 +313,23 @@ def test_plan_is_as_good_as_the_published_program(vocab_size, n):
     result = optimize.linprog(misses.ravel().astype(float), A_eq=equations.tocsr(), b_eq=masses, method='highs')
     # Each of its at most 20 constraints holds to 1e-7, the solver's tolerance.
     assert optimal_transport(p, q, n).value == pytest.approx(1 - result.fun, abs=2e-6)
+
+
+@pytest.mark.parametrize('function', [kseq_acceptance, race_acceptance, recursive_acceptance, optimal_transport])
+def test_numbers_of_drafts_that_are_none_are_refused(function):
+  for number in (0, 1.5, math.nan, '2', None, [1, 2]):
+    with pytest.raises(ValueError, match='num_drafts must be'):
+      function(*BERNOULLI, number)
+  for number in (1.5, '2', None):
+    with pytest.raises(ValueError, match='num_drafts must be of integers'):
+      optimal_acceptance(*BERNOULLI, number)
+
+
+@pytest.mark.parametrize('function', [kseq_acceptance, race_acceptance, recursive_acceptance])
+def test_distributions_of_whole_numbers_are_distributions(function):
+  assert [float(function([1, 0], other, 2)) for other in ([1, 0], [0, 1])] == [1, 0]
+  with pytest.raises(ValueError, match='V at least 1'):
+    function([], [], 2)
 
 
 def test_a_coupling_follows_its_plan():

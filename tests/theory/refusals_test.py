@@ -131,7 +131,7 @@ def _accept(shapes, num_drafts):
     (lambda: optimal_transport([0.5, 0.5], 1.0, 1), r'target_probs must have shape \[V\]'),
     (lambda: optimal_transport([], [], 1), r'draft_probs must have shape \[V\]'),
     (lambda: optimal_transport([0.5, 0.5], [0.2, 0.3, 0.5], 1), 'got 2 and 3'),
-    (lambda: optimal_transport([0.5, 0.5], [0.5, 0.5], 0), 'num_drafts must be at least 1, got 0'),
+    (lambda: optimal_transport([0.5, 0.5], [0.5, 0.5], 0), 'num_drafts must be integers from 1 on, got 0'),
     (lambda: _accept(((3,), (4,)), 1), r'\(3,\) and \(4,\)'),
     (lambda: _accept(((2, 3), (3,)), 1), r'\(2, 3\) and \(3,\)'),
     (lambda: _accept(((), ()), 1), r'\(\) and \(\)'),
@@ -142,7 +142,7 @@ def _accept(shapes, num_drafts):
     *(
       (functools.partial(function, np.ones(3) / 3, np.ones(size) / size, number), message)
       for function in (kseq_acceptance, recursive_acceptance, race_acceptance)
-      for size, number, message in ((4, 1, r'\(3,\) and \(4,\)'), (3, 0, 'at least 1, got 0'))
+      for size, number, message in ((4, 1, r'\(3,\) and \(4,\)'), (3, 0, 'integers from 1 on, got 0'))
     ),
     *(
       (functools.partial(given_optimum, P[:2], Q[:2], 1, is_given), 'is_given must be bool')

@@ -246,6 +246,9 @@ def test_batch_improvement_is_that_of_recursive_rejection():
   p, q = rng.dirichlet(np.ones(6), 5), rng.dirichlet(np.ones(6), 5)
   found = batch_improvement(p, q, [1, 2, 4])
   assert found.shape == (3, 5)
+  one = batch_improvement(p[0], q[0], 4)
+  assert one.shape == ()
+  assert one == found[2, 0]
   with jax.enable_x64(True):
     accepted = [np.asarray(recursive_acceptance(p, q, n)) for n in (1, 2, 4)]
   np.testing.assert_allclose(found, [x - accepted[0] for x in accepted], rtol=0, atol=EXACT)
