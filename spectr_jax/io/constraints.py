@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import functools
 import importlib.util
 import json
-import os
 import pathlib
-import subprocess
-import sys
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ import numpy as np
 import scipy.sparse
 
 from spectr_jax.constraint import Constraint
+from spectr_jax.io.bounded_process import BoundedProcess
 from spectr_jax.io.json_regex import any_object, either, escaped, whole
 from spectr_jax.io.json_schema import schema_regex
 from spectr_jax.io.tokenizer import TokenizerBase
@@ -28,8 +28,8 @@ _OBJECT_DEPTH = 3  # levels of objects and lists in `json_schema=True`
 _MOST_CELLS = 2**25  # transitions of a table, 128 MiB
 _MOST_MERGING = 2**28  # transitions that are looked at to merge states
 _MOST_TEXT, _MOST_CHOICES = 2**20, 2**12
-_WORKER = pathlib.Path(__file__).with_name('constraint_worker.py')
-_ENVIRONMENT = 'LD_LIBRARY_PATH', 'DYLD_LIBRARY_PATH', 'SYSTEMROOT'
+_SCRIPT = pathlib.Path(__file__).with_name('constraint_worker.py')
+_MOST_ANSWER = 2**26  # bytes
 
 
 def compile_constraint(
@@ -108,41 +108,23 @@ def _of_schema(schema: Any) -> tuple[str, tuple[str, ...]]:
   return schema_regex(schema)
 
 
-def _library_folder() -> str:
-  spec = importlib.util.find_spec('outlines_core')
-  if spec is None or not spec.submodule_search_locations:
-    raise ValueError("constraints need the package outlines-core: pip install 'spectr_jax[grammar]'")
-  return os.path.dirname(os.path.abspath(spec.submodule_search_locations[0]))
-
-
 def _automaton(regex: str, patterns: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
   """The automaton of whole texts over bytes: int32 `[S, 256]`, -1 for no way on, and bool `[S]`, the final states."""
-  limits = {'memory': _MEMORY, 'seconds': _SECONDS, 'states': _MOST_STATES}
-  request = json.dumps({'regex': regex, 'patterns': list(patterns), 'limits': limits})
-  command = [sys.executable, '-I', '-S', str(_WORKER), _library_folder()]
+  if importlib.util.find_spec('outlines_core') is None:
+    raise ValueError("constraints need the package outlines-core: pip install 'spectr_jax[grammar]'")
+  bounds = {'seconds': _SECONDS, 'memory': _MEMORY, 'most': _MOST_ANSWER}
+  process = BoundedProcess(_SCRIPT, ['outlines_core'], **bounds)
   try:
-    done = subprocess.run(
-      command,
-      input=request.encode() + b'\n',
-      capture_output=True,
-      timeout=_SECONDS,
-      env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
-      start_new_session=True,
-    )
-  except subprocess.TimeoutExpired:
-    raise _CannotError(f'it takes longer than {_SECONDS} seconds') from None
-  except OSError as error:
-    raise ValueError(f'cannot start a process for a constraint: {one_line(error)}') from error
-  header, _, table = done.stdout.partition(b'\n')
-  if not header:
-    raise _CannotError(
-      f'it needs more than {_MEMORY // 2**20:,} MiB or {_SECONDS} seconds (exit code {done.returncode})'
-    )
-  answer = json.loads(header)
+    answer = process.ask({'regex': regex, 'patterns': list(patterns), 'most_states': _MOST_STATES})
+  except ValueError as error:
+    raise _CannotError(error) from None
+  finally:
+    process.stop()
   if 'refused' in answer:
     raise _CannotError(one_line(answer['refused']))
   is_final = np.zeros(answer['num_states'], bool)
   is_final[answer['finals']] = True
+  table = zlib.decompressobj().decompress(base64.b64decode(answer['table']), 1024 * _MOST_STATES)
   return np.frombuffer(table, np.int32).reshape(-1, 256), is_final
 
 

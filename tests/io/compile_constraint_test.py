@@ -155,7 +155,7 @@ def test_a_table_that_is_too_large_is_refused(tokenizer, monkeypatch):
 
 
 def test_the_missing_package_is_named(tokenizer, monkeypatch):
-  monkeypatch.setattr(constraints_module.importlib.util, 'find_spec', lambda name: None)
+  monkeypatch.setattr('importlib.util.find_spec', lambda name: None)
   with pytest.raises(ValueError, match=r"pip install 'spectr_jax\[grammar\]'"):
     compile_constraint(tokenizer, regex='a')
 
