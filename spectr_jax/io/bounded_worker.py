@@ -22,6 +22,8 @@ except ImportError:  # not a POSIX system
 
 def _limit_resources(memory):
   """Bounds this process's memory, and keeps it from writing files, of which a memory dump would be one."""
+  if resource is None:
+    return
   for name, most in (('RLIMIT_AS', memory), ('RLIMIT_FSIZE', 0), ('RLIMIT_CORE', 0)):
     with contextlib.suppress(AttributeError, OSError, ValueError):  # some systems lack limits that they name
       kind = getattr(resource, name)

@@ -19,7 +19,7 @@ from spectr_jax.io.bounded_process import BoundedProcess
 from spectr_jax.io.json_regex import any_object, either, escaped, whole
 from spectr_jax.io.json_schema import schema_regex
 from spectr_jax.io.tokenizer import TokenizerBase
-from spectr_jax.io.untrusted import one_line, parse_json, shown
+from spectr_jax.io.untrusted import named, one_line, parse_json, shown
 from spectr_jax.unicode import check_unicode
 
 _SECONDS, _MEMORY = 30, 2**30  # of the process that compiles an expression
@@ -77,14 +77,8 @@ def compile_constraint(
   check_unicode(expression, names[0])
   if len(expression) > _MOST_TEXT:
     raise ValueError(f'{names[0]} has {len(expression):,} characters, allowed are {_MOST_TEXT:,}')
-  try:
+  with named(f'{names[0]} cannot be compiled'):
     return _over_tokens(*_automaton(expression, patterns), tokenizer, vocab_size or tokenizer.vocab_size)
-  except _CannotError as error:
-    raise ValueError(f'{names[0]} cannot be compiled: {error}') from None
-
-
-class _CannotError(Exception):
-  """Says why an expression makes no constraint."""
 
 
 def _of_choices(choices: Sequence[str]) -> str:
@@ -101,11 +95,12 @@ def _of_schema(schema: Any) -> tuple[str, tuple[str, ...]]:
   if isinstance(schema, str):
     schema = parse_json(schema, 'the JSON schema')
   try:
-    if len(json.dumps(schema)) > _MOST_TEXT:
-      raise ValueError(f'the JSON schema is too large: more than {_MOST_TEXT:,} characters')
-  except (TypeError, RecursionError):
+    text = json.dumps(schema, allow_nan=False)
+  except (TypeError, ValueError, RecursionError):
     raise ValueError('the JSON schema must be a JSON value that is not nested too deeply') from None
-  return schema_regex(schema)
+  if len(text) > _MOST_TEXT:
+    raise ValueError(f'the JSON schema is too large: more than {_MOST_TEXT:,} characters')
+  return schema_regex(json.loads(text))
 
 
 def _automaton(regex: str, patterns: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -116,12 +111,10 @@ def _automaton(regex: str, patterns: Sequence[str]) -> tuple[np.ndarray, np.ndar
   process = BoundedProcess(_SCRIPT, ['outlines_core'], **bounds)
   try:
     answer = process.ask({'regex': regex, 'patterns': list(patterns), 'most_states': _MOST_STATES})
-  except ValueError as error:
-    raise _CannotError(error) from None
   finally:
     process.stop()
   if 'refused' in answer:
-    raise _CannotError(one_line(answer['refused']))
+    raise ValueError(one_line(answer['refused']))
   is_final = np.zeros(answer['num_states'], bool)
   is_final[answer['finals']] = True
   table = zlib.decompressobj().decompress(base64.b64decode(answer['table']), 1024 * _MOST_STATES)
@@ -178,7 +171,7 @@ def _over_tokens(next_state: np.ndarray, is_final: np.ndarray, tokenizer: Tokeni
       if after[place] == len(maps):
         maps.append(new)
         if len(maps) * num_states > _MOST_CELLS:
-          raise _CannotError(f'its table has more than {_MOST_CELLS:,} transitions')
+          raise ValueError(f'its table has more than {_MOST_CELLS:,} transitions')
     own = after[places.reshape(-1)]
     of_depths.append(own)
   map_of = np.zeros(max(vocab_size, len(tokens)), np.int32)
@@ -235,7 +228,7 @@ def _trimmed(table: np.ndarray, is_final: np.ndarray, class_of: np.ndarray) -> C
 
   is_kept = reached(graph, 0) & reached(graph.T.tocsr(), num_states)
   if not is_kept[0]:
-    raise _CannotError('no text of these tokens matches')
+    raise ValueError('no text of these tokens matches')
   numbers = np.append(np.where(is_kept, np.cumsum(is_kept) - 1, -1), -1)
   kept = numbers[table[is_kept]]
   columns, class_of_class = np.unique(kept, axis=1, return_inverse=True)

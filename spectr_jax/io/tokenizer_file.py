@@ -172,7 +172,6 @@ def read_backend(path: epath.PathLike) -> Backend:
 
 
 def _check(content: Any, where: str) -> dict[str, int]:
-  """Checks the content of a file, and returns the ids of the added tokens."""
   spec = check_object(content, _FILE, where)
   _check_model(spec.get('model') or {}, f'{where}: model')
   steps = {section: list(_steps(spec.get(section), section, where)) for section in _STEPS}

@@ -5,6 +5,7 @@ import re
 import time
 from pathlib import Path
 
+import hostile
 import jax
 import jsonschema
 import numpy as np
@@ -27,6 +28,15 @@ def accepts(constraint, tokenizer, text):
   return constraint.accepts(tokenizer.encode(text))
 
 
+_APART = {
+  'oneOf': [
+    {'type': 'object', 'properties': {'kind': {'const': 'a'}}, 'required': ['kind']},
+    {'$ref': '#/$defs/b'},
+  ],
+  '$defs': {'b': {'type': 'object', 'properties': {'kind': {'enum': ['b', 'c']}}, 'required': ['kind']}},
+}
+
+
 @pytest.mark.parametrize(
   ('given', 'inside', 'outside'),
   [
@@ -42,6 +52,8 @@ def accepts(constraint, tokenizer, text):
     ({'json_schema': {'type': 'string', 'maxLength': 3}}, ['""', '"abc"'], ['"abcd"', 'abc']),
     ({'json_schema': {'type': 'string', 'pattern': r'^\d+$|^x'}}, ['"12"', '"x"'], ['"1x"', '"y"']),
     ({'json_schema': {'type': 'string', 'pattern': 'b'}}, ['"b"', '"abc"'], ['"ac"']),
+    ({'json_schema': _APART}, ['{"kind": "a"}', '{"kind": "c"}'], ['{}', '{"kind": "d"}']),
+    ({'json_schema': {'type': 'array', 'prefixItems': [{'type': 'null'}, {'const': 1}]}}, ['[null, 1]'], ['[null]']),
     ({'json_schema': True}, ['{}', '{"a": [1, {"b": null}]}'], ['[]', '{"a"}', '1']),
   ],
 )
@@ -91,6 +103,8 @@ def test_schemas_may_refer_to_themselves(tokenizer):
     ({'oneOf': [{'type': 'integer'}, {'type': 'number'}]}, 'oneOf is supported where'),
     ({'anyOf': [{}], 'type': 'string'}, "'type' beside anyOf"),
     ({'type': 'string', 'format': 'duration'}, "format 'duration' is not supported"),
+    ({'type': 'string', 'format': ['date']}, r"format \['date'\] is not supported"),
+    ({'oneOf': [{'type': 'object', 'properties': {}, 'required': 0}] * 2}, 'oneOf is supported where'),
     ({'type': 'string', 'pattern': '.*'}, 'can match characters that JSON escapes'),
     ({'type': 'string', 'pattern': 'a(?=b)'}, 'cannot be compiled'),
     ({'type': 'object', 'required': ['b']}, "required names 'b'"),
@@ -122,6 +136,9 @@ def test_what_cannot_be_done_is_refused_by_name(tokenizer, schema, words):
     ({'json_schema': '{"type": '}, 'the JSON schema'),
     ({'json_schema': '[' * 5000 + ']' * 5000}, 'the JSON schema'),
     ({'json_schema': {'type': object}}, 'must be a JSON value'),
+    ({'json_schema': {1: 2}}, "the JSON schema at '#': '1' is not supported"),
+    ({'json_schema': '{"type": "integer", "minimum": 1e999}'}, 'must be a JSON value'),
+    ({'json_schema': {'type': 'number', 'enum': [float('inf')]}}, 'must be a JSON value'),
   ],
 )
 def test_wrong_arguments_get_one_line(tokenizer, given, words):
@@ -158,6 +175,15 @@ def test_the_missing_package_is_named(tokenizer, monkeypatch):
   monkeypatch.setattr('importlib.util.find_spec', lambda name: None)
   with pytest.raises(ValueError, match=r"pip install 'spectr_jax\[grammar\]'"):
     compile_constraint(tokenizer, regex='a')
+
+
+def test_mutated_schemas_are_described_or_refused():
+  tally, rng = hostile.Tally('JSON schema'), np.random.default_rng(0)
+  schemas = [_PERSON, _APART, *(random_schema(rng) for _ in range(50))]
+  for mutate in hostile.rngs():
+    schema = hostile.mutated_json(mutate.choice(schemas), mutate)
+    tally.read(lambda schema=schema: constraints_module._of_schema(schema), schema)
+  tally.check(least_read=300)
 
 
 # Texts of random schemas.

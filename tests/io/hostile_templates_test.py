@@ -3,6 +3,7 @@
 import functools
 
 import hostile
+import jinja2.filters
 import pytest
 import tiny_hub
 
@@ -33,14 +34,8 @@ _VALUES = (
   "''", "'a' * 10**7", 'loop', 'namespace(a=1)', 'cycler', 'lipsum', 'dict', 'self', "'%99999999d'", "'{:99999999}'",
   '1e308', 'x', "'字\\ud800'", 'strftime_now', 'raise_exception', 'joiner',
 )  # fmt: skip
-_FILTERS = (
-  'abs', 'attr("a")', 'batch(10**8, 1)', 'capitalize', 'center(10**8)', 'default(1)', 'dictsort', 'escape',
-  'filesizeformat', 'first', 'float', 'forceescape', 'format(1)', 'groupby("a")', 'indent(10**8)', 'int', 'items',
-  'join(messages)', 'last', 'length', 'list', 'lower', 'map("string")', 'max', 'min', 'pprint', 'random', 'reject',
-  'replace("", "ab")', 'reverse', 'round(9)', 'safe', 'select', 'slice(10**8)', 'sort', 'string', 'striptags', 'sum',
-  'title', 'tojson(indent=10**7)', 'trim', 'truncate(3)', 'unique', 'upper', 'urlencode', 'urlize', 'wordcount',
-  'wordwrap(1)', 'xmlattr', 'none_such',
-)  # fmt: skip
+_FILTERS = (*jinja2.filters.FILTERS, 'none_such')
+_ARGUMENTS = '', '', '(10**8)', '("a")', '(messages)', '(1, 10**7)', '("", "ab")'
 _BLOCKS = (
   '{{% for x in {value} %}}{body}{{% endfor %}}', '{{% for x in range(9999) %}}{body}{{% endfor %}}',
   '{{% if {value} %}}{body}{{% elif {value} %}}b{{% endif %}}', '{{% set x = {value} %}}{body}',
@@ -71,7 +66,7 @@ def _value(rng, depth=0):
       case 2:
         value = f'({value})[{_value(rng, depth + 3)}:]'
       case _:
-        value = f'({value} | {rng.choice(_FILTERS)})'
+        value = f'({value} | {rng.choice(_FILTERS)}{rng.choice(_ARGUMENTS)})'
   return value
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from spectr_jax.io.heads import eagle_formats, one_pass_formats
 from spectr_jax.io.heads.layout import Layout, TargetSizes
-from spectr_jax.io.hub.config_fields import BLOCK_FIELDS, checked, plain_name
+from spectr_jax.io.hub.config_fields import BLOCK_FIELDS, checked
 from spectr_jax.io.hub.tensors import Tensors
-from spectr_jax.io.untrusted import FLAG, TEXT, list_of, object_of, whole
+from spectr_jax.io.untrusted import FLAG, TEXT, list_of, name_shown, object_of, whole
 
 MEDUSA = 'Medusa'
 # Of the `config.json` of a head. The number of blocks may be that of the target.
@@ -46,7 +46,7 @@ _SPECULATORS: dict[str, Callable[..., Layout]] = {
 def _speculators(spec, tensors: Tensors, sizes: TargetSizes, dtype) -> Layout:
   kind = spec['speculators_model_type']
   if kind not in _SPECULATORS:
-    raise ValueError(f'speculators of type {plain_name(kind)} are not read; known are {", ".join(_SPECULATORS)}')
+    raise ValueError(f'speculators of type {name_shown(kind)} are not read; known are {", ".join(_SPECULATORS)}')
   block = checked(spec['transformer_layer_config'], _FIELDS, 'transformer_layer_config')
   return _SPECULATORS[kind]({**spec, **block}, tensors, sizes, dtype)
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from spectr_jax.io.heads import layout
-from spectr_jax.io.hub.config_fields import TOKEN, VOCAB, WIDTH, checked, plain_name
+from spectr_jax.io.hub.config_fields import TOKEN, VOCAB, WIDTH, checked
 from spectr_jax.io.hub.tensors import Tensors
-from spectr_jax.io.untrusted import FLAG, TEXT, shown, whole
+from spectr_jax.io.untrusted import FLAG, TEXT, name_shown, shown, whole
 from spectr_jax.models.one_pass_config import Convolution, Markov, OnePassConfig, Selector
 
 ONE_PASS_FIELDS = {
@@ -51,7 +51,7 @@ def _markov(spec: Mapping[str, Any], tensors: Tensors, sizes: layout.TargetSizes
   elif 'markov_head.joint_proj.weight' in names:
     kind = 'rnn'
   if spec.get('markov_head_type', kind) != kind:
-    raise ValueError(f'markov_head_type is {plain_name(spec["markov_head_type"])}, and the tensors are those of {kind}')
+    raise ValueError(f'markov_head_type is {name_shown(spec["markov_head_type"])}, and the tensors are those of {kind}')
   return Markov(rank, num_tokens, kind)
 
 
@@ -114,7 +114,7 @@ def _read_one_pass(
 def _check_architecture(spec: Mapping[str, Any], known: str) -> None:
   for name in spec.get('architectures', []):
     if name != known:
-      raise ValueError(f'architecture {plain_name(name)} is unknown in this format; known is {known}')
+      raise ValueError(f'architecture {name_shown(name)} is unknown in this format; known is {known}')
 
 
 def _layers_after(spec: Mapping[str, Any]) -> tuple[int, ...]:

@@ -12,10 +12,9 @@ import numpy as np
 from etils import epath
 from jax.sharding import Mesh, SingleDeviceSharding
 
-from spectr_jax.io.hub.families import Family, read_spec
+from spectr_jax.io.hub.families import Family, Source, output_ranges, read_spec, source_of, telling_names
 from spectr_jax.io.hub.gguf_tensors import GgufTensors
 from spectr_jax.io.hub.redundant import check_model_buffers, settle_head
-from spectr_jax.io.hub.sources import Source, output_ranges, source_of, telling_names
 from spectr_jax.io.hub.tensors import SafetensorsFolder, Tensors, check_tensors
 from spectr_jax.io.untrusted import named, read_object
 from spectr_jax.kernels.block_kernel import KINDS, BlockKernel, is_in_blocks, packed
@@ -87,10 +86,8 @@ def _in_blocks(keys, shape, tensors: Tensors, source: Source, family: Family, co
   blocks = tensors.blocks(source.name, list(output_ranges(outputs, source, family, config)))
   if blocks is None or blocks[1] not in KINDS:
     return None
-  try:
+  with named(f'tensor {source.name}'):
     return packed(*blocks)
-  except ValueError as error:
-    raise ValueError(f'tensor {source.name}: {error}') from error
 
 
 def for_platform(config: CausalLMConfig, mesh: Mesh | None) -> CausalLMConfig:
@@ -163,13 +160,11 @@ def make_model(
     if not is_int8(leaf):
       return jax.make_array_from_callback(leaf.shape, place, functools.partial(part, config=config))
     reads = _quantized_reads(functools.partial(part, config=wide), leaf)
-    try:
+    with named(f'tensor {source.name}'):
       values, scale = (
         jax.make_array_from_callback(shape.shape, sharding, read)
         for shape, sharding, read in zip((leaf.values, leaf.scale), (place.values, place.scale), reads)
       )
-    except ValueError as error:
-      raise ValueError(f'tensor {source.name}: {error}') from error
     return Int8Kernel(values, scale, leaf.channel_axis)
 
   params = jax.tree_util.tree_map_with_path(make, shapes, places, is_leaf=is_int8)

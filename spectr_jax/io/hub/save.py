@@ -13,9 +13,8 @@ import numpy as np
 from etils import epath
 from safetensors.numpy import save
 
-from spectr_jax.io.hub.families import Family, read_spec
+from spectr_jax.io.hub.families import Family, output_ranges, read_spec, source_of
 from spectr_jax.io.hub.hub_tokenizer import HubTokenizer
-from spectr_jax.io.hub.sources import output_ranges, source_of
 from spectr_jax.io.new_files import new_folder
 from spectr_jax.kernels.int8 import check_savable
 from spectr_jax.model import Model
@@ -27,7 +26,6 @@ FILES = ('config.json', 'generation_config.json', 'model.safetensors', 'tokenize
 
 
 def _tensors(params: Mapping[str, Any], family: Family, config: CausalLMConfig, dtype: np.dtype):
-  """The tensors of a checkpoint by their names."""
   tensors: dict[str, np.ndarray] = {}
   for keys, leaf in jax.tree_util.tree_leaves_with_path(params):
     path = jax.tree_util.keystr(keys, simple=True, separator='/')

@@ -64,10 +64,8 @@ def test_errors_are_one_line(source, message):
   ('source', 'message'),
   [
     ("{{ 'a' * 10**10 }}", 'it needs too much memory'),
-    ("{{ '%10000000000d' | format(1) }}", 'it needs too much memory'),
     ("{{ '{:10000000000}'.format(1) }}", 'it needs too much memory'),
     ('{{ [1] | tojson(indent=10**9) }}', 'it needs too much memory'),
-    ("{{ 'a' | center(10**9) }}", 'it needs too much memory'),
     ("{{ ('a' * 10**6) | replace('a', 'b' * 10**6) }}", 'it needs too much memory'),
     ("{% for i in range(99999) %}{{ 'a' * 100 }}{% endfor %}", 'it writes more than 4,194,304 bytes'),
     ('{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}', 'it is nested too deeply'),

@@ -17,8 +17,8 @@ import tokenizers
 from hub_specs import SPECS
 from tiny_hub import Recorded, random_array, tensors_of, write_model
 
-from spectr_jax.io.hub import load, sources
-from spectr_jax.io.hub.families import read_spec
+from spectr_jax.io.hub import load
+from spectr_jax.io.hub.families import read_spec, source_of
 from spectr_jax.io.hub.load import load_hub_model, make_model, read_hub_config
 from spectr_jax.io.hub.rope import read_rope
 from spectr_jax.io.load import hub_folder, load_model
@@ -31,18 +31,9 @@ _HERE = pathlib.Path(__file__).parent
 _COMMIT = '0123456789abcdef0123456789abcdef01234567'
 
 
-def _llama_tensors(num_layers=2):
-  tensors = {'model.embed_tokens.weight': random_array(32, 16), 'model.norm.weight': random_array(16)}
-  tensors['lm_head.weight'] = random_array(32, 16) + 1
-  for layer in range(num_layers):
-    modules = {
-      'self_attn.q_proj': (16, 16), 'self_attn.k_proj': (8, 16), 'self_attn.v_proj': (8, 16),
-      'self_attn.o_proj': (16, 16), 'mlp.gate_proj': (24, 16), 'mlp.up_proj': (24, 16), 'mlp.down_proj': (16, 24),
-      'input_layernorm': (16,), 'post_attention_layernorm': (16,),
-    }  # fmt: skip
-    for seed, (module, shape) in enumerate(modules.items()):
-      tensors[f'model.layers.{layer}.{module}.weight'] = random_array(*shape) + layer + seed / 16
-  return tensors
+def _llama_tensors():
+  """Tensors of which no two hold the same."""
+  return {name: array + place / 16 for place, (name, array) in enumerate(tensors_of(SPECS['llama']).items())}
 
 
 def _save(folder, tensors, spec=None, num_files=1):
@@ -101,7 +92,7 @@ def test_parts_of_parameters_are_read_alone(name):
   shapes = param_shapes(config)['layer_0']['attention']
   for leaf in 'qkv':
     shape = shapes[leaf]['kernel'].shape
-    source = sources.source_of(f'layer_0/attention/{leaf}/kernel', shape, family, config, tensors.names())
+    source = source_of(f'layer_0/attention/{leaf}/kernel', shape, family, config, tensors.names())
 
     def read(*index, shape=shape, source=source):
       return load._read(index, shape=shape, tensors=tensors, source=source, family=family, config=config)
