@@ -240,6 +240,8 @@ def hash_content(path: epath.PathLike) -> str:
   path = epath.Path(path) if str(path).endswith('.gguf') else hub_folder(path)
   files = [path / 'model.json'] if (path / 'model.json').exists() else files_of(path)
   sizes = {file: file.stat().length for file in files if file.exists() and not file.is_dir()}
+  if not sizes:
+    raise ValueError(f'no model at {path}: none of the files that one is read from is there')
   places = [(file, begin) for file, size in sizes.items() for begin in range(0, size, _PART)]
 
   def hashed(place):

@@ -101,10 +101,13 @@ def save_model(
 
   Raises:
     ValueError: The directory exists and `overwrite` is False, a file in it would be replaced that is not a model's, the
-      vocabularies of model and tokenizer differ, or the model was loaded with weights in int8.
+      vocabularies of model and tokenizer differ, the type is no floating point one, or the model was loaded with
+      weights in int8.
   """
   if tokenizer.vocab_size != model.vocab_size:
     raise ValueError(f'the tokenizer has {tokenizer.vocab_size} tokens, the model {model.vocab_size}')
+  if not _DTYPES.is_valid(param_dtype):
+    raise ValueError(f'param_dtype must be {_DTYPES.words}, got {param_dtype!r}')
   config = transformer.config_of(model)
   check_savable(model.params)
   with new_folder(path, overwrite=overwrite, owned=files_of_model) as folder:

@@ -19,7 +19,6 @@ from binary_mutations import SHAPES, write_gguf, write_params
 from spectr_jax import load_drafter, load_model
 from spectr_jax.io.hub.gguf_header import read_header
 from spectr_jax.io.hub.tensors import SafetensorsFolder
-from spectr_jax.io.hub.torch_file import TorchFile
 from spectr_jax.io.stored_params import StoredParams
 
 
@@ -72,21 +71,6 @@ def test_short_safetensors(tmp_path):
   for size in (0, 7, 8, 9):
     path.write_bytes(safetensors.numpy.save({'a': np.ones(3)})[:size])
     hostile.refusal(lambda: SafetensorsFolder(tmp_path), path, 'is damaged')
-
-
-@pytest.mark.parametrize('kind', ['pipe', 'device', 'folder', 'missing', 'dangling'])
-def test_what_is_no_file_of_tensors(kind, tmp_path):
-  for place in (tmp_path / 'model.safetensors', tmp_path / 'x.bin'):
-    if kind == 'pipe':
-      os.mkfifo(place)
-    elif kind == 'device':
-      place.symlink_to('/dev/zero')
-    elif kind == 'folder':
-      place.mkdir()
-    elif kind == 'dangling':
-      place.symlink_to('nowhere')
-  hostile.refusal(lambda: SafetensorsFolder(tmp_path), tmp_path)
-  hostile.refusal(lambda: TorchFile(tmp_path / 'x.bin'), tmp_path / 'x.bin')
 
 
 def test_indices_name_files_beside_them(tmp_path):

@@ -20,7 +20,7 @@ from spectr_jax.draft.medusa_drafter import MedusaDrafter
 from spectr_jax.draft.one_pass_drafter import OnePassDrafter
 from spectr_jax.io.heads.eagle_formats import eagle3_modules
 from spectr_jax.io.heads.formats import READERS, checked_spec
-from spectr_jax.io.heads.layout import Layout, TargetSizes, is_transposed, names_and_shapes
+from spectr_jax.io.heads.layout import Described, Layout, TargetSizes, is_transposed, names_and_shapes
 from spectr_jax.io.heads.one_pass_formats import one_pass_modules
 from spectr_jax.io.new_files import new_folder
 from spectr_jax.kernels.int8 import check_savable
@@ -59,8 +59,8 @@ def _check_spec(name: str, spec: dict[str, Any], config: HeadConfig | OnePassCon
   head = _layout(config)
   stored = names_and_shapes(head).items()
   shapes = {name: leaf.shape[::-1] if is_transposed(path) else leaf.shape for path, (name, leaf) in stored}
-  tensors = types.SimpleNamespace(names=shapes.keys, shape=shapes.__getitem__)  # readers ask for nothing else
-  read = READERS[name](checked_spec(spec, f'the format of {name}'), tensors, sizes, None)
+  tensors: Any = types.SimpleNamespace(names=shapes.keys, shape=shapes.__getitem__)  # readers ask for nothing else
+  read = READERS[name](Described(checked_spec(spec, f'the format of {name}'), tensors, sizes, None))
   for one, other in ((head.config, read.config), (head.blocks, read.blocks)):
     for field in dataclasses.fields(one):
       value = getattr(one, field.name)

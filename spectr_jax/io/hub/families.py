@@ -179,6 +179,18 @@ class Source:
   shape: tuple[int, ...]  # of the tensor
   is_transposed: bool  # whether the parameter is its transpose
   part: int | None  # 0, 1, 2 for queries, keys, values, whose heads may lie anywhere along the outputs; else None
+  family: Family
+  config: CausalLMConfig
+
+  def ranges(self, outputs: slice) -> Iterator[slice]:
+    """Ranges of the tensor's outputs that, joined, are a range of the parameter's; neighbors are one."""
+    if self.part is None:
+      yield outputs
+      return
+    heads, offsets = np.divmod(np.arange(outputs.start, outputs.stop), self.config.head_dim)
+    places = self.family.head_start(self.part, heads, self.config) + offsets
+    for each in np.split(places, np.flatnonzero(np.diff(places) != 1) + 1):
+      yield slice(int(each[0]), int(each[-1]) + 1)
 
 
 def telling_names(family: Family, names: Collection[str]) -> set[str]:
@@ -196,13 +208,13 @@ def source_of(path: str, shape: tuple[int, ...], family: Family, config: CausalL
   """
   heads = [f'{name}.weight' for name in family.head_names if f'{name}.weight' in names]
   if path == 'unembedding':
-    return Source([*heads, f'{family.head_names[0]}.weight'][0], shape[::-1], True, None)
+    return Source([*heads, f'{family.head_names[0]}.weight'][0], shape[::-1], True, None, family, config)
   *modules, leaf = path.split('/')
   prefix = family.prefix if any(name.startswith(family.prefix) for name in names) else ''
   if not modules:
     name = f'{prefix}{family.modules[leaf]}.weight'
     is_head = leaf == 'embedding' and config.is_tied and heads and name not in names
-    return Source(heads[0] if is_head else name, shape, False, None)
+    return Source(heads[0] if is_head else name, shape, False, None, family, config)
   if modules[0].startswith('layer_'):
     prefix = f'{prefix}{family.blocks}.{modules.pop(0).removeprefix("layer_")}.'
   module = '/'.join(modules)
@@ -213,15 +225,4 @@ def source_of(path: str, shape: tuple[int, ...], family: Family, config: CausalL
     shape = *shape[:-1], (3 if is_fused else 1) * num_heads * config.head_dim
   is_transposed = family.is_transposed and leaf == 'kernel'
   name = f'{prefix}{family.modules[module]}.{_LEAVES[leaf]}'
-  return Source(name, shape[::-1] if is_transposed else shape, is_transposed, part)
-
-
-def output_ranges(outputs: slice, source: Source, family: Family, config: CausalLMConfig) -> Iterator[slice]:
-  """Ranges of the tensor's outputs that, joined, are a range of the parameter's; neighbors are one."""
-  if source.part is None:
-    yield outputs
-    return
-  heads, offsets = np.divmod(np.arange(outputs.start, outputs.stop), config.head_dim)
-  places = family.head_start(source.part, heads, config) + offsets
-  for part in np.split(places, np.flatnonzero(np.diff(places) != 1) + 1):
-    yield slice(int(part[0]), int(part[-1]) + 1)
+  return Source(name, shape[::-1] if is_transposed else shape, is_transposed, part, family, config)

@@ -107,11 +107,11 @@ class HubTokenizer(TokenizerBase):
     messages spell are encoded as text, see `render_marked`.
 
     Raises `ValueError` if the model has no chat template, its template refuses the conversation or writes nothing, a
-    message is not valid Unicode, or a special token in a message cannot be told from the template's.
+    message holds no text or invalid Unicode, or a special token in a message cannot be told from the template's.
     """
     if self.chat_template is None:
       return super().encode_chat(messages)
-    for text in (text for message in messages for text in message.values()):
+    for text in (text for message in messages for text in message.values() if isinstance(text, str)):
       check_unicode(text, 'a message')
     marked = render_marked(self.chat_template, messages, self._marks)
     if marked is None:

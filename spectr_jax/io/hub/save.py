@@ -13,7 +13,7 @@ import numpy as np
 from etils import epath
 from safetensors.numpy import save
 
-from spectr_jax.io.hub.families import Family, output_ranges, read_spec, source_of
+from spectr_jax.io.hub.families import Family, read_spec, source_of
 from spectr_jax.io.hub.hub_tokenizer import HubTokenizer
 from spectr_jax.io.new_files import new_folder
 from spectr_jax.kernels.int8 import check_savable
@@ -32,7 +32,7 @@ def _tensors(params: Mapping[str, Any], family: Family, config: CausalLMConfig, 
     source, values = source_of(path, leaf.shape, family, config, {family.prefix}), np.asarray(leaf).astype(dtype)
     tensor = tensors.setdefault(source.name, np.empty(source.shape, dtype))  # queries, keys and values may share one
     at = 0
-    for outputs in output_ranges(slice(0, values.shape[-1]), source, family, config):
+    for outputs in source.ranges(slice(0, values.shape[-1])):
       part = values[..., at : at + outputs.stop - outputs.start]
       tensor[outputs if source.is_transposed else (..., outputs)] = part.T if source.is_transposed else part
       at += part.shape[-1]

@@ -95,7 +95,7 @@ def test_parts_of_parameters_are_read_alone(name):
     source = source_of(f'layer_0/attention/{leaf}/kernel', shape, family, config, tensors.names())
 
     def read(*index, shape=shape, source=source):
-      return load._read(index, shape=shape, tensors=tensors, source=source, family=family, config=config)
+      return load._read(index, shape=shape, tensors=tensors, source=source, dtype=config.dtype)
 
     whole = read(slice(None), slice(None))
     assert whole.shape == shape
