@@ -3,7 +3,6 @@
 import json
 import re
 import time
-from pathlib import Path
 
 import hostile
 import jax
@@ -254,62 +253,53 @@ def walk(rng, constraint, closeness=0.4):
     state = ways[tokens[-1]]
 
 
-def check_random_schemas(tokenizer, seed, count, per_schema=4):
-  rng = np.random.default_rng(seed)
-  for _ in range(count // per_schema):
-    schema = random_schema(rng)
-    constraint = compile_constraint(tokenizer, json_schema=schema)
-    for _ in range(per_schema):
-      tokens = walk(rng, constraint)
-      text = tokenizer.decode(tokens)
-      assert text.encode() == b''.join(tokenizer.token_contents[token] for token in tokens)
-      jsonschema.validate(json.loads(text), schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER)
+def check_text(tokenizer, tokens, schema):
+  """Checks that tokens are a whole text that is valid."""
+  text = tokenizer.decode(tokens)
+  assert text.encode() == b''.join(tokenizer.token_contents[token] for token in tokens), (schema, tokens)
+  jsonschema.validate(json.loads(text), schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER)
 
 
 @pytest.mark.parametrize('count', [80, slow(2000)])
 def test_texts_of_random_schemas_are_valid(tokenizer, count):
-  check_random_schemas(tokenizer, 1, count)
+  rng = np.random.default_rng(1)
+  for _ in range(count // 4):
+    schema = random_schema(rng)
+    constraint = compile_constraint(tokenizer, json_schema=schema)
+    for _ in range(4):
+      check_text(tokenizer, walk(rng, constraint), schema)
 
 
-def check_generated(seed, count, rows=16, per_schema=4, limit=128):
+def check_generated(seed, count):
   """Decodes with the shipped pair until so many texts have ended; returns how many ended and were cut.
 
   Each batch has several constraints. Every text that ended is valid, every other one is the beginning of a way.
   """
-  rng = np.random.default_rng(seed)
-  target, tokenizer = spectr_jax.load_model('pretrained/target')
-  draft, _ = spectr_jax.load_model('pretrained/draft')
-  target, draft = target.for_decoding(), draft.for_decoding()
-  lines = Path('pretrained/prompts.jsonl').read_text().splitlines()
-  prompts = [tokenizer.encode_prompt(json.loads(line)['prompt'])[:32] for line in lines]
-  ended = cut = batch = 0
-  while ended < count:
-    schemas = [schema for _ in range(rows // per_schema) for schema in [random_schema(rng)] * per_schema]
-    sizes = {'vocab_size': target.vocab_size}
-    each = [compile_constraint(tokenizer, json_schema=schema, **sizes) for schema in schemas[::per_schema]]
-    constraints = [constraint for constraint in each for _ in range(per_schema)]
+  rng, num_ended, num_cut, batch = np.random.default_rng(seed), 0, 0, 0
+  (target, tokenizer), (draft, _) = (spectr_jax.load_model(f'pretrained/{name}') for name in ('target', 'draft'))
+  models, sizes = (target.for_decoding(), draft.for_decoding()), {'vocab_size': target.vocab_size}
+  prompts = [tokenizer.encode_prompt(text) for text in ('Mr. Speaker', 'The owl', '{', 'On 3 May 1999 ')] * 4
+  while num_ended < count:
+    schemas = [schema for _ in range(4) for schema in [random_schema(rng)] * 4]
+    each = [compile_constraint(tokenizer, json_schema=schema, **sizes) for schema in schemas[::4]]
+    constraints = [constraint for constraint in each for _ in range(4)]
     made = spectr_jax.generate(
-      jax.random.fold_in(jax.random.key(seed), batch), target, draft,
-      [prompts[i] for i in rng.choice(len(prompts), rows)], method='race_traversal', tree=TokenTree.chains(2, 4),
-      max_new_tokens=limit, eos_id=tokenizer.eos_ids, constraint=constraints,
+      jax.random.fold_in(jax.random.key(seed), batch), *models, prompts, method='race_traversal',
+      tree=TokenTree.chains(2, 4), max_new_tokens=128, eos_id=tokenizer.eos_ids, constraint=constraints,
     )  # fmt: skip
     batch += 1
     for schema, constraint, tokens, length in zip(schemas, constraints, np.asarray(made.tokens), made.lengths):
       tokens = tokens[: int(length)].tolist()
-      is_ended = tokens[-1] in tokenizer.eos_ids
-      ended, cut = ended + is_ended, cut + (not is_ended)
-      if not is_ended:
-        state = 0
-        for token in tokens:
-          state = constraint.next_state[state, constraint.class_of[token]]
-          assert state >= 0, (schema, tokens)
+      if tokens[-1] in tokenizer.eos_ids:
+        num_ended += 1
+        assert constraint.accepts(tokens[:-1]), (schema, tokens)
+        check_text(tokenizer, tokens[:-1], schema)
         continue
-      assert constraint.accepts(tokens[:-1]), (schema, tokens)
-      text = tokenizer.decode(tokens[:-1])
-      assert text.encode() == b''.join(tokenizer.token_contents[token] for token in tokens[:-1]), (schema, tokens)
-      jsonschema.validate(json.loads(text), schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER)
-    print(f'{ended} ended, {cut} cut', flush=True)
-  return ended, cut
+      num_cut, state = num_cut + 1, 0
+      for token in tokens:
+        state = constraint.next_state[state, constraint.class_of[token]]
+        assert state >= 0, (schema, tokens)
+  return num_ended, num_cut
 
 
 @pytest.mark.slow
