@@ -44,6 +44,9 @@ def test_what_templates_use_is_there(source, text):
   assert _render(source, bos_token='<s>') == text
 
 
+# Bounds.
+
+
 @pytest.mark.parametrize(
   ('source', 'message'),
   [
@@ -54,18 +57,6 @@ def test_what_templates_use_is_there(source, text):
     ("{{ ''.__class__.__mro__ }}", 'refuses the conversation: access to attribute'),
     ('{{ messages.append(1) }}', 'refuses the conversation: .*append'),
     ('{% for i in range(10**9) %}{% endfor %}', 'refuses the conversation: Range too big'),
-  ],
-)
-def test_errors_are_one_line(source, message):
-  hostile.refusal(lambda: _render(source), '', message)
-
-
-# Bounds.
-
-
-@pytest.mark.parametrize(
-  ('source', 'message'),
-  [
     ("{{ 'a' * 10**10 }}", 'it needs too much memory'),
     ("{{ '{:10000000000}'.format(1) }}", 'it needs too much memory'),
     ('{{ [1] | tojson(indent=10**9) }}', 'it needs too much memory'),
@@ -83,7 +74,7 @@ def test_errors_are_one_line(source, message):
     (' \n\t', 'the chat template is empty'),
   ],
 )
-def test_what_a_template_takes_is_bounded(source, message):
+def test_errors_are_one_line_and_what_a_template_takes_is_bounded(source, message):
   hostile.refusal(lambda: _render(source), '', message)
 
 
