@@ -117,7 +117,8 @@ def _automaton(regex: str, patterns: Sequence[str]) -> tuple[np.ndarray, np.ndar
     raise ValueError(one_line(answer['refused']))
   is_final = np.zeros(answer['num_states'], bool)
   is_final[answer['finals']] = True
-  table = zlib.decompressobj().decompress(base64.b64decode(answer['table']), 1024 * _MOST_STATES)
+  # Some final states have no way on, and do not count.
+  table = zlib.decompressobj().decompress(base64.b64decode(answer['table']), 4 * 1024 * _MOST_STATES)
   return np.frombuffer(table, np.int32).reshape(-1, 256), is_final
 
 
