@@ -184,11 +184,7 @@ def _range(repetition: re.Match[str]) -> tuple[int, int | None]:
   kind = repetition[0][0]
   if kind != '{':
     return {'*': (0, None), '+': (1, None), '?': (0, 1)}[kind]
-  if (
-    len(repetition[1]) > 6
-    or len(repetition[3]) > 6
-    or max(int(repetition[1] or 0), int(repetition[3] or 0)) > _MOST_REPEATS
-  ):
+  if max(float(repetition[1] or 0), float(repetition[3] or 0)) > _MOST_REPEATS:
     raise _Refused(f'it repeats something more than {_MOST_REPEATS} times')
   least = int(repetition[1] or 0)
   most = int(repetition[3]) if repetition[3] else None if repetition[2] or not repetition[1] else least
