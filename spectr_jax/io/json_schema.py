@@ -7,6 +7,7 @@ levels deep. What cannot be described so, such as `not` or `uniqueItems`, is ref
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import urllib.parse
@@ -164,7 +165,10 @@ class _Writer:
     if name == 'allOf' and len(parts) > 1:
       raise _refused(where, 'allOf of several schemas is not supported')
     if name == 'oneOf':
-      _check_apart([self._resolved(part, where) for part in parts], where)
+      # As far as types and listed values tell.
+      pairs = itertools.combinations([self._resolved(part, where) for part in parts], 2)
+      if not all(itertools.starmap(_are_apart, pairs)):
+        raise _refused(where, 'oneOf is supported where types or constants tell the schemas apart; anyOf is')
     found = [self.value(part, f'{where}/{name}/{place}') for place, part in enumerate(parts)]
     kept = [regex for regex in found if regex is not None]
     return either(kept) if kept else None
@@ -181,15 +185,13 @@ class _Writer:
   def _of_types(self, schema: Mapping[str, Any], where: str) -> str | None:
     if not schema:
       return any_value(ANY_DEPTH)
-    types = _types_of(schema, where)
+    write = {
+      'object': self._object, 'array': self._array, 'string': self._string, 'integer': _integer, 'number': _number,
+    }  # fmt: skip
     found = []
-    for kind in types:
+    for kind in _types_of(schema, where):
       own = {name: value for name, value in schema.items() if name in _KEYWORDS[kind]}
-      write = {'object': self._object, 'array': self._array, 'string': self._string, 'integer': _integer}.get(kind)
-      if kind in SIMPLE:
-        found.append(SIMPLE[kind])
-      else:
-        found.append(_number(own, where) if write is None else write(own, where))
+      found.append(SIMPLE[kind] if kind in SIMPLE else write[kind](own, where))
     kept = [regex for regex in found if regex is not None]
     return either(kept) if kept else None
 
@@ -339,14 +341,6 @@ def _type_names(value: Any) -> set[str]:
   return {
     'number' if isinstance(value, float) else {str: 'string', list: 'array', dict: 'object'}.get(type(value), 'null')
   }
-
-
-def _check_apart(parts: Sequence[Any], where: str) -> None:
-  """Checks that no value is of two of the schemas of `oneOf`, as far as types and listed values tell."""
-  for place, one in enumerate(parts):
-    for other in parts[:place]:
-      if not _are_apart(one, other):
-        raise _refused(where, 'oneOf is supported where types or constants tell the schemas apart; anyOf is')
 
 
 def _are_apart(one: Any, other: Any) -> bool:

@@ -50,10 +50,6 @@ def _path(keys: jax.tree_util.KeyPath, separator: str = '/') -> str:
   return jax.tree_util.keystr(keys, simple=True, separator=separator)
 
 
-def _transposed_kernels(params: Any) -> Any:
-  return jax.tree_util.tree_map_with_path(lambda keys, x: x.T if _path(keys).endswith('kernel') else x, params)
-
-
 def _from_older_format(params: Any, config: transformer.TransformerConfig, number: int) -> Any:
   """Converts the kernels of format 1 or 2, which store them as `[out, in]`.
 
@@ -69,7 +65,7 @@ def _from_older_format(params: Any, config: transformer.TransformerConfig, numbe
 
   if number == 1:
     params = jax.tree_util.tree_map_with_path(by_head, params)
-  return _transposed_kernels(params)
+  return jax.tree_util.tree_map_with_path(lambda keys, x: x.T if _path(keys).endswith('kernel') else x, params)
 
 
 def files_of_model(folder: epath.Path) -> set[str]:

@@ -55,15 +55,6 @@ def _markov(head: layout.Described) -> Markov | None:
   return Markov(rank, num_tokens, kind)
 
 
-def _selector(head: layout.Described) -> Selector | None:
-  """The sequential part of DFlash 2, None for a network that has none."""
-  table = head.table_sizes('candidate_selector.predecessor_codebook')
-  if table is None:
-    return None
-  num_tokens, rank = table
-  return Selector(rank, num_tokens, head.spec['selector_top_k'])
-
-
 def _read_one_pass(head: layout.Described, **differences: Any) -> layout.Layout:
   if head.spec.get('is_causal'):
     raise ValueError('is_causal True is not supported: slots of a layer without a window attend to all others')
@@ -87,16 +78,19 @@ def _read_one_pass(head: layout.Described, **differences: Any) -> layout.Layout:
     confidence = 'hidden' if read == width else 'markov'
     if confidence == 'markov' and markov is None:
       raise ValueError(f'confidence_head.proj.weight reads {read} numbers, and there are {width}')
-  convolution = None
+  convolution = selector = None
   if head.has('layers.0.attention_conv.base_kernel'):
     convolution = Convolution(spec['conv_kernel_size'], spec['conv_group_size'])
+  if table := head.table_sizes('candidate_selector.predecessor_codebook'):
+    num_tokens, rank = table
+    selector = Selector(rank, num_tokens, spec['selector_top_k'])
   config = OnePassConfig(
     backbone,
     head.sizes.width,
     num_slots=spec['block_size'],
     mask_id=spec['mask_token_id'],
     markov=markov,
-    selector=_selector(head),
+    selector=selector,
     convolution=convolution,
     confidence=confidence,
     num_embedded=num_embedded,

@@ -7,10 +7,9 @@ import pathlib
 import re
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from spectr_jax.io.bounded_process import BoundedProcess
-from spectr_jax.io.untrusted import TEXT, one_line, shown
+from spectr_jax.io.untrusted import TEXT, named, one_line, shown
 
 # Begins and ends a mark, which stands for a special token. Unicode assigns no characters to these code points.
 _BEGIN, _END = '\ufdd0', '\ufdd1'
@@ -53,8 +52,12 @@ class ChatTemplate:
       raise ValueError(f'the chat template has {len(self.source):,} characters, the most are {_MOST_SOURCE:,}')
     if self._worker is not None and self._worker.owner != os.getpid():  # after a fork
       self._lock, self._worker = threading.Lock(), None
-    with self._lock:
-      answer = self._ask(messages)
+    given = {'source': self.source, 'special_tokens': self.special_tokens, 'messages': [dict(m) for m in messages]}
+    with self._lock, named('the chat template fails'):
+      if self._worker is None or not self._worker.is_alive():
+        bounds = {'seconds': _SECONDS, 'memory': _MEMORY, 'most': _MOST_ANSWER}
+        self._worker = BoundedProcess(_SCRIPT, ['jinja2', 'markupsafe'], **bounds)
+      answer = self._worker.ask({**given, 'most': _MOST_OUTPUT})
     text = answer.get('text')
     if isinstance(text, str):
       return text
@@ -63,16 +66,6 @@ class ChatTemplate:
       where = f', line {line}' if isinstance(line, int) else ''
       raise ValueError(f'the chat template is damaged{where}: {one_line(answer["damaged"])}')
     raise ValueError(f'the chat template refuses the conversation: {one_line(answer.get("refused"))}')
-
-  def _ask(self, messages: Sequence[Mapping[str, str]]) -> dict[str, Any]:
-    given = {'source': self.source, 'special_tokens': self.special_tokens, 'messages': [dict(m) for m in messages]}
-    try:
-      if self._worker is None or not self._worker.is_alive():
-        bounds = {'seconds': _SECONDS, 'memory': _MEMORY, 'most': _MOST_ANSWER}
-        self._worker = BoundedProcess(_SCRIPT, ['jinja2', 'markupsafe'], **bounds)
-      return self._worker.ask({**given, 'most': _MOST_OUTPUT})
-    except ValueError as error:
-      raise ValueError(f'the chat template fails: {error}') from error
 
 
 def _check_messages(messages: Sequence[Mapping[str, str]]) -> None:
