@@ -8,8 +8,7 @@ import tokenizers
 from safetensors.numpy import save_file
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-from spectr_jax.io.hub import sources
-from spectr_jax.io.hub.families import read_spec
+from spectr_jax.io.hub.families import read_spec, source_of
 from spectr_jax.models.causal_lm_config import param_shapes
 
 # One of them stands alone behind a gap in the ids.
@@ -79,7 +78,7 @@ def tensors_of(spec):
   tensors = {}
   for keys, leaf in jax.tree_util.tree_leaves_with_path(param_shapes(config)):
     path = jax.tree_util.keystr(keys, simple=True, separator='/')
-    source = sources.source_of(path, leaf.shape, family, config, {family.prefix})
+    source = source_of(path, leaf.shape, family, config, {family.prefix})
     tensors[source.name] = random_array(*source.shape)
   return tensors
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import functools
 import importlib.util
 import json
-import os
 import pathlib
-import subprocess
-import sys
+import zlib
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
@@ -16,10 +15,11 @@ import numpy as np
 import scipy.sparse
 
 from spectr_jax.constraint import Constraint
+from spectr_jax.io.bounded_process import BoundedProcess
 from spectr_jax.io.json_regex import any_object, either, escaped, whole
 from spectr_jax.io.json_schema import schema_regex
 from spectr_jax.io.tokenizer import TokenizerBase
-from spectr_jax.io.untrusted import one_line, parse_json, shown
+from spectr_jax.io.untrusted import named, one_line, parse_json, shown
 from spectr_jax.unicode import check_unicode
 
 _SECONDS, _MEMORY = 30, 2**30  # of the process that compiles an expression
@@ -29,8 +29,8 @@ _MOST_CELLS = 2**25  # transitions of a table, 128 MiB
 _MOST_MERGING = 2**28  # transitions that are looked at to merge states
 _MOST_TEXT, _MOST_CHOICES = 2**20, 2**12
 _SAID_OF_SYNTAX = "it is no expression of Rust's `regex`, which does not look around or back, or repeats too often"
-_WORKER = pathlib.Path(__file__).with_name('constraint_worker.py')
-_ENVIRONMENT = 'LD_LIBRARY_PATH', 'DYLD_LIBRARY_PATH', 'SYSTEMROOT'
+_SCRIPT = pathlib.Path(__file__).with_name('constraint_worker.py')
+_MOST_ANSWER = 2**26  # bytes
 
 
 def compile_constraint(
@@ -79,23 +79,15 @@ def compile_constraint(
   if len(expression) > _MOST_TEXT:
     raise ValueError(f'{names[0]} has {len(expression):,} characters, allowed are {_MOST_TEXT:,}')
   size = tokenizer.vocab_size if vocab_size is None else vocab_size
-  try:
+  with named(f'{names[0]} cannot be compiled'):
     return _over_tokens(*_automaton(expression, patterns), tokenizer, size)
-  except _CannotError as error:
-    raise ValueError(f'{names[0]} cannot be compiled: {error}') from None
-
-
-class _CannotError(Exception):
-  """Says why an expression makes no constraint."""
 
 
 def _of_regex(regex: Any) -> str:
   if not isinstance(regex, str):
     raise ValueError(f'regex must be a text, got {shown(regex)}')
-  try:
+  with named('regex cannot be compiled'):
     return whole(regex)
-  except ValueError as error:
-    raise ValueError(f'regex cannot be compiled: {error}') from None
 
 
 def _of_choices(choices: Any) -> str:
@@ -122,42 +114,23 @@ def _of_schema(schema: Any) -> tuple[str, tuple[str, ...]]:
   return schema_regex(value)
 
 
-def _library_folder() -> str:
-  spec = importlib.util.find_spec('outlines_core')
-  if spec is None or not spec.submodule_search_locations:
-    raise ValueError("constraints need the package outlines-core: pip install 'spectr_jax[grammar]'")
-  return os.path.dirname(os.path.abspath(spec.submodule_search_locations[0]))
-
-
 def _automaton(regex: str, patterns: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
   """The automaton of whole texts over bytes: int32 `[S, 256]`, -1 for no way on, and bool `[S]`, the final states."""
-  limits = {'memory': _MEMORY, 'seconds': _SECONDS, 'states': _MOST_STATES}
-  request = json.dumps({'regex': regex, 'patterns': list(patterns), 'limits': limits})
-  command = [sys.executable, '-I', '-S', str(_WORKER), _library_folder()]
+  if importlib.util.find_spec('outlines_core') is None:
+    raise ValueError("constraints need the package outlines-core: pip install 'spectr_jax[grammar]'")
+  bounds = {'seconds': _SECONDS, 'memory': _MEMORY, 'most': _MOST_ANSWER}
+  process = BoundedProcess(_SCRIPT, ['outlines_core'], **bounds)
   try:
-    done = subprocess.run(
-      command,
-      input=request.encode() + b'\n',
-      capture_output=True,
-      timeout=_SECONDS,
-      env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
-      start_new_session=True,
-    )
-  except subprocess.TimeoutExpired:
-    raise _CannotError(f'it takes longer than {_SECONDS} seconds') from None
-  except OSError as error:
-    raise ValueError(f'cannot start a process for a constraint: {one_line(error)}') from error
-  header, _, table = done.stdout.partition(b'\n')
-  if not header:
-    raise _CannotError(
-      f'it needs more than {_MEMORY // 2**20:,} MiB or {_SECONDS} seconds (exit code {done.returncode})'
-    )
-  answer = json.loads(header)
+    answer = process.ask({'regex': regex, 'patterns': list(patterns), 'most_states': _MOST_STATES})
+  finally:
+    process.stop()
   if 'refused' in answer:
     said = one_line(answer['refused'])
-    raise _CannotError(_SAID_OF_SYNTAX if said == 'Failed to build DFA error building NFA' else said)
+    raise ValueError(_SAID_OF_SYNTAX if said == 'Failed to build DFA error building NFA' else said)
   is_final = np.zeros(answer['num_states'], bool)
   is_final[answer['finals']] = True
+  # Some final states have no way on, and do not count.
+  table = zlib.decompressobj().decompress(base64.b64decode(answer['table']), 4 * 1024 * _MOST_STATES)
   return np.frombuffer(table, np.int32).reshape(-1, 256), is_final
 
 
@@ -211,7 +184,7 @@ def _over_tokens(next_state: np.ndarray, is_final: np.ndarray, tokenizer: Tokeni
       if after[place] == len(maps):
         maps.append(new)
         if len(maps) * num_states > _MOST_CELLS:
-          raise _CannotError(f'its table has more than {_MOST_CELLS:,} transitions')
+          raise ValueError(f'its table has more than {_MOST_CELLS:,} transitions')
     own = after[places.reshape(-1)]
     of_depths.append(own)
   map_of = np.zeros(max(vocab_size, len(tokens)), np.int32)
@@ -268,7 +241,7 @@ def _trimmed(table: np.ndarray, is_final: np.ndarray, class_of: np.ndarray) -> C
 
   is_kept = reached(graph, 0) & reached(graph.T.tocsr(), num_states)
   if not is_kept[0]:
-    raise _CannotError('no text of these tokens matches')
+    raise ValueError('no text of these tokens matches')
   numbers = np.append(np.where(is_kept, np.cumsum(is_kept) - 1, -1), -1)
   kept = numbers[table[is_kept]]
   columns, class_of_class = np.unique(kept, axis=1, return_inverse=True)

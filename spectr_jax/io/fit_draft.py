@@ -75,19 +75,13 @@ def _spelled(content: bytes, ids: Mapping[bytes, int]) -> list[int]:
 def _encoded(
   tokenizer: TokenizerBase, texts: Sequence[bytes], own: Sequence[bytes], ids: Mapping[bytes, int]
 ) -> list[list[int]]:
-  """The tokens of each text, as the tokenizer encodes it, unless its rules change the bytes."""
-  places, decoded = [], []
-  for place, text in enumerate(texts):
-    try:
-      decoded.append(text.decode())
-      places.append(place)
-    except UnicodeDecodeError:  # half a character
-      pass
-  rows: list[list[int] | None] = [None] * len(texts)
-  for place, row in zip(places, tokenizer.encode_batch(decoded)):
-    is_same = b''.join(own[index] if index < len(own) else b'' for index in row) == texts[place]
-    rows[place] = row if is_same else None
-  return [_spelled(text, ids) if row is None else row for text, row in zip(texts, rows)]
+  """The tokens of each text, as the tokenizer encodes it, unless its rules or half a character change the bytes."""
+
+  def joined(row):
+    return b''.join(own[index] for index in row if index < len(own))
+
+  rows = tokenizer.encode_batch([text.decode(errors='replace') for text in texts])
+  return [row if joined(row) == text else _spelled(text, ids) for text, row in zip(texts, rows)]
 
 
 def share_vocabulary(

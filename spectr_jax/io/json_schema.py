@@ -7,6 +7,7 @@ levels deep. What cannot be described so, such as `not` or `uniqueItems`, is ref
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import urllib.parse
@@ -112,7 +113,7 @@ class _Writer:
     if not isinstance(schema, Mapping):
       raise _refused(where, f'must be an object or a boolean, got {shown(schema)}')
     own = {name: value for name, value in schema.items() if name not in _ANNOTATIONS and not name.startswith('x-')}
-    for name, write in (('$ref', self._reference), ('enum', self._enum), ('const', self._const)):
+    for name, write in (('$ref', self._reference), ('enum', self._enum), ('const', self._enum)):
       if name in own:
         _only(own, where, name, *(('type',) if name != '$ref' else ()))
         return write(own, where)
@@ -131,6 +132,13 @@ class _Writer:
       raise _refused(where, f'$ref must name a part of this schema, such as #/$defs/NAME, got {shown(target)}')
     if self._within.count(target) > _MOST_NESTED:
       return None
+    self._within.append(target)
+    regex = self.value(self._part(target, where), target)
+    self._within.pop()
+    return regex
+
+  def _part(self, target: str, where: str) -> Any:
+    """What a reference names."""
     found = self._root
     for step in urllib.parse.unquote(target[1:]).split('/')[1:]:
       step = step.replace('~1', '/').replace('~0', '~')
@@ -140,13 +148,10 @@ class _Writer:
         found = found[step]
       else:
         raise _refused(where, f'there is no {shown(target)}')
-    self._within.append(target)
-    regex = self.value(found, target)
-    self._within.pop()
-    return regex
+    return found
 
   def _enum(self, schema: Mapping[str, Any], where: str) -> str | None:
-    values = schema['enum']
+    values = schema['enum'] if 'enum' in schema else [schema['const']]
     if not isinstance(values, list) or not values:
       raise _refused(where, 'enum must be a list of values')
     types = _types_of(schema, where) if 'type' in schema else None
@@ -154,44 +159,39 @@ class _Writer:
     texts = [json.dumps(each, ensure_ascii=False, allow_nan=False) for each in kept]
     return either([escaped(text) for text in dict.fromkeys(texts)]) if texts else None
 
-  def _const(self, schema: Mapping[str, Any], where: str) -> str | None:
-    return self._enum({**schema, 'enum': [schema['const']]}, where)
-
   def _alternatives(self, parts: Any, where: str, name: str) -> str | None:
     if not isinstance(parts, list) or not parts:
       raise _refused(where, f'{name} must be a list of schemas')
     if name == 'allOf' and len(parts) > 1:
       raise _refused(where, 'allOf of several schemas is not supported')
     if name == 'oneOf':
-      _check_apart([self._resolved(part) for part in parts], where)
+      # As far as types and listed values tell.
+      pairs = itertools.combinations([self._resolved(part, where) for part in parts], 2)
+      if not all(itertools.starmap(_are_apart, pairs)):
+        raise _refused(where, 'oneOf is supported where types or constants tell the schemas apart; anyOf is')
     found = [self.value(part, f'{where}/{name}/{place}') for place, part in enumerate(parts)]
     kept = [regex for regex in found if regex is not None]
     return either(kept) if kept else None
 
-  def _resolved(self, schema: Any) -> Any:
-    """A schema, or what it refers to, as far as it can be found in a few steps."""
+  def _resolved(self, schema: Any, where: str) -> Any:
+    """A schema, or what it refers to in a few steps."""
     for _ in range(_MOST_NESTED):
       target = schema.get('$ref') if isinstance(schema, Mapping) else None
       if not isinstance(target, str):
-        return schema
-      found = self._root
-      for step in target.split('/')[1:]:
-        found = found.get(step) if isinstance(found, Mapping) else None
-      schema = found
+        break
+      schema = self._part(target, where)
     return schema
 
   def _of_types(self, schema: Mapping[str, Any], where: str) -> str | None:
     if not schema:
       return any_value(ANY_DEPTH)
-    types = _types_of(schema, where)
+    write = {
+      'object': self._object, 'array': self._array, 'string': self._string, 'integer': _integer, 'number': _number,
+    }  # fmt: skip
     found = []
-    for kind in types:
+    for kind in _types_of(schema, where):
       own = {name: value for name, value in schema.items() if name in _KEYWORDS[kind]}
-      write = {'object': self._object, 'array': self._array, 'string': self._string, 'integer': _integer}.get(kind)
-      if kind in SIMPLE:
-        found.append(SIMPLE[kind])
-      else:
-        found.append(_number(own, where) if write is None else write(own, where))
+      found.append(SIMPLE[kind] if kind in SIMPLE else write[kind](own, where))
     kept = [regex for regex in found if regex is not None]
     return either(kept) if kept else None
 
@@ -338,7 +338,6 @@ def _types_of(schema: Mapping[str, Any], where: str) -> list[str]:
 
 
 def _type_names(value: Any) -> set[str]:
-  """The types that a JSON value has."""
   if isinstance(value, bool):
     return {'boolean'}
   if isinstance(value, int) or (isinstance(value, float) and value == int(value)):
@@ -346,14 +345,6 @@ def _type_names(value: Any) -> set[str]:
   return {
     'number' if isinstance(value, float) else {str: 'string', list: 'array', dict: 'object'}.get(type(value), 'null')
   }
-
-
-def _check_apart(parts: Sequence[Any], where: str) -> None:
-  """Checks that no value is of two of the schemas of `oneOf`, as far as types and listed values tell."""
-  for place, one in enumerate(parts):
-    for other in parts[:place]:
-      if not _are_apart(one, other):
-        raise _refused(where, 'oneOf is supported where types or constants tell the schemas apart; anyOf is')
 
 
 def _are_apart(one: Any, other: Any) -> bool:
@@ -365,11 +356,11 @@ def _are_apart(one: Any, other: Any) -> bool:
   types = [_spread(each) for each in (one, other)]
   if types[0] is not None and types[1] is not None and not types[0] & types[1]:
     return True
-  required = [each.get('required') for each in (one, other)]
-  shared = set.intersection(*(set(map(str, names if isinstance(names, list) else ())) for names in required))
-  own, others = (each.get('properties', {}) for each in (one, other))
+  first, second = (each['required'] if isinstance(each.get('required'), list) else [] for each in (one, other))
+  own, others = (each.get('properties') for each in (one, other))
   if not isinstance(own, Mapping) or not isinstance(others, Mapping):
     return False
+  shared = set(map(str, first)) & set(map(str, second))
   listed = [name for name in shared if None not in (_values(own.get(name)), _values(others.get(name)))]
   return any(_are_apart(own[name], others[name]) for name in listed)
 

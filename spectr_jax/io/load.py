@@ -24,7 +24,7 @@ from spectr_jax.io.hub.gguf_tokenizer import adds_bos, build_tokenizer
 from spectr_jax.io.hub.hub_tokenizer import HubTokenizer, load_hub_tokenizer
 from spectr_jax.io.hub.load import load_hub_model, make_model, read_hub_config, read_json
 from spectr_jax.io.hub.redundant import settle_head
-from spectr_jax.io.hub.tensors import SafetensorsFolder
+from spectr_jax.io.hub.tensors import SafetensorsFolder, read_index
 from spectr_jax.io.tokenizer import Tokenizer, TokenizerBase
 from spectr_jax.kernels.int8 import check_weights
 from spectr_jax.model import Model
@@ -131,8 +131,7 @@ class _HubFolder(ModelFiles):
     return load_hub_tokenizer(self.path)
 
   def load(self, *, dtype, weights, mesh) -> Model:
-    with untrusted.named(self.path):
-      return load_hub_model(self.path, dtype=dtype, weights=weights, mesh=mesh)
+    return load_hub_model(self.path, dtype=dtype, weights=weights, mesh=mesh)
 
 
 class GgufFile(ModelFiles):
@@ -224,10 +223,10 @@ def files_of(path: epath.PathLike) -> list[epath.Path]:
   path = epath.Path(path)
   if not path.is_dir():
     return [path]
-  names, index = dict.fromkeys(_FILES), path / 'model.safetensors.index.json'
+  names: dict[str, Any] = dict.fromkeys(_FILES)
+  index = path / 'model.safetensors.index.json'
   if index.exists():
-    content = untrusted.read_object(index, {'weight_map': untrusted.map_of(untrusted.TEXT)}, untrusted.LARGE)
-    names |= dict.fromkeys((content.get('weight_map') or {}).values())
+    names |= read_index(index)
   return [path / name for name in names]
 
 
@@ -241,6 +240,8 @@ def hash_content(path: epath.PathLike) -> str:
   path = epath.Path(path) if str(path).endswith('.gguf') else hub_folder(path)
   files = [path / 'model.json'] if (path / 'model.json').exists() else files_of(path)
   sizes = {file: file.stat().length for file in files if file.exists() and not file.is_dir()}
+  if not sizes:
+    raise ValueError(f'no model at {path}: none of the files that one is read from is there')
   places = [(file, begin) for file, size in sizes.items() for begin in range(0, size, _PART)]
 
   def hashed(place):

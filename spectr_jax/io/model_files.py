@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from etils import epath
 
 from spectr_jax.io import untrusted
 from spectr_jax.io.checksums import file_hash, files_below
+from spectr_jax.io.hub import config_fields
 from spectr_jax.io.new_files import new_folder
 from spectr_jax.io.stored_params import StoredParams
 from spectr_jax.io.tokenizer import Tokenizer
@@ -48,10 +50,6 @@ def _path(keys: jax.tree_util.KeyPath, separator: str = '/') -> str:
   return jax.tree_util.keystr(keys, simple=True, separator=separator)
 
 
-def _transposed_kernels(params: Any) -> Any:
-  return jax.tree_util.tree_map_with_path(lambda keys, x: x.T if _path(keys).endswith('kernel') else x, params)
-
-
 def _from_older_format(params: Any, config: transformer.TransformerConfig, number: int) -> Any:
   """Converts the kernels of format 1 or 2, which store them as `[out, in]`.
 
@@ -67,13 +65,13 @@ def _from_older_format(params: Any, config: transformer.TransformerConfig, numbe
 
   if number == 1:
     params = jax.tree_util.tree_map_with_path(by_head, params)
-  return _transposed_kernels(params)
+  return jax.tree_util.tree_map_with_path(lambda keys, x: x.T if _path(keys).endswith('kernel') else x, params)
 
 
 def files_of_model(folder: epath.Path) -> set[str]:
   """The relative paths of the files in a folder that belong to its model; none if no model can be read."""
   try:
-    return {'model.json', *_read_spec(folder).hashes}
+    return {'model.json', *_read_spec(folder)[0]['sha256']}
   except ValueError:
     return set()
 
@@ -99,10 +97,13 @@ def save_model(
 
   Raises:
     ValueError: The directory exists and `overwrite` is False, a file in it would be replaced that is not a model's, the
-      vocabularies of model and tokenizer differ, or the model was loaded with weights in int8.
+      vocabularies of model and tokenizer differ, the type is no floating point one, or the model was loaded with
+      weights in int8.
   """
   if tokenizer.vocab_size != model.vocab_size:
     raise ValueError(f'the tokenizer has {tokenizer.vocab_size} tokens, the model {model.vocab_size}')
+  if not _DTYPES.is_valid(param_dtype):
+    raise ValueError(f'param_dtype must be {_DTYPES.words}, got {param_dtype!r}')
   config = transformer.config_of(model)
   check_savable(model.params)
   with new_folder(path, overwrite=overwrite, owned=files_of_model) as folder:
@@ -143,30 +144,20 @@ _FIELDS = {
   'tokenizer': untrusted.TEXT,
   'sha256': untrusted.Kind('SHA-256 by relative path', lambda x: type(x) is dict and all(map(_is_hash, x.items()))),
 }
-# Of the configuration; far above any model that there is.
+# Of the configuration.
 _SIZES = {
-  'vocab_size': untrusted.whole(1, 2**22),
-  'embed_dim': untrusted.whole(1, 2**20),
-  'num_layers': untrusted.whole(1, 10_000),
-  'num_heads': untrusted.whole(1, 2**14),
-  'mlp_dim': untrusted.whole(1, 2**20),
-  'max_length': untrusted.whole(1, 2**31 - 1),
+  'vocab_size': config_fields.VOCAB,
+  'embed_dim': config_fields.WIDTH,
+  'num_layers': config_fields.LAYERS,
+  'num_heads': config_fields.HEADS,
+  'mlp_dim': config_fields.WIDTH,
+  'max_length': config_fields.LENGTH,
   'dtype': _DTYPES,
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class _Spec:
-  """Content of `model.json`."""
-
-  format: int
-  config: transformer.TransformerConfig
-  param_dtype: Any
-  tokenizer: str
-  hashes: dict[str, str]
-
-
-def _read_spec(path: epath.Path) -> _Spec:
+def _read_spec(path: epath.Path) -> tuple[dict[str, Any], transformer.TransformerConfig]:
+  """The content of `model.json`, and the configuration in it."""
   if not (path / 'model.json').exists():
     raise ValueError(f'no model at {path}: expected a directory with model.json, tokenizer.json and params/')
   where = path / 'model.json'
@@ -180,8 +171,7 @@ def _read_spec(path: epath.Path) -> _Spec:
     )
   with untrusted.named(where):
     config = transformer.TransformerConfig(**{name: value for name, value in sizes.items() if value is not None})
-  dtype = jnp.dtype(content['param_dtype'])
-  return _Spec(content['format'], config, dtype, content['tokenizer'], content['sha256'])
+  return content, config
 
 
 def read_config(path: epath.PathLike) -> transformer.TransformerConfig:
@@ -189,48 +179,45 @@ def read_config(path: epath.PathLike) -> transformer.TransformerConfig:
 
   Raises `ValueError` if there is none.
   """
-  return _read_spec(epath.Path(path)).config
+  return _read_spec(epath.Path(path))[1]
 
 
-def _check_files(path: epath.Path, spec: _Spec) -> None:
-  """Compares the files of a model with `model.json`."""
-  num_bytes = spec.config.num_params * spec.param_dtype.itemsize
+def _check_files(path: epath.Path, hashes: Mapping[str, str], num_bytes: int) -> None:
+  """Compares the files of a model with their hashes, and with the bytes that its parameters take."""
   most_bytes = _MOST_STORED * num_bytes + _SMALL
   stored_bytes, names = 0, _files_of(path)
   for name in names:
-    if name not in spec.hashes:
+    if name not in hashes:
       raise ValueError(f'{path / name} is surplus: model.json does not name it')
-    limit, size = (
-      untrusted.LARGE if name == 'tokenizer.json' else most_bytes - stored_bytes,
-      (path / name).stat().length,
-    )
+    limit = untrusted.LARGE if name == 'tokenizer.json' else most_bytes - stored_bytes
+    size = (path / name).stat().length
     if size > limit:
       raise ValueError(f'{path / name} is larger than {limit:,} bytes, the most that it may have')
-    if file_hash(path / name) != spec.hashes[name]:
+    if file_hash(path / name) != hashes[name]:
       raise ValueError(f'{path / name} is damaged (its SHA-256 differs from model.json)')
     stored_bytes += size
-  missing = sorted(spec.hashes.keys() - set(names))
+  missing = sorted(hashes.keys() - set(names))
   if missing:
     raise ValueError(f'{path}/{untrusted.name_shown(missing[0])} is missing')
   if num_bytes > _MOST_COMPRESSED * stored_bytes + _SMALL:
     raise ValueError(f'{path}: parameters of {num_bytes:,} bytes cannot be in files of {stored_bytes:,}')
 
 
-def _read_params(folder: epath.Path, spec: _Spec) -> Any:
-  """The parameters, in the layout of their format."""
+def _read_params(folder: epath.Path, config: transformer.TransformerConfig, number: int, dtype: np.dtype) -> Any:
   stored = StoredParams(folder)
   # Before anything is made for each layer.
   num_layers = len({name.split('.')[0] for name in stored.names if name.startswith('layer_')})
-  if num_layers != spec.config.num_layers:
-    raise ValueError(f'{folder} has parameters of {num_layers} layers, expected {spec.config.num_layers}')
-  like = transformer.param_shapes(spec.config)
-  if spec.format < _FORMAT:
+  if num_layers != config.num_layers:
+    raise ValueError(f'{folder} has parameters of {num_layers} layers, expected {config.num_layers}')
+  like = transformer.param_shapes(config)
+  if number < _FORMAT:
     like = jax.tree_util.tree_map_with_path(
       lambda keys, x: jax.ShapeDtypeStruct(x.shape[::-1], x.dtype) if _path(keys).endswith('kernel') else x, like
     )
   shapes = {_path(keys, '.'): x.shape for keys, x in jax.tree_util.tree_leaves_with_path(like)}
-  arrays = stored.read(shapes, spec.param_dtype)
-  return jax.tree_util.tree_map_with_path(lambda keys, _: arrays[_path(keys, '.')], like)
+  arrays = stored.read(shapes, dtype)
+  params = jax.tree_util.tree_map_with_path(lambda keys, _: arrays[_path(keys, '.')], like)
+  return _from_older_format(params, config, number) if number < _FORMAT else params
 
 
 def load_transformer(
@@ -251,17 +238,14 @@ def load_transformer(
   if weights == BLOCKS:
     raise ValueError(f'{path} is not a .gguf file, whose blocks weights={BLOCKS!r} are')
   path = untrusted.as_path(path)
-  spec = _read_spec(path)
-  config = spec.config if dtype is None else dataclasses.replace(spec.config, dtype=dtype)
-  _check_files(path, spec)
+  spec, config = _read_spec(path)
+  config, stored_dtype = dataclasses.replace(config, dtype=dtype or config.dtype), jnp.dtype(spec['param_dtype'])
+  _check_files(path, spec['sha256'], config.num_params * stored_dtype.itemsize)
   tokenizer = Tokenizer.load(path / 'tokenizer.json')
-  if tokenizer.fingerprint != spec.tokenizer or tokenizer.vocab_size != config.vocab_size:
-    raise ValueError(
-      f'{path / "tokenizer.json"} is not the tokenizer model.json names ({untrusted.shown(spec.tokenizer)})'
-    )
-  params = _read_params(path / 'params', spec)
-  if spec.format < _FORMAT:
-    params = _from_older_format(params, config, spec.format)
+  if tokenizer.fingerprint != spec['tokenizer'] or tokenizer.vocab_size != config.vocab_size:
+    named = untrusted.shown(spec['tokenizer'])
+    raise ValueError(f'{path / "tokenizer.json"} is not the tokenizer model.json names ({named})')
+  params = _read_params(path / 'params', config, spec['format'], stored_dtype)
   if weights is not None:
     params = quantized(params)
   return transformer.transformer_model(params, config), tokenizer

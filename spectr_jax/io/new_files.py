@@ -181,11 +181,8 @@ class NewFile:
 def write_file(path: epath.PathLike, content: bytes) -> None:
   """Writes a file completely or not at all; `ValueError` if it cannot be, and one that was there stays."""
   new = NewFile(path)
-  try:
-    new.write(content)
-    new.commit()
-  finally:
-    new.discard()
+  new.write(content)
+  new.commit()
 
 
 def _files(folder: epath.Path) -> list[str]:
@@ -253,7 +250,6 @@ def check_new_folder(
 
 
 def _others(folder: epath.Path, owned: Callable[[epath.Path], Collection[str]]) -> list[str]:
-  """The relative paths of the files in a folder that are not its own."""
   return sorted(set(_files(folder)) - set(owned(folder)))
 
 

@@ -44,16 +44,14 @@ class StoredParams:
       if names:
         first = untrusted.name_shown(min(names))
         raise ValueError(f'{self._folder} {problem} parameters: {len(names)} of them, the first {first}')
-    arrays = self._results({name: self._open(name) for name in shapes})
+    stores = {name: {'driver': 'zarr', 'kvstore': {**self._store, 'path': f'{name}/'}} for name in shapes}
+    options = {'open': True, 'read': True, 'context': self._context}
+    arrays = self._results({name: ts.open(store, **options) for name, store in stores.items()})
     for name, array in arrays.items():
       problem = _problem(array, shapes[name], dtype)
       if problem:
         raise ValueError(f'{self._folder}: parameter {name} {problem}')
     return self._results({name: array.read() for name, array in arrays.items()})
-
-  def _open(self, name: str) -> ts.Future:
-    store = {'driver': 'zarr', 'kvstore': {**self._store, 'path': f'{name}/'}}
-    return ts.open(store, open=True, read=True, context=self._context)
 
   def _results(self, futures: Mapping[str, ts.Future]) -> dict[str, Any]:
     try:

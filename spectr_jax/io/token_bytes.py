@@ -119,7 +119,6 @@ class _Rules:
 
 
 def _made(step: Mapping[str, Any]) -> decoders.Decoder:
-  """The decoder of one step."""
   decoder = tokenizers.decoders.Fuse()
   decoder.__setstate__(json.dumps(step).encode())
   return decoder
@@ -145,10 +144,6 @@ class TokenBytes(dict[int, bytes]):
     """The names of special tokens, by id."""
     return {index: token.content for index, token in self._added.items() if token.special}
 
-  @functools.cached_property
-  def _special(self) -> frozenset[str]:
-    return frozenset(self.special.values())
-
   def __missing__(self, index: int) -> bytes:
     content = self[index] = self._find(index)
     return content
@@ -157,7 +152,7 @@ class TokenBytes(dict[int, bytes]):
     if not 0 <= index < 2**32:
       raise ValueError(f'ids of tokens are whole numbers from 0 to 2**32 - 1, got {index}')
     token = self._backend.id_to_token(index)
-    if token is None or token in self._special:
+    if token is None or index in self.special:
       return b''
     rules = self._rules
     # Tokens that stand beside the vocabulary are looked for in texts, not in bytes.

@@ -172,7 +172,6 @@ def read_backend(path: epath.PathLike) -> Backend:
 
 
 def _check(content: Any, where: str) -> dict[str, int]:
-  """Checks the content of a file, and returns the ids of the added tokens."""
   spec = check_object(content, _FILE, where)
   _check_model(spec.get('model') or {}, f'{where}: model')
   steps = {section: list(_steps(spec.get(section), section, where)) for section in _STEPS}
@@ -185,14 +184,11 @@ def _check(content: Any, where: str) -> dict[str, int]:
       raise ValueError(f'{where} may make {name} more than {_MOST_GROWTH} times as long')
     if sum('Regex' in (step.get('pattern') or {}) for step in applied) > _MOST_PATTERNS:
       raise ValueError(f'{where} applies more than {_MOST_PATTERNS} regular expressions to {name}')
-  return _check_added(spec.get('added_tokens') or [], f'{where}: added_tokens')
-
-
-def _check_added(tokens: list[Any], where: str) -> dict[str, int]:
+  tokens = spec.get('added_tokens') or []
   for token in tokens:
-    check_object(token, _ADDED, where)
+    check_object(token, _ADDED, f'{where}: added_tokens')
     if token.get('id') is None or token.get('content') is None:
-      raise ValueError(f'{where} has a token without an id or content')
+      raise ValueError(f'{where}: added_tokens has a token without an id or content')
   # The package leaves out the empty token.
   return {token['content']: token['id'] for token in tokens if token['content']}
 
@@ -250,19 +246,15 @@ def _steps(content: Any, section: str, where: str) -> Iterator[dict[str, Any]]:
       known = ', '.join(['Sequence', *_STEPS[section]])
       raise ValueError(f'{where}: {section} has the unknown type {shown(kind)}; known are {known}')
     else:
-      check_object(step, _STEPS[section][kind], f'{where}: {section} {kind}')
-      _check_step(step, kind, f'{where}: {section} {kind}')
+      place = f'{where}: {section} {kind}'
+      pattern = check_object(step, _STEPS[section][kind], place).get('pattern') or {}
+      if 'Regex' in pattern:
+        check_pattern(pattern['Regex'], place)
+      if kind == 'Precompiled':
+        _check_charsmap(step.get('precompiled_charsmap') or '', place)
+      if kind == 'TemplateProcessing':
+        _check_template(step, place)
       yield step
-
-
-def _check_step(step: dict[str, Any], kind: str, where: str) -> None:
-  pattern = step.get('pattern') or {}
-  if 'Regex' in pattern:
-    check_pattern(pattern['Regex'], where)
-  if kind == 'Precompiled':
-    _check_charsmap(step.get('precompiled_charsmap') or '', where)
-  if kind == 'TemplateProcessing':
-    _check_template(step, where)
 
 
 def _check_template(step: dict[str, Any], where: str) -> None:

@@ -46,31 +46,33 @@ def as_path(path: epath.PathLike) -> epath.Path:
   return epath.Path(path)
 
 
+@contextlib.contextmanager
+def reading(path: epath.PathLike) -> Iterator[None]:
+  """Turns an error of the file system, or one of unpacking, into a `ValueError` that names the path."""
+  try:
+    yield
+  except FileNotFoundError as error:
+    raise ValueError(f'there is no file {path}') from error
+  except (OSError, EOFError, zlib.error) as error:
+    raise ValueError(f'cannot read {path}: {getattr(error, "strerror", None) or error}') from error
+  except Exception as error:
+    if not is_remote(path) or isinstance(error, ValueError):
+      raise
+    raise ValueError(f'cannot read {path}: {first_line(error)}') from error  # their types are of any kind
+
+
 def open_file(path: epath.PathLike) -> BinaryIO:
   """Opens a regular file to read its bytes, or raises `ValueError`; does not wait for a pipe or touch a device."""
   path = as_path(path)
-  if is_remote(path):
-    return _open_remote(path)
-  try:
+  with reading(path):
+    if is_remote(path):
+      return cast(BinaryIO, path.open('rb'))
     # Without O_NONBLOCK, opening a pipe would wait for its writer.
     descriptor = os.open(path, os.O_RDONLY | getattr(os, 'O_NONBLOCK', 0) | getattr(os, 'O_BINARY', 0))
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-      os.close(descriptor)
-      raise ValueError(f'{path} is not a regular file')
-    return os.fdopen(descriptor, 'rb')
-  except FileNotFoundError as error:
-    raise ValueError(f'there is no file {path}') from error
-  except OSError as error:
-    raise ValueError(f'cannot read {path}: {error.strerror or error}') from error
-
-
-def _open_remote(path: epath.Path) -> BinaryIO:
-  try:
-    return cast(BinaryIO, path.open('rb'))
-  except FileNotFoundError as error:
-    raise ValueError(f'there is no file {path}') from error
-  except Exception as error:  # remote file systems raise their own types; some need packages
-    raise ValueError(f'cannot read {path}: {first_line(error)}') from error
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+      return os.fdopen(descriptor, 'rb')
+    os.close(descriptor)
+    raise ValueError(f'{path} is not a regular file')
 
 
 @contextlib.contextmanager
@@ -78,25 +80,16 @@ def open_unpacked(path: epath.PathLike) -> Iterator[BinaryIO]:
   """The bytes of a file, unpacked where its name ends in `.gz` or `.bz2`, in a context in which damage raises
   `ValueError`. The reader bounds what it takes.
   """
-  unpacks = {'.gz': lambda file: gzip.GzipFile(fileobj=file), '.bz2': bz2.BZ2File}.get(as_path(path).suffix)
-  with open_file(path) as packed:
-    try:
-      if unpacks is None:
-        yield packed
-      else:
-        with unpacks(packed) as file:
-          yield file
-    except (OSError, EOFError, zlib.error) as error:
-      raise ValueError(f'cannot read {path}: {getattr(error, "strerror", None) or error}') from error
+  unpackers: dict[str, Any] = {'.gz': lambda file: gzip.GzipFile(fileobj=file), '.bz2': bz2.BZ2File}
+  unpack = unpackers.get(as_path(path).suffix, contextlib.nullcontext)
+  with open_file(path) as packed, reading(path), unpack(packed) as file:
+    yield file
 
 
 def read_bytes(path: epath.PathLike, limit: int = SMALL) -> bytes:
   """The content of a file of at most `limit` bytes, or a `ValueError`."""
-  with open_file(path) as file:
-    try:
-      content = file.read(limit + 1)
-    except OSError as error:
-      raise ValueError(f'cannot read {path}: {error.strerror or error}') from error
+  with open_file(path) as file, reading(path):
+    content = file.read(limit + 1)
   if len(content) > limit:
     raise ValueError(f'{path} is larger than {limit:,} bytes, the most that such a file may have')
   return content

@@ -3,8 +3,8 @@
 import json
 import re
 import time
-from pathlib import Path
 
+import hostile
 import jax
 import jsonschema
 import numpy as np
@@ -27,6 +27,15 @@ def accepts(constraint, tokenizer, text):
   return constraint.accepts(tokenizer.encode(text))
 
 
+_APART = {
+  'oneOf': [
+    {'type': 'object', 'properties': {'kind': {'const': 'a'}}, 'required': ['kind']},
+    {'$ref': '#/$defs/b'},
+  ],
+  '$defs': {'b': {'type': 'object', 'properties': {'kind': {'enum': ['b', 'c']}}, 'required': ['kind']}},
+}
+
+
 @pytest.mark.parametrize(
   ('given', 'inside', 'outside'),
   [
@@ -46,6 +55,8 @@ def accepts(constraint, tokenizer, text):
     ({'json_schema': {'type': 'string', 'pattern': '^[[a]$|^[+--]$|^[x&&y]$'}}, ['"["', '"a"', '","', '"x"'], ['"!"']),
     ({'json_schema': {'type': 'string', 'pattern': '^[[a]]$'}}, ['"[]"', '"a]"'], ['"a"', '"["']),
     ({'json_schema': {'properties': {5: {'type': 'null'}}}}, ['{"5": null}'], ['{5: null}']),
+    ({'json_schema': _APART}, ['{"kind": "a"}', '{"kind": "c"}'], ['{}', '{"kind": "d"}']),
+    ({'json_schema': {'type': 'array', 'prefixItems': [{'type': 'null'}, {'const': 1}]}}, ['[null, 1]'], ['[null]']),
     ({'json_schema': True}, ['{}', '{"a": [1, {"b": null}]}'], ['[]', '{"a"}', '1']),
   ],
 )
@@ -95,6 +106,8 @@ def test_schemas_may_refer_to_themselves(tokenizer):
     ({'oneOf': [{'type': 'integer'}, {'type': 'number'}]}, 'oneOf is supported where'),
     ({'anyOf': [{}], 'type': 'string'}, "'type' beside anyOf"),
     ({'type': 'string', 'format': 'duration'}, "format 'duration' is not supported"),
+    ({'type': 'string', 'format': ['date']}, r"format \['date'\] is not supported"),
+    ({'oneOf': [{'type': 'object', 'properties': {}, 'required': 0}] * 2}, 'oneOf is supported where'),
     ({'type': 'string', 'pattern': '.*'}, 'can match characters that JSON escapes'),
     ({'type': 'string', 'pattern': 'a(?=b)'}, 'cannot be compiled'),
     ({'type': 'object', 'required': ['b']}, "required names 'b'"),
@@ -102,7 +115,6 @@ def test_schemas_may_refer_to_themselves(tokenizer):
     ({'$ref': '#/$defs/a'}, "there is no '#/\\$defs/a'"),
     ({'type': 'text'}, 'type must be one of'),
     ({'enum': []}, 'enum must be a list'),
-    ({'type': 'string', 'format': ['date']}, r"format \['date'\] is not supported"),
     ({'type': 'string', 'pattern': 'a)|(b'}, "in pattern 'a\\)|\\(b' a parenthesis"),
     ({'oneOf': [{'required': 5}, {'required': None}]}, 'oneOf is supported where'),
     ({'type': 'number', 'enum': [float('inf')]}, 'finite numbers'),
@@ -138,6 +150,9 @@ def test_what_cannot_be_done_is_refused_by_name(tokenizer, schema, words):
     ({'json_schema': '{"type": '}, 'the JSON schema'),
     ({'json_schema': '[' * 5000 + ']' * 5000}, 'the JSON schema'),
     ({'json_schema': {'type': object}}, 'must be a JSON value'),
+    ({'json_schema': {1: 2}}, "the JSON schema at '#': '1' is not supported"),
+    ({'json_schema': '{"type": "integer", "minimum": 1e999}'}, 'must be a JSON value'),
+    ({'json_schema': {'type': 'number', 'enum': [float('inf')]}}, 'must be a JSON value'),
   ],
 )
 def test_wrong_arguments_get_one_line(tokenizer, given, words):
@@ -171,9 +186,18 @@ def test_a_table_that_is_too_large_is_refused(tokenizer, monkeypatch):
 
 
 def test_the_missing_package_is_named(tokenizer, monkeypatch):
-  monkeypatch.setattr(constraints_module.importlib.util, 'find_spec', lambda name: None)
+  monkeypatch.setattr('importlib.util.find_spec', lambda name: None)
   with pytest.raises(ValueError, match=r"pip install 'spectr_jax\[grammar\]'"):
     compile_constraint(tokenizer, regex='a')
+
+
+def test_mutated_schemas_are_described_or_refused():
+  tally, rng = hostile.Tally('JSON schema'), np.random.default_rng(0)
+  schemas = [_PERSON, _APART, *(random_schema(rng) for _ in range(50))]
+  for mutate in hostile.rngs():
+    schema = hostile.mutated_json(mutate.choice(schemas), mutate)
+    tally.read(lambda schema=schema: constraints_module._of_schema(schema), schema)
+  tally.check(least_read=300)
 
 
 # Texts of random schemas.
@@ -244,62 +268,53 @@ def walk(rng, constraint, closeness=0.4):
     state = ways[tokens[-1]]
 
 
-def check_random_schemas(tokenizer, seed, count, per_schema=4):
-  rng = np.random.default_rng(seed)
-  for _ in range(count // per_schema):
-    schema = random_schema(rng)
-    constraint = compile_constraint(tokenizer, json_schema=schema)
-    for _ in range(per_schema):
-      tokens = walk(rng, constraint)
-      text = tokenizer.decode(tokens)
-      assert text.encode() == b''.join(tokenizer.token_contents[token] for token in tokens)
-      jsonschema.validate(json.loads(text), schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER)
+def check_text(tokenizer, tokens, schema):
+  """Checks that tokens are a whole text that is valid."""
+  text = tokenizer.decode(tokens)
+  assert text.encode() == b''.join(tokenizer.token_contents[token] for token in tokens), (schema, tokens)
+  jsonschema.validate(json.loads(text), schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER)
 
 
 @pytest.mark.parametrize('count', [80, slow(2000)])
 def test_texts_of_random_schemas_are_valid(tokenizer, count):
-  check_random_schemas(tokenizer, 1, count)
+  rng = np.random.default_rng(1)
+  for _ in range(count // 4):
+    schema = random_schema(rng)
+    constraint = compile_constraint(tokenizer, json_schema=schema)
+    for _ in range(4):
+      check_text(tokenizer, walk(rng, constraint), schema)
 
 
-def check_generated(seed, count, rows=16, per_schema=4, limit=128):
+def check_generated(seed, count):
   """Decodes with the shipped pair until so many texts have ended; returns how many ended and were cut.
 
   Each batch has several constraints. Every text that ended is valid, every other one is the beginning of a way.
   """
-  rng = np.random.default_rng(seed)
-  target, tokenizer = spectr_jax.load_model('pretrained/target')
-  draft, _ = spectr_jax.load_model('pretrained/draft')
-  target, draft = target.for_decoding(), draft.for_decoding()
-  lines = Path('pretrained/prompts.jsonl').read_text().splitlines()
-  prompts = [tokenizer.encode_prompt(json.loads(line)['prompt'])[:32] for line in lines]
-  ended = cut = batch = 0
-  while ended < count:
-    schemas = [schema for _ in range(rows // per_schema) for schema in [random_schema(rng)] * per_schema]
-    sizes = {'vocab_size': target.vocab_size}
-    each = [compile_constraint(tokenizer, json_schema=schema, **sizes) for schema in schemas[::per_schema]]
-    constraints = [constraint for constraint in each for _ in range(per_schema)]
+  rng, num_ended, num_cut, batch = np.random.default_rng(seed), 0, 0, 0
+  (target, tokenizer), (draft, _) = (spectr_jax.load_model(f'pretrained/{name}') for name in ('target', 'draft'))
+  models, sizes = (target.for_decoding(), draft.for_decoding()), {'vocab_size': target.vocab_size}
+  prompts = [tokenizer.encode_prompt(text) for text in ('Mr. Speaker', 'The owl', '{', 'On 3 May 1999 ')] * 4
+  while num_ended < count:
+    schemas = [schema for _ in range(4) for schema in [random_schema(rng)] * 4]
+    each = [compile_constraint(tokenizer, json_schema=schema, **sizes) for schema in schemas[::4]]
+    constraints = [constraint for constraint in each for _ in range(4)]
     made = spectr_jax.generate(
-      jax.random.fold_in(jax.random.key(seed), batch), target, draft,
-      [prompts[i] for i in rng.choice(len(prompts), rows)], method='race_traversal', tree=TokenTree.chains(2, 4),
-      max_new_tokens=limit, eos_id=tokenizer.eos_ids, constraint=constraints,
+      jax.random.fold_in(jax.random.key(seed), batch), *models, prompts, method='race_traversal',
+      tree=TokenTree.chains(2, 4), max_new_tokens=128, eos_id=tokenizer.eos_ids, constraint=constraints,
     )  # fmt: skip
     batch += 1
     for schema, constraint, tokens, length in zip(schemas, constraints, np.asarray(made.tokens), made.lengths):
       tokens = tokens[: int(length)].tolist()
-      is_ended = tokens[-1] in tokenizer.eos_ids
-      ended, cut = ended + is_ended, cut + (not is_ended)
-      if not is_ended:
-        state = 0
-        for token in tokens:
-          state = constraint.next_state[state, constraint.class_of[token]]
-          assert state >= 0, (schema, tokens)
+      if tokens[-1] in tokenizer.eos_ids:
+        num_ended += 1
+        assert constraint.accepts(tokens[:-1]), (schema, tokens)
+        check_text(tokenizer, tokens[:-1], schema)
         continue
-      assert constraint.accepts(tokens[:-1]), (schema, tokens)
-      text = tokenizer.decode(tokens[:-1])
-      assert text.encode() == b''.join(tokenizer.token_contents[token] for token in tokens[:-1]), (schema, tokens)
-      jsonschema.validate(json.loads(text), schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER)
-    print(f'{ended} ended, {cut} cut', flush=True)
-  return ended, cut
+      num_cut, state = num_cut + 1, 0
+      for token in tokens:
+        state = constraint.next_state[state, constraint.class_of[token]]
+        assert state >= 0, (schema, tokens)
+  return num_ended, num_cut
 
 
 @pytest.mark.slow

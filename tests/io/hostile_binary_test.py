@@ -14,12 +14,12 @@ import hostile
 import numpy as np
 import pytest
 import safetensors.numpy
-from binary_mutations import write_gguf
+from binary_mutations import SHAPES, write_gguf, write_params
 
 from spectr_jax import load_drafter, load_model
 from spectr_jax.io.hub.gguf_header import read_header
 from spectr_jax.io.hub.tensors import SafetensorsFolder
-from spectr_jax.io.hub.torch_file import TorchFile
+from spectr_jax.io.stored_params import StoredParams
 
 
 @pytest.mark.slow
@@ -71,21 +71,6 @@ def test_short_safetensors(tmp_path):
   for size in (0, 7, 8, 9):
     path.write_bytes(safetensors.numpy.save({'a': np.ones(3)})[:size])
     hostile.refusal(lambda: SafetensorsFolder(tmp_path), path, 'is damaged')
-
-
-@pytest.mark.parametrize('kind', ['pipe', 'device', 'folder', 'missing', 'dangling'])
-def test_what_is_no_file_of_tensors(kind, tmp_path):
-  for place in (tmp_path / 'model.safetensors', tmp_path / 'x.bin'):
-    if kind == 'pipe':
-      os.mkfifo(place)
-    elif kind == 'device':
-      place.symlink_to('/dev/zero')
-    elif kind == 'folder':
-      place.mkdir()
-    elif kind == 'dangling':
-      place.symlink_to('nowhere')
-  hostile.refusal(lambda: SafetensorsFolder(tmp_path), tmp_path)
-  hostile.refusal(lambda: TorchFile(tmp_path / 'x.bin'), tmp_path / 'x.bin')
 
 
 def test_indices_name_files_beside_them(tmp_path):
@@ -192,6 +177,38 @@ def test_a_large_gguf_of_zeros(tmp_path):
     file.write(_gguf(_array(8, 2**22), b'\1\0\0\0\0\0\0\0x' * 2**21, struct.pack('<Q', 2**32)))
     file.truncate(2**33)
   assert 'its header is longer than 67,108,864 bytes' in hostile.refusal(lambda: read_header(path), path)
+
+
+# Parameters in Orbax's layout. Folders are in `io_test`.
+
+
+def test_params(tmp_path):
+  write_params(tmp_path)
+  found = StoredParams(tmp_path).read(SHAPES, np.dtype(np.float32))
+  assert {name: array.shape for name, array in found.items()} == SHAPES
+  np.testing.assert_array_equal(found['embedding'][0], [1, 2, 3, 4])
+
+
+@pytest.mark.parametrize(
+  ('changes', 'problem'),
+  [
+    ({'shape': [6, 4], 'chunks': [2**40, 4]}, 'has chunks of shape (1099511627776, 4)'),
+    ({'shape': [2**40, 4]}, 'parameter embedding is float32 of shape (1099511627776, 4), expected float32'),
+    ({'dtype': '<f8'}, 'is float64 of shape (6, 4)'),
+    ({'compressor': {'id': 'blosc'}}, 'is compressed in an unknown way'),
+    ({'compressor': None}, 'is compressed in an unknown way'),
+  ],
+)
+def test_descriptions_of_params(changes, problem, tmp_path):
+  write_params(tmp_path, **changes)
+  assert problem in hostile.refusal(lambda: StoredParams(tmp_path).read(SHAPES, np.dtype(np.float32)), tmp_path)
+
+
+def test_params_in_too_many_chunks(tmp_path):
+  write_params(tmp_path, shape=[2000, 4], chunks=[1, 4])
+  shapes = SHAPES | {'embedding': (2000, 4)}
+  message = hostile.refusal(lambda: StoredParams(tmp_path).read(shapes, np.dtype(np.float32)), tmp_path)
+  assert 'has too many chunks' in message
 
 
 # Paths.

@@ -2,15 +2,17 @@
 
 import functools
 import json
-import struct
 
 import hostile
+import numpy as np
 import pytest
 import tiny_hub
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from spectr_jax import Tokenizer
+from spectr_jax.io import tokenizer_file
+from spectr_jax.io.hub.gguf_header import GgufHeader, StoredTensor
 from spectr_jax.io.hub.hub_tokenizer import load_hub_tokenizer
 from spectr_jax.io.load import GgufFile
 from spectr_jax.io.patterns import check_pattern
@@ -88,79 +90,32 @@ def _use(tokenizer):
   assert tokenizer.vocab_size > 0
 
 
-_PATTERNS = (
-  {'String': ' '}, {'String': ''}, {'String': 'a'}, {'String': '字'}, {'String': 'the'}, {'Regex': r'\s+'},
-  {'Regex': '.'}, {'Regex': 'x*'}, {'Regex': ''}, {'Regex': r'\p{L}+| ?\p{N}'}, {'Regex': '(?=a)'}, {'Regex': '^'},
-  {'Regex': '[^a]|$'},
+_TEXTS = '', ' ', '▁', 'a', 'aa', '字', '\0', '\u0301', '🙂' * 3
+_PATTERNS = r'\s+', '.', 'x*', '', r'\p{L}+| ?\p{N}', '(?=a)', '^', '[^a]|$'
+_INSERTED = {'id': '<s>', 'ids': [5], 'tokens': ['<s>']}
+_PIECES = [{'SpecialToken': {'id': '<s>', 'type_id': 0}}, {'Sequence': {'id': 'A', 'type_id': 0}}]
+_VALUES = (
+  True, False, 0, 1, 2, 7, 10**9, *_TEXTS, 'the', *({'String': text} for text in (*_TEXTS, 'the')),
+  *({'Regex': pattern} for pattern in _PATTERNS), 'always', 'never', 'first', 'Removed', 'Isolated',
+  'MergedWithPrevious', 'MergedWithNext', 'Contiguous', ['<s>', 0], ['<s>', 2**20], ['a', 1], _PIECES, _PIECES[1:],
+  _PIECES[:1], [], {}, {'<s>': _INSERTED}, {'<s>': _INSERTED | {'ids': []}}, {'<s>': _INSERTED | {'ids': [2**20] * 2}},
 )  # fmt: skip
-_CONTENTS = '', ' ', '▁', 'a', 'aa', '字', '\0', '\u0301', '🙂' * 3
-_CHARACTERS = ' ', '▁', 'a', '字', '\0', '🙂', '\u0301'
 
 
 def _step(rng, section):
   """A step of a section whose fields are right one by one."""
-  flag = lambda: rng.random() < 0.5  # noqa: E731
-  replace = {'type': 'Replace', 'pattern': rng.choice(_PATTERNS), 'content': rng.choice(_CONTENTS)}
-  byte_level = {'type': 'ByteLevel', 'add_prefix_space': flag(), 'trim_offsets': flag(), 'use_regex': flag()}
-  metaspace = {
-    'type': 'Metaspace', 'replacement': rng.choice(_CHARACTERS), 'split': flag(),
-    'prepend_scheme': rng.choice(('always', 'never', 'first')),
-  }  # fmt: skip
-  behavior = rng.choice(('Removed', 'Isolated', 'MergedWithPrevious', 'MergedWithNext', 'Contiguous'))
-  bert = {name: flag() for name in ('clean_text', 'handle_chinese_chars', 'strip_accents', 'lowercase')}
-  index = rng.choice((0, 1, 5, 2**20))
-  pieces = [{'SpecialToken': {'id': '<s>', 'type_id': 0}}, {'Sequence': {'id': 'A', 'type_id': 0}}]
-  return rng.choice({
-    'normalizer': [
-      replace, {'type': 'BertNormalizer', **bert}, {'type': 'Strip', 'strip_left': flag(), 'strip_right': flag()},
-      {'type': 'Prepend', 'prepend': rng.choice(_CONTENTS)},
-      *({'type': name} for name in ('StripAccents', 'NFC', 'NFD', 'NFKC', 'NFKD', 'Lowercase', 'Nmt', 'ByteLevel')),
-    ],
-    'pre_tokenizer': [
-      byte_level, metaspace,
-      {'type': 'Split', 'pattern': rng.choice(_PATTERNS), 'behavior': behavior, 'invert': flag()},
-      {'type': 'Punctuation', 'behavior': behavior}, {'type': 'Digits', 'individual_digits': flag()},
-      {'type': 'CharDelimiterSplit', 'delimiter': rng.choice(_CHARACTERS)},
-      {'type': 'FixedLength', 'length': rng.choice((1, 2, 7, 10**9))},
-      *({'type': name} for name in ('BertPreTokenizer', 'Whitespace', 'WhitespaceSplit', 'UnicodeScripts')),
-    ],
-    'post_processor': [
-      byte_level, {'type': 'BertProcessing', 'sep': ['<s>', index], 'cls': ['a', index]},
-      {
-        'type': 'RobertaProcessing', 'sep': ['<s>', index], 'cls': ['a', 1], 'trim_offsets': flag(),
-        'add_prefix_space': flag(),
-      },
-      {
-        'type': 'TemplateProcessing', 'single': pieces[rng.randrange(3) :], 'pair': pieces[: rng.randrange(3)],
-        'special_tokens': {
-          '<s>': {'id': '<s>', 'ids': [index] * rng.randrange(3), 'tokens': ['<s>'] * rng.randrange(3)},
-        },
-      },
-    ],
-    'decoder': [
-      byte_level, metaspace, replace, {'type': 'Fuse'}, {'type': 'ByteFallback'},
-      {'type': 'Strip', 'content': rng.choice(_CHARACTERS), 'start': rng.randrange(3), 'stop': rng.randrange(3)},
-      {'type': 'WordPiece', 'prefix': rng.choice(_CONTENTS), 'cleanup': flag()},
-      {'type': 'BPEDecoder', 'suffix': rng.choice(_CONTENTS)},
-      {
-        'type': 'CTC', 'pad_token': rng.choice(_CONTENTS), 'word_delimiter_token': rng.choice(_CONTENTS),
-        'cleanup': flag(),
-      },
-    ],
-  }[section])  # fmt: skip
-
-
-_LISTS = {
-  'normalizer': 'normalizers', 'pre_tokenizer': 'pretokenizers', 'post_processor': 'processors', 'decoder': 'decoders',
-}  # fmt: skip
+  kinds = {name: kind for name, kind in tokenizer_file._STEPS[section].items() if name != 'Precompiled'}
+  name = rng.choice(sorted(kinds))
+  fields = kinds[name].items()
+  return {'type': name} | {field: rng.choice([x for x in _VALUES if kind.is_valid(x)]) for field, kind in fields}
 
 
 def _with_other_rules(spec, rng):
   """The file with one or several sections of other steps, which need not fit together."""
   spec = dict(spec)
-  for section in rng.sample(sorted(_LISTS), rng.choice((1, 1, 2, 4))):
+  for section in rng.sample(sorted(tokenizer_file._SEQUENCES), rng.choice((1, 1, 2, 4))):
     steps = [_step(rng, section) for _ in range(rng.choice((0, 1, 1, 2, 3)))]
-    spec[section] = steps[0] if len(steps) == 1 else {'type': 'Sequence', _LISTS[section]: steps}
+    spec[section] = steps[0] if len(steps) == 1 else {'type': 'Sequence', tokenizer_file._SEQUENCES[section]: steps}
   model = dict(spec['model'])
   field, value = rng.choice((
     ('fuse_unk', True), ('byte_fallback', True), ('ignore_merges', True), ('end_of_word_suffix', '字'),
@@ -231,7 +186,7 @@ _BYTE_LEVEL = {
   'merges': ['a b'], 'bos_token_id': 4, 'eos_token_id': 5, 'eot_token_id': 5, 'padding_token_id': 5,
   'unknown_token_id': 0, 'add_bos_token': True,
 }  # fmt: skip
-_PIECES = {
+_PIECES_OF_GGUF = {
   'model': 'llama', 'pre': 'default',
   'tokens': ['<unk>', '<s>', '</s>', '<0x0A>', '▁', 't', 'h', 'th', '▁th', '[PAD9]'],
   'token_type': [2, 3, 3, 6, 1, 1, 1, 1, 1, 5], 'scores': [0.0, 0.0, 0.0, 0.0, -3.0, -4.0, -5.0, -1.0, -2.0, 0.0],
@@ -240,51 +195,28 @@ _PIECES = {
 }  # fmt: skip
 
 
-def _string(text):
-  content = text.encode(errors='replace')
-  return struct.pack('<Q', len(content)) + content
-
-
-def _typed(value):
-  """The number of a value's type and its bytes, None for what the format cannot say."""
-  match value:
-    case bool():
-      return 7, struct.pack('<?', value)
-    case int() if 0 <= value < 2**64:
-      return 10, struct.pack('<Q', value)
-    case int() if -(2**63) <= value < 0:
-      return 11, struct.pack('<q', value)
-    case float():
-      return 12, struct.pack('<d', value)
-    case str():
-      return 8, _string(value)
-    case list():
-      items = [_typed(item) for item in value]
-      kinds = {item and item[0] for item in items}
-      if len(kinds) == 1 and kinds != {None}:
-        return 9, struct.pack('<IQ', items[0][0], len(items)) + b''.join(item for _, item in items)
-  return None
-
-
-def _gguf(path, fields):
-  """Writes a file of these fields of a tokenizer and one tensor."""
-  values = _LLAMA | {f'tokenizer.ggml.{name}': value for name, value in fields.items()}
-  entries = [(key, found) for key, value in values.items() if (found := _typed(value))]
-  content = b'GGUF' + struct.pack('<IQQ', 3, 1, len(entries))
-  content += b''.join(_string(key) + struct.pack('<I', kind) + value for key, (kind, value) in entries)
-  content += _string('token_embd.weight') + struct.pack('<IQQIQ', 2, 8, 16, 0, 0)
-  path.write_bytes(content + bytes(-len(content) % 32) + bytes(4 * 8 * 16))
+def _as_gguf(value):
+  """A JSON value as far as GGUF can hold it, which has lists of one type, None for others."""
+  if isinstance(value, list):
+    items = [_as_gguf(item) for item in value]
+    return items if len(set(map(type, items))) == 1 and items[0] is not None else None
+  is_held = isinstance(value, bool | float | str) or (isinstance(value, int) and -(2**63) <= value < 2**64)
+  return value.encode(errors='replace').decode() if isinstance(value, str) else value if is_held else None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('fields', [_BYTE_LEVEL, _PIECES], ids=['gpt2', 'llama'])
-def test_mutated_tokenizers_of_gguf_files(fields, tmp_path):
-  path = tmp_path / 'model.gguf'
-  tally = hostile.Tally(path)
+@pytest.mark.parametrize('fields', [_BYTE_LEVEL, _PIECES_OF_GGUF], ids=['gpt2', 'llama'])
+def test_mutated_tokenizers_of_gguf_files(fields, monkeypatch):
+  tally = hostile.Tally('model.gguf')
+  tensors = {'token_embd.weight': StoredTensor((16, 8), 0, 0)}
   for rng in hostile.rngs():
     mutated = hostile.mutated_json(fields, rng)
-    _gguf(path, mutated if isinstance(mutated, dict) else {})
-    tally.read(lambda: _use(GgufFile(path).tokenizer()), mutated)
+    values = mutated if isinstance(mutated, dict) else {}
+    found = {f'tokenizer.ggml.{name}': _as_gguf(value) for name, value in values.items()}
+    metadata = _LLAMA | {key: value for key, value in found.items() if value is not None}
+    header = GgufHeader('model.gguf', metadata, tensors, np.zeros(4 * 8 * 16, np.uint8))
+    monkeypatch.setattr('spectr_jax.io.load.read_header', lambda path, header=header: header)
+    tally.read(lambda: _use(GgufFile('model.gguf').tokenizer()), mutated)
   tally.check(least_read=100)
 
 

@@ -8,7 +8,13 @@ import os
 import hostile
 import pytest
 
+from spectr_jax import Tokenizer
 from spectr_jax.io import untrusted
+from spectr_jax.io.checksums import file_hash
+from spectr_jax.io.hub.gguf_header import read_header
+from spectr_jax.io.hub.tensors import SafetensorsFolder
+from spectr_jax.io.hub.torch_file import TorchFile
+from spectr_jax.io.tokenizer_file import read_backend
 from spectr_jax.unicode import check_unicode
 
 
@@ -22,18 +28,18 @@ def test_reads_what_is_there(tmp_path):
   assert untrusted.read_bytes(link) == path.read_bytes()
 
 
-@pytest.mark.parametrize('kind', ['missing', 'folder', 'pipe', 'device', 'link_to_device'])
-def test_refuses_what_is_no_file(tmp_path, kind):
-  path = tmp_path / 'it'
+@pytest.mark.parametrize('kind', ['missing', 'folder', 'pipe', 'device', 'dangling'])
+def test_what_is_no_file_is_refused_by_every_reader(tmp_path, kind):
+  path = tmp_path / 'model.safetensors'
   if kind == 'folder':
     path.mkdir()
   elif kind == 'pipe':
     os.mkfifo(path)
-  elif kind == 'device':
-    path = '/dev/zero'
-  elif kind == 'link_to_device':
-    path.symlink_to('/dev/zero')
-  hostile.refusal(lambda: untrusted.read_bytes(path), path)
+  elif kind != 'missing':
+    path.symlink_to('/dev/zero' if kind == 'device' else 'nowhere')
+  readers = untrusted.read_bytes, file_hash, read_backend, Tokenizer.load, read_header, TorchFile
+  for read in (*readers, lambda path: SafetensorsFolder(path.parent)):
+    hostile.refusal(lambda read=read: read(path), tmp_path)
 
 
 def test_size_is_bounded(tmp_path):

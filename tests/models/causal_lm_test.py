@@ -266,6 +266,14 @@ def test_wrong_parameters_are_refused():
   ('change', 'message'),
   [
     ({'vocab_size': 0}, 'vocab_size must be a positive integer'),
+    ({'vocab_size': True}, 'vocab_size must be a positive integer'),
+    ({'context_length': 2**31}, 'context_length must be at most 2147483647'),
+    ({'norm_epsilon': -1.0}, 'norm_epsilon must be finite and at least 0'),
+    ({'query_scale': float('inf')}, 'query_scale must be finite and above 0'),
+    ({'attention_soft_cap': 0.0}, 'attention_soft_cap must be finite and above 0'),
+    ({'logit_soft_cap': float('nan')}, 'logit_soft_cap must be finite and above 0'),
+    ({'windows': (0, None)}, 'windows must be positive integers or None'),
+    ({'windows': (2.0, None)}, 'windows must be positive integers or None'),
     ({'num_kv_heads': 3}, 'must be a multiple of the 3 heads'),
     ({'kv_copies': 3}, 'must be a multiple of the 6 heads'),
     ({'dtype': 'float16'}, 'dtype must be one of'),
@@ -278,3 +286,12 @@ def test_wrong_parameters_are_refused():
 def test_config_is_validated(change, message):
   with pytest.raises(ValueError, match=message):
     dataclasses.replace(LLAMA, **change)
+
+
+def test_rotary_numbers_are_validated():
+  for frequencies in ((float('inf'),), (1.0, float('nan'))):
+    with pytest.raises(ValueError, match='rotary frequencies must be finite'):
+      Rope(frequencies)
+  for magnitude in (0.0, -1.0, float('inf'), float('nan')):
+    with pytest.raises(ValueError, match='magnitude of rotary positions must be finite and above 0'):
+      Rope((1.0,), magnitude)

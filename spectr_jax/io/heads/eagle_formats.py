@@ -8,8 +8,8 @@ from typing import Any
 
 from spectr_jax.io.heads import layout
 from spectr_jax.io.hub.config_fields import checked
-from spectr_jax.io.hub.tensors import Tensors
 from spectr_jax.io.untrusted import FLAG
+from spectr_jax.models.causal_lm_config import CausalLMConfig
 from spectr_jax.models.head import HeadConfig
 
 EAGLE3_FIELDS = {
@@ -22,16 +22,16 @@ EAGLE3_FIELDS = {
 }
 
 
-def _feature_layers(spec: Mapping[str, Any], tensors: Tensors, sizes: layout.TargetSizes) -> tuple[int, ...]:
+def _feature_layers(head: layout.Described) -> tuple[int, ...]:
   """The target's layers that a head of EAGLE-3's kind reads, numbered as in `Model.features_fn`.
 
   In an `eagle_config` numbers name blocks whose outputs are read, at the top those whose inputs are.
   """
-  num_inputs = layout.shape_of(tensors, 'fc.weight')[1]
+  num_inputs, sizes = head.shape_of('fc.weight')[1], head.sizes
   if num_inputs % sizes.width:
     raise ValueError(f'the head reads {num_inputs} numbers of the target, whose hidden states have {sizes.width}')
-  nested = spec['eagle_config'].get('eagle_aux_hidden_state_layer_ids')
-  named = spec.get('eagle_aux_hidden_state_layer_ids') or (nested and [layer + 1 for layer in nested])
+  nested = head.spec['eagle_config'].get('eagle_aux_hidden_state_layer_ids')
+  named = head.spec.get('eagle_aux_hidden_state_layer_ids') or (nested and [layer + 1 for layer in nested])
   if not named and sizes.num_layers < 3:
     raise ValueError(f'config.json does not say which layers the head reads, and the target has {sizes.num_layers}')
   layers = tuple(named or (2, sizes.num_layers // 2, sizes.num_layers - 3))
@@ -59,112 +59,87 @@ def eagle3_modules(config: HeadConfig, block: str) -> dict[str, str]:
   )
 
 
-def read_eagle3(
-  spec: Mapping[str, Any], tensors: Tensors, sizes: layout.TargetSizes, dtype: str | None, *, mask_id: int | None = None
-) -> layout.Layout:
+def read_eagle3(head: layout.Described, *, mask_id: int | None = None) -> layout.Layout:
   """A head of EAGLE-3's kind, with what the speculators format adds; `ValueError`, or `KeyError` for a missing size."""
-  names = tensors.names()
-  block = 'midlayer.' if any(name.startswith('midlayer.') for name in names) else 'layers.0.'
-  nested = checked(spec.get('eagle_config', {}), EAGLE3_FIELDS, 'eagle_config')
-  spec, options = {**spec, 'eagle_config': nested}, {**spec, **nested}
+  block = 'midlayer.' if any(name.startswith('midlayer.') for name in head.tensors.names()) else 'layers.0.'
+  nested = checked(head.spec.get('eagle_config', {}), EAGLE3_FIELDS, 'eagle_config')
+  head, options = head.saying({'eagle_config': nested}), {**head.spec, **nested}
   if not options.get('use_aux_hidden_state', True):
     raise ValueError(
       "use_aux_hidden_state False is not supported: such a head reads the target's last hidden state, without a product"
     )
-  num_embedded, embedding_dim = layout.embedding_sizes(tensors, 'embed_tokens.weight', sizes)
-  vocab_size = layout.num_rows(tensors, 'lm_head.weight') or layout.num_rows(tensors, 'd2t', 1) or sizes.vocab_size
-  if 'fc.weight' not in names:
+  num_embedded, embedding_dim = head.embedding_sizes()
+  vocab_size = head.vocab_size(is_reduced=True)
+  if not head.has('fc.weight'):
     raise ValueError('the checkpoint lacks fc.weight')
-  num_layers = 1 if mask_id is None else layout.num_layers_of(spec, tensors)
   config = HeadConfig(
-    layout.block_config(spec, tensors, block, vocab_size, dtype, num_layers=num_layers),
-    sizes.width,
+    head.block_config(block, vocab_size, num_layers=1 if mask_id is None else head.num_layers()),
+    head.sizes.width,
     embedding_dim,
-    _feature_layers(spec, tensors, sizes),
+    _feature_layers(head),
     features_norm='each' if options.get('fc_norm') else 'joint' if options.get('norm_before_fc') else None,
     is_residual_normed=options.get('norm_before_residual', False),
     is_output_normed=options.get('norm_output', False),
     num_embedded=num_embedded,
-    has_unembedding='lm_head.weight' in names,
-    is_reduced='d2t' in names,
+    has_unembedding=head.has('lm_head.weight'),
+    is_reduced=head.has('d2t'),
     mask_id=mask_id,
   )
   return layout.Layout(config, eagle3_modules(config, block))
 
 
-def read_peagle(spec, tensors: Tensors, sizes: layout.TargetSizes, dtype) -> layout.Layout:
-  return read_eagle3(spec, tensors, sizes, dtype, mask_id=spec['mask_token_id'])
+def read_peagle(head: layout.Described) -> layout.Layout:
+  return read_eagle3(head, mask_id=head.spec['mask_token_id'])
 
 
-def read_eagle(spec, tensors: Tensors, sizes: layout.TargetSizes, dtype) -> layout.Layout:
-  num_embedded, embedding_dim = layout.embedding_sizes(tensors, 'embed_tokens.weight', sizes)
-  has_unembedding = 'lm_head.weight' in tensors.names()
-  vocab_size = layout.num_rows(tensors, 'lm_head.weight') or sizes.vocab_size
-  config = HeadConfig(
-    layout.block_config(spec, tensors, 'layers.0.', vocab_size, dtype),
-    sizes.width,
+def _linear(head: layout.Described, block: CausalLMConfig, modules: Mapping[str, str], **fields: Any) -> HeadConfig:
+  """A head that reads one hidden state of the target, by a product with the embedding."""
+  num_embedded, embedding_dim = head.embedding_sizes(f'{modules["embedding"]}.weight')
+  return HeadConfig(
+    block,
+    head.sizes.width,
     embedding_dim,
     (-1,),
     join='linear',
     has_features_kernel=False,
-    has_input_norms=False,
-    has_join_bias=spec.get('bias', True),
-    has_output_norm=False,
     num_embedded=num_embedded,
-    has_unembedding=has_unembedding,
+    has_unembedding=head.has(f'{modules["unembedding"]}.weight'),
     is_reduced=False,
-  )
-  return layout.Layout(
-    config, layout.block_modules('layers.0.', join='fc', embedding='embed_tokens', unembedding='lm_head')
+    **fields,
   )
 
 
-def _mtp(
-  spec,
-  tensors: Tensors,
-  sizes: layout.TargetSizes,
-  dtype,
-  prefix: str,
-  block: str,
-  parts: tuple[str, ...],
-  **differences: Any,
-) -> layout.Layout:
-  """A layer for multi-token prediction, which stands among the tensors of its target; `parts` as `_MTP_PARTS`."""
-  others = {ours: f'{prefix}{theirs}' for ours, theirs in zip(_MTP_PARTS, parts, strict=True)}
-  names = {name.removeprefix(block) for name in tensors.names() if name.startswith(block)}
-  unknown = 'this MTP head has {}, which is not computed here; known are dense blocks of Llama and Qwen'
-  for marker, kind in (('mlp.experts.', 'a mixture of experts'), ('self_attn.kv_', 'latent attention')):
-    if any(name.startswith(marker) for name in names):
-      raise ValueError(unknown.format(kind))
-  modules = layout.block_modules(block, attention_norm=f'{block}input_layernorm', **others)
-  vocab_size = layout.num_rows(tensors, f'{modules["unembedding"]}.weight') or sizes.vocab_size
-  num_embedded, embedding_dim = layout.embedding_sizes(tensors, f'{modules["embedding"]}.weight', sizes)
-  config = layout.block_config(spec, tensors, block, vocab_size, dtype, **differences)
-  if layout.num_rows(tensors, f'{block}self_attn.q_proj.weight') == 2 * config.num_heads * config.head_dim:
-    raise ValueError(unknown.format('gated attention'))
-  config = HeadConfig(
-    config,
-    sizes.width,
-    embedding_dim,
-    (-1,),
-    join='linear',
-    has_features_kernel=False,
-    has_attention_norm=True,
-    is_output_normed=True,
-    num_embedded=num_embedded,
-    has_unembedding=f'{modules["unembedding"]}.weight' in tensors.names(),
-    is_reduced=False,
-  )
-  return layout.Layout(config, modules, prefix)
+def read_eagle(head: layout.Described) -> layout.Layout:
+  modules = layout.block_modules('layers.0.', join='fc', embedding='embed_tokens', unembedding='lm_head')
+  block, has_bias = head.block_config('layers.0.', head.vocab_size()), head.spec.get('bias', True)
+  config = _linear(head, block, modules, has_input_norms=False, has_join_bias=has_bias, has_output_norm=False)
+  return layout.Layout(config, modules)
 
 
 _MTP_PARTS = 'join', 'embedding_norm', 'hidden_norm', 'output_norm', 'embedding', 'unembedding'
 
 
-def read_qwen_mtp(spec, tensors: Tensors, sizes: layout.TargetSizes, dtype) -> layout.Layout:
+def _mtp(head: layout.Described, prefix: str, block: str, parts: tuple[str, ...], **differences: Any) -> layout.Layout:
+  """A layer for multi-token prediction, which stands among the tensors of its target; `parts` as `_MTP_PARTS`."""
+  others = {ours: f'{prefix}{theirs}' for ours, theirs in zip(_MTP_PARTS, parts, strict=True)}
+  names = {name.removeprefix(block) for name in head.tensors.names() if name.startswith(block)}
+  unknown = 'this MTP head has {}, which is not computed here; known are dense blocks of Llama and Qwen'
+  for marker, kind in (('mlp.experts.', 'a mixture of experts'), ('self_attn.kv_', 'latent attention')):
+    if any(name.startswith(marker) for name in names):
+      raise ValueError(unknown.format(kind))
+  modules = layout.block_modules(block, attention_norm=f'{block}input_layernorm', **others)
+  config = head.block_config(block, head.vocab_size(f'{modules["unembedding"]}.weight'), **differences)
+  queries = f'{block}self_attn.q_proj.weight'
+  if head.has(queries) and head.shape_of(queries)[0] == 2 * config.num_heads * config.head_dim:
+    raise ValueError(unknown.format('gated attention'))
+  config = _linear(head, config, modules, has_attention_norm=True, is_output_normed=True)
+  return layout.Layout(config, modules, prefix)
+
+
+def read_qwen_mtp(head: layout.Described) -> layout.Layout:
   names = 'fc', 'pre_fc_norm_embedding', 'pre_fc_norm_hidden', 'norm', 'embed_tokens', 'lm_head'
   # The norms of this family hold the gain less 1.
-  return _mtp(spec, tensors, sizes, dtype, 'mtp.', 'mtp.layers.0.', names, gain_offset=1.0)
+  return _mtp(head, 'mtp.', 'mtp.layers.0.', names, gain_offset=1.0)
 
 
 def deepseek_prefix(names: set[str]) -> str | None:
@@ -176,8 +151,8 @@ def deepseek_prefix(names: set[str]) -> str | None:
   return prefixes[0] if prefixes else None
 
 
-def read_deepseek_mtp(spec, tensors: Tensors, sizes: layout.TargetSizes, dtype) -> layout.Layout:
-  prefix = deepseek_prefix(tensors.names())
+def read_deepseek_mtp(head: layout.Described) -> layout.Layout:
+  prefix = deepseek_prefix(head.tensors.names())
   assert prefix is not None  # as the format is recognised by it
   names = 'eh_proj', 'enorm', 'hnorm', 'shared_head.norm', 'embed_tokens', 'shared_head.head'
-  return _mtp(spec, tensors, sizes, dtype, prefix, prefix, names)
+  return _mtp(head, prefix, prefix, names)

@@ -10,10 +10,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from spectr_jax.io.heads import eagle_formats, one_pass_formats
-from spectr_jax.io.heads.layout import Layout, TargetSizes
-from spectr_jax.io.hub.config_fields import BLOCK_FIELDS, checked, plain_name
-from spectr_jax.io.hub.tensors import Tensors
-from spectr_jax.io.untrusted import FLAG, TEXT, list_of, object_of, whole
+from spectr_jax.io.heads.layout import Described, Layout
+from spectr_jax.io.hub.config_fields import BLOCK_FIELDS, checked
+from spectr_jax.io.untrusted import FLAG, TEXT, list_of, name_shown, object_of, whole
 
 MEDUSA = 'Medusa'
 # Of the `config.json` of a head. The number of blocks may be that of the target.
@@ -34,7 +33,7 @@ _FIELDS = (
 
 
 # Readers of the speculators format, by type.
-_SPECULATORS: dict[str, Callable[..., Layout]] = {
+_SPECULATORS: dict[str, Callable[[Described], Layout]] = {
   'eagle3': eagle_formats.read_eagle3,
   'dflash': one_pass_formats.read_one_pass_speculators,
   'dflash2': one_pass_formats.read_one_pass_speculators,
@@ -43,16 +42,16 @@ _SPECULATORS: dict[str, Callable[..., Layout]] = {
 }
 
 
-def _speculators(spec, tensors: Tensors, sizes: TargetSizes, dtype) -> Layout:
-  kind = spec['speculators_model_type']
+def _speculators(head: Described) -> Layout:
+  kind = head.spec['speculators_model_type']
   if kind not in _SPECULATORS:
-    raise ValueError(f'speculators of type {plain_name(kind)} are not read; known are {", ".join(_SPECULATORS)}')
-  block = checked(spec['transformer_layer_config'], _FIELDS, 'transformer_layer_config')
-  return _SPECULATORS[kind]({**spec, **block}, tensors, sizes, dtype)
+    raise ValueError(f'speculators of type {name_shown(kind)} are not read; known are {", ".join(_SPECULATORS)}')
+  block = checked(head.spec['transformer_layer_config'], _FIELDS, 'transformer_layer_config')
+  return _SPECULATORS[kind](head.saying(block))
 
 
-# `(spec, tensors, sizes, dtype) -> Layout` by format, of a configuration as `checked_spec` gives it.
-READERS: dict[str, Callable[..., Layout]] = {
+# By format, of a configuration as `checked_spec` gives it.
+READERS: dict[str, Callable[[Described], Layout]] = {
   'EAGLE': eagle_formats.read_eagle,
   'EAGLE-3': eagle_formats.read_eagle3,
   'speculators': _speculators,

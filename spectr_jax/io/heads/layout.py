@@ -42,6 +42,88 @@ class TargetSizes:
 
 
 @dataclasses.dataclass(frozen=True)
+class Described:
+  """What the files of a head say, before it is known what kind it is of, and the target that it is for."""
+
+  spec: Mapping[str, Any]  # the checked `config.json`
+  tensors: Tensors
+  sizes: TargetSizes
+  dtype: str | None  # to compute in; None for that of `config.json`
+
+  def saying(self, fields: Mapping[str, Any]) -> Described:
+    """The same with fields of `config.json` replaced."""
+    return dataclasses.replace(self, spec={**self.spec, **fields})
+
+  def has(self, name: str) -> bool:
+    return name in self.tensors.names()
+
+  def shape_of(self, name: str, num_axes: int = 2) -> tuple[int, ...]:
+    """The shape of a tensor that must have so many axes."""
+    shape = self.tensors.shape(name)
+    if len(shape) != num_axes or 0 in shape:
+      raise ValueError(f'tensor {name} has shape {shape}, expected {num_axes} axes of at least 1')
+    return shape
+
+  def vocab_size(self, unembedding: str = 'lm_head.weight', *, is_reduced: bool = False) -> int:
+    """The tokens that the head guesses: the rows of its output head or the entries of `d2t`, else the target's."""
+    if self.has(unembedding):
+      return self.shape_of(unembedding)[0]
+    return self.shape_of('d2t', 1)[0] if is_reduced and self.has('d2t') else self.sizes.vocab_size
+
+  def num_layers(self) -> int:
+    """The blocks of a head that has several, no more than it has tensors."""
+    num_layers, num_tensors = self.spec['num_hidden_layers'], len(self.tensors.names())
+    if not 1 <= num_layers <= num_tensors:
+      raise ValueError(f'the configuration has {num_layers} layers, but the checkpoint {num_tensors} tensors')
+    return num_layers
+
+  def table_sizes(self, name: str) -> tuple[int, int] | None:
+    """Tokens and width of a table of the target's tokens, None if there is no such tensor."""
+    if not self.has(name):
+      return None
+    num_tokens, width = self.shape_of(name)
+    size = self.sizes.vocab_size
+    if num_tokens < size:
+      raise ValueError(f'tensor {name} has shape {(num_tokens, width)}, and the target has {size} tokens')
+    return num_tokens, width
+
+  def embedding_sizes(self, name: str = 'embed_tokens.weight') -> tuple[int | None, int]:
+    """Tokens of a head's own embedding, None if it reads the target's, and the width of embedded tokens."""
+    table = self.table_sizes(name)
+    if table is not None:
+      return table
+    if self.sizes.embedding_dim is None:
+      raise ValueError('this head reads embeddings of the target, but the target has no embed_fn')
+    return None, self.sizes.embedding_dim
+
+  def block_config(
+    self, prefix: str, vocab_size: int, *, num_layers: int = 1, known: tuple[str, ...] = (), **differences: Any
+  ) -> CausalLMConfig:
+    """The configuration of a head's blocks; biases and norms of queries and keys are there where their tensors are.
+
+    `prefix` begins the names of the first block. `known` are fields that the format reads and others refuse, and
+    `differences` fields of its own.
+    """
+    check_requests(self.spec, known=known, has_experts=True)
+    kinds = self.spec.get('layer_types', [])
+    if len(kinds) != num_layers and set(kinds) <= {'full_attention'}:  # those of the target
+      kinds = ['full_attention'] * num_layers
+    sizes = {'num_hidden_layers': num_layers, 'vocab_size': vocab_size, 'layer_types': kinds}
+    spec = {'max_position_embeddings': 2048, **self.spec, **sizes}
+    config = llama_config(
+      spec,
+      windows=layer_windows(spec),
+      has_qkv_bias=self.has(f'{prefix}self_attn.q_proj.bias'),
+      has_out_bias=self.has(f'{prefix}self_attn.o_proj.bias'),
+      has_mlp_bias=self.has(f'{prefix}mlp.up_proj.bias'),
+      has_qk_norm=self.has(f'{prefix}self_attn.q_norm.weight'),
+      is_tied=False,
+      **differences,
+    )
+    return for_platform(dataclasses.replace(config, dtype=self.dtype or config.dtype), None)
+
+
+@dataclasses.dataclass(frozen=True)
 class Layout:
   """A head as its files describe it."""
 
@@ -88,88 +170,6 @@ def layer_modules(layers: range) -> dict[str, str]:
   for conv in ('attention_conv', 'mlp_conv'):
     modules |= {conv: f'{conv}.kernel_projection', f'{conv}/base': f'{conv}.base_kernel'}
   return {f'layer_{i}/{ours}': f'layers.{i}.{theirs}' for i in layers for ours, theirs in modules.items()}
-
-
-def block_config(
-  spec: Mapping[str, Any],
-  tensors: Tensors,
-  prefix: str,
-  vocab_size: int,
-  dtype: str | None,
-  *,
-  num_layers: int = 1,
-  known: tuple[str, ...] = (),
-  **differences: Any,
-) -> CausalLMConfig:
-  """The configuration of a head's blocks; biases and norms of queries and keys are there where their tensors are.
-
-  `prefix` begins the names of the first block. `known` are fields that the format reads and others refuse, and
-  `differences` fields of its own.
-  """
-  names = tensors.names()
-  check_requests(spec, known=known, has_experts=True)
-  kinds = spec.get('layer_types', [])
-  if len(kinds) != num_layers and set(kinds) <= {'full_attention'}:  # those of the target
-    kinds = ['full_attention'] * num_layers
-  spec = {
-    'max_position_embeddings': 2048,
-    **spec,
-    'num_hidden_layers': num_layers,
-    'vocab_size': vocab_size,
-    'layer_types': kinds,
-  }
-  config = llama_config(
-    spec,
-    windows=layer_windows(spec),
-    has_qkv_bias=f'{prefix}self_attn.q_proj.bias' in names,
-    has_out_bias=f'{prefix}self_attn.o_proj.bias' in names,
-    has_mlp_bias=f'{prefix}mlp.up_proj.bias' in names,
-    has_qk_norm=f'{prefix}self_attn.q_norm.weight' in names,
-    is_tied=False,
-    **differences,
-  )
-  return for_platform(config if dtype is None else dataclasses.replace(config, dtype=dtype), None)
-
-
-def shape_of(tensors: Tensors, name: str, num_axes: int = 2) -> tuple[int, ...]:
-  """The shape of a tensor that must have so many axes."""
-  shape = tensors.shape(name)
-  if len(shape) != num_axes or 0 in shape:
-    raise ValueError(f'tensor {name} has shape {shape}, expected {num_axes} axes of at least 1')
-  return shape
-
-
-def num_rows(tensors: Tensors, name: str, num_axes: int = 2) -> int | None:
-  """The outputs of a matrix or the number of ids, or None if there is no such tensor."""
-  return shape_of(tensors, name, num_axes)[0] if name in tensors.names() else None
-
-
-def num_layers_of(spec: Mapping[str, Any], tensors: Tensors) -> int:
-  """The blocks of a head that has several, no more than it has tensors."""
-  num_layers, num_tensors = spec['num_hidden_layers'], len(tensors.names())
-  if not 1 <= num_layers <= num_tensors:
-    raise ValueError(f'the configuration has {num_layers} layers, but the checkpoint {num_tensors} tensors')
-  return num_layers
-
-
-def table_sizes(tensors: Tensors, name: str, sizes: TargetSizes) -> tuple[int, int] | None:
-  """Tokens and width of a table of the target's tokens, None if there is no such tensor."""
-  if name not in tensors.names():
-    return None
-  num_tokens, width = shape_of(tensors, name)
-  if num_tokens < sizes.vocab_size:
-    raise ValueError(f'tensor {name} has shape {(num_tokens, width)}, and the target has {sizes.vocab_size} tokens')
-  return num_tokens, width
-
-
-def embedding_sizes(tensors: Tensors, name: str, sizes: TargetSizes) -> tuple[int | None, int]:
-  """Tokens of a head's own embedding, None if it reads the target's, and the width of embedded tokens."""
-  table = table_sizes(tensors, name, sizes)
-  if table is not None:
-    return table
-  if sizes.embedding_dim is None:
-    raise ValueError('this head reads embeddings of the target, but the target has no embed_fn')
-  return None, sizes.embedding_dim
 
 
 def is_beside(prefix: str, name: str) -> bool:

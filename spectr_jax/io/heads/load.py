@@ -17,7 +17,7 @@ from etils import epath
 from spectr_jax.draft import Drafter, head_drafter, medusa_drafter, one_pass_drafter
 from spectr_jax.draft.medusa_drafter import MedusaConfig
 from spectr_jax.io.heads.formats import MEDUSA, READERS, checked_spec, find_format
-from spectr_jax.io.heads.layout import Layout, is_beside, is_transposed, names_and_shapes, target_sizes
+from spectr_jax.io.heads.layout import Described, Layout, is_beside, is_transposed, names_and_shapes, target_sizes
 from spectr_jax.io.hub.load import read_json
 from spectr_jax.io.hub.redundant import FREQUENCIES, check_buffers
 from spectr_jax.io.hub.tensors import SafetensorsFolder, Tensors, check_tensors, row_ranges
@@ -212,7 +212,7 @@ class HeadFiles:
       if self.format == MEDUSA:
         return _load_medusa(self.spec, self.tensors, target, dtype)
       try:
-        layout = READERS[self.format](self.spec, self.tensors, target_sizes(target), dtype)
+        layout = READERS[self.format](Described(self.spec, self.tensors, target_sizes(target), dtype))
       except KeyError as error:
         raise ValueError(f'the configuration of the head has no {error.args[0]}') from error
       return _load_head(layout, self.tensors, target)

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from spectr_jax.io.heads import layout
-from spectr_jax.io.hub.config_fields import TOKEN, VOCAB, WIDTH, checked, plain_name
-from spectr_jax.io.hub.tensors import Tensors
-from spectr_jax.io.untrusted import FLAG, TEXT, shown, whole
+from spectr_jax.io.hub.config_fields import TOKEN, VOCAB, WIDTH, checked
+from spectr_jax.io.untrusted import FLAG, TEXT, name_shown, shown, whole
 from spectr_jax.models.one_pass_config import Convolution, Markov, OnePassConfig, Selector
 
 ONE_PASS_FIELDS = {
@@ -39,73 +38,64 @@ def one_pass_modules(num_layers: int) -> dict[str, str]:
   }  # fmt: skip
 
 
-def _markov(spec: Mapping[str, Any], tensors: Tensors, sizes: layout.TargetSizes) -> Markov | None:
+def _markov(head: layout.Described) -> Markov | None:
   """The sequential part of DSpark, None for a network that has none."""
-  table, names = layout.table_sizes(tensors, 'markov_head.markov_w1.weight', sizes), tensors.names()
+  table = head.table_sizes('markov_head.markov_w1.weight')
   if table is None:
     return None
   num_tokens, rank = table
   kind: Literal['vanilla', 'gated', 'rnn'] = 'vanilla'
-  if 'markov_head.gate_proj.weight' in names:
+  if head.has('markov_head.gate_proj.weight'):
     kind = 'gated'
-  elif 'markov_head.joint_proj.weight' in names:
+  elif head.has('markov_head.joint_proj.weight'):
     kind = 'rnn'
-  if spec.get('markov_head_type', kind) != kind:
-    raise ValueError(f'markov_head_type is {plain_name(spec["markov_head_type"])}, and the tensors are those of {kind}')
+  named = head.spec.get('markov_head_type', kind)
+  if named != kind:
+    raise ValueError(f'markov_head_type is {name_shown(named)}, and the tensors are those of {kind}')
   return Markov(rank, num_tokens, kind)
 
 
-def _selector(spec: Mapping[str, Any], tensors: Tensors, sizes: layout.TargetSizes) -> Selector | None:
-  """The sequential part of DFlash 2, None for a network that has none."""
-  table = layout.table_sizes(tensors, 'candidate_selector.predecessor_codebook', sizes)
-  if table is None:
-    return None
-  num_tokens, rank = table
-  return Selector(rank, num_tokens, spec['selector_top_k'])
-
-
-def _read_one_pass(
-  spec: Mapping[str, Any], tensors: Tensors, sizes: layout.TargetSizes, dtype: str | None, **differences: Any
-) -> layout.Layout:
-  if spec.get('is_causal'):
+def _read_one_pass(head: layout.Described, **differences: Any) -> layout.Layout:
+  if head.spec.get('is_causal'):
     raise ValueError('is_causal True is not supported: slots of a layer without a window attend to all others')
-  names, num_layers = tensors.names(), layout.num_layers_of(spec, tensors)
-  if spec.get('model_type', 'qwen3') == 'qwen3':
-    spec = {'num_key_value_heads': 32, 'head_dim': 128, **spec}  # what Qwen3 has where a file says nothing
-  num_embedded, width = layout.embedding_sizes(tensors, 'embed_tokens.weight', sizes)
-  vocab_size = layout.num_rows(tensors, 'lm_head.weight') or layout.num_rows(tensors, 'd2t', 1) or sizes.vocab_size
-  backbone = layout.block_config(
-    spec, tensors, 'layers.0.', vocab_size, dtype, num_layers=num_layers, known=('is_causal',)
-  )
+  num_layers = head.num_layers()
+  if head.spec.get('model_type', 'qwen3') == 'qwen3':  # has these where a file says nothing
+    head = head.saying({'num_key_value_heads': 32, 'head_dim': 128, **head.spec})
+  num_embedded, width = head.embedding_sizes()
+  vocab_size, spec = head.vocab_size(is_reduced=True), head.spec
+  backbone = head.block_config('layers.0.', vocab_size, num_layers=num_layers, known=('is_causal',))
   if width != backbone.embed_dim:
     raise ValueError(f'this head is {backbone.embed_dim} wide, and reads embeddings of width {width}')
   for layer in differences['feature_layers']:
-    if not 0 <= layer < sizes.num_layers:
+    if not 0 <= layer < head.sizes.num_layers:
       # Whether the last layer's output is normed depends on the implementation.
       raise ValueError(
-        f'the head reads what enters layer {layer} of the target; possible are 0 to {sizes.num_layers - 1}'
+        f'the head reads what enters layer {layer} of the target; possible are 0 to {head.sizes.num_layers - 1}'
       )
-  markov, confidence = _markov(spec, tensors, sizes), None
-  if 'confidence_head.proj.weight' in names:
-    read = layout.shape_of(tensors, 'confidence_head.proj.weight')[1]
+  markov, confidence = _markov(head), None
+  if head.has('confidence_head.proj.weight'):
+    read = head.shape_of('confidence_head.proj.weight')[1]
     confidence = 'hidden' if read == width else 'markov'
     if confidence == 'markov' and markov is None:
       raise ValueError(f'confidence_head.proj.weight reads {read} numbers, and there are {width}')
-  convolution = None
-  if 'layers.0.attention_conv.base_kernel' in names:
+  convolution = selector = None
+  if head.has('layers.0.attention_conv.base_kernel'):
     convolution = Convolution(spec['conv_kernel_size'], spec['conv_group_size'])
+  if table := head.table_sizes('candidate_selector.predecessor_codebook'):
+    num_tokens, rank = table
+    selector = Selector(rank, num_tokens, spec['selector_top_k'])
   config = OnePassConfig(
     backbone,
-    sizes.width,
+    head.sizes.width,
     num_slots=spec['block_size'],
     mask_id=spec['mask_token_id'],
     markov=markov,
-    selector=_selector(spec, tensors, sizes),
+    selector=selector,
     convolution=convolution,
     confidence=confidence,
     num_embedded=num_embedded,
-    has_unembedding='lm_head.weight' in names,
-    is_reduced='d2t' in names,
+    has_unembedding=head.has('lm_head.weight'),
+    is_reduced=head.has('d2t'),
     **differences,
   )
   return layout.Layout(config, one_pass_modules(num_layers))
@@ -114,7 +104,7 @@ def _read_one_pass(
 def _check_architecture(spec: Mapping[str, Any], known: str) -> None:
   for name in spec.get('architectures', []):
     if name != known:
-      raise ValueError(f'architecture {plain_name(name)} is unknown in this format; known is {known}')
+      raise ValueError(f'architecture {name_shown(name)} is unknown in this format; known is {known}')
 
 
 def _layers_after(spec: Mapping[str, Any]) -> tuple[int, ...]:
@@ -126,35 +116,29 @@ def _layers_after(spec: Mapping[str, Any]) -> tuple[int, ...]:
 _DFLASH_REQUESTS = {'input_embedding_scale': 1, 'output_multiplier': 1, 'final_logit_softcapping': None}
 
 
-def read_dflash(
-  spec, tensors: Tensors, sizes: layout.TargetSizes, dtype, architecture: str = 'DFlashDraftModel'
-) -> layout.Layout:
-  _check_architecture(spec, architecture)
-  nested = checked(spec.get('dflash_config', {}), ONE_PASS_FIELDS, 'dflash_config')
+def read_dflash(head: layout.Described, architecture: str = 'DFlashDraftModel') -> layout.Layout:
+  _check_architecture(head.spec, architecture)
+  nested = checked(head.spec.get('dflash_config', {}), ONE_PASS_FIELDS, 'dflash_config')
   for name, harmless in _DFLASH_REQUESTS.items():
     if nested.get(name, harmless) != harmless:
       raise ValueError(f'{name} {shown(nested[name])} is not supported')
-  spec = {**spec, **nested}
-  return _read_one_pass(
-    spec, tensors, sizes, dtype, feature_layers=_layers_after(spec), has_causal_windows='is_causal' not in spec
-  )
+  head = head.saying(nested)
+  return _read_one_pass(head, feature_layers=_layers_after(head.spec), has_causal_windows='is_causal' not in head.spec)
 
 
-def read_dspark(spec, tensors: Tensors, sizes: layout.TargetSizes, dtype) -> layout.Layout:
-  _check_architecture(spec, 'Qwen3DSparkModel')
-  if 'sliding_attention' in spec.get('layer_types', []):
+def read_dspark(head: layout.Described) -> layout.Layout:
+  _check_architecture(head.spec, 'Qwen3DSparkModel')
+  if 'sliding_attention' in head.spec.get('layer_types', []):
     raise ValueError('layer_types: sliding_attention is not supported in this format')
-  return _read_one_pass(spec, tensors, sizes, dtype, feature_layers=_layers_after(spec), guesses_at_root=True)
+  return _read_one_pass(head, feature_layers=_layers_after(head.spec), guesses_at_root=True)
 
 
-def read_one_pass_speculators(spec, tensors: Tensors, sizes: layout.TargetSizes, dtype) -> layout.Layout:
+def read_one_pass_speculators(head: layout.Described) -> layout.Layout:
+  spec, kind = head.spec, head.spec['speculators_model_type']
   return _read_one_pass(
-    spec,
-    tensors,
-    sizes,
-    dtype,
+    head,
     feature_layers=tuple(spec['aux_hidden_state_layer_ids']),
-    guesses_at_root=spec.get('sample_from_anchor', spec['speculators_model_type'] == 'dspark'),
+    guesses_at_root=spec.get('sample_from_anchor', kind == 'dspark'),
     sees_from_root=True,
-    has_causal_windows=not spec.get('sliding_window_non_causal', spec['speculators_model_type'] == 'dflash2'),
+    has_causal_windows=not spec.get('sliding_window_non_causal', kind == 'dflash2'),
   )

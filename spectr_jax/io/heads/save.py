@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import types
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
@@ -19,7 +20,7 @@ from spectr_jax.draft.medusa_drafter import MedusaDrafter
 from spectr_jax.draft.one_pass_drafter import OnePassDrafter
 from spectr_jax.io.heads.eagle_formats import eagle3_modules
 from spectr_jax.io.heads.formats import READERS, checked_spec
-from spectr_jax.io.heads.layout import Layout, TargetSizes, is_transposed, names_and_shapes
+from spectr_jax.io.heads.layout import Described, Layout, TargetSizes, is_transposed, names_and_shapes
 from spectr_jax.io.heads.one_pass_formats import one_pass_modules
 from spectr_jax.io.new_files import new_folder
 from spectr_jax.kernels.int8 import check_savable
@@ -28,28 +29,13 @@ from spectr_jax.models.head import HeadConfig
 from spectr_jax.models.one_pass_config import OnePassConfig
 
 
-class _Shapes:
-  """Tensors of which only names and shapes are asked for."""
-
-  def __init__(self, shapes: Mapping[str, tuple[int, ...]]):
-    self._shapes = shapes
-
-  def names(self) -> set[str]:
-    return set(self._shapes)
-
-  def shape(self, name: str) -> tuple[int, ...]:
-    return self._shapes[name]
-
-
 def _base_of(rope: Rope) -> float:
-  """The base of plain rotary positions."""
   if len(rope.frequencies) == 1:
     return 10000.0
   return float(f'{rope.frequencies[1] ** -len(rope.frequencies):.9g}')
 
 
 def _block_spec(block: CausalLMConfig) -> dict[str, Any]:
-  """What a `config.json` says of a head's blocks."""
   assert block.rope is not None  # checked by the heads' configurations
   return {
     'num_hidden_layers': block.num_layers,
@@ -73,7 +59,8 @@ def _check_spec(name: str, spec: dict[str, Any], config: HeadConfig | OnePassCon
   head = _layout(config)
   stored = names_and_shapes(head).items()
   shapes = {name: leaf.shape[::-1] if is_transposed(path) else leaf.shape for path, (name, leaf) in stored}
-  read = READERS[name](checked_spec(spec, f'the format of {name}'), _Shapes(shapes), sizes, None)
+  tensors: Any = types.SimpleNamespace(names=shapes.keys, shape=shapes.__getitem__)  # readers ask for nothing else
+  read = READERS[name](Described(checked_spec(spec, f'the format of {name}'), tensors, sizes, None))
   for one, other in ((head.config, read.config), (head.blocks, read.blocks)):
     for field in dataclasses.fields(one):
       value = getattr(one, field.name)
@@ -161,11 +148,8 @@ _Content: TypeAlias = tuple[dict[str, Any], dict[str, np.ndarray]]
 
 def _content(drafter: HeadDrafter | OnePassDrafter, dtype: np.dtype) -> _Content:
   config = drafter.config
-  if isinstance(config, OnePassConfig):
-    spec = one_pass_spec(config, drafter.vocab_size)
-  else:
-    spec = eagle3_spec(config, drafter.vocab_size)
-  arrays = {}
+  size, arrays = drafter.vocab_size, {}
+  spec = one_pass_spec(config, size) if isinstance(config, OnePassConfig) else eagle3_spec(config, size)
   params = {
     jax.tree_util.keystr(keys, simple=True, separator='/'): np.asarray(leaf)
     for keys, leaf in jax.tree_util.tree_leaves_with_path(drafter.params)
@@ -226,15 +210,12 @@ def save_drafter(
   """
   if param_dtype not in ('float32', 'bfloat16'):
     raise ValueError(f'param_dtype must be float32 or bfloat16, got {param_dtype!r}')
-  if isinstance(drafter, (HeadDrafter, OnePassDrafter, MedusaDrafter)):
-    check_savable(drafter.params)
-  files = 'model.safetensors', 'medusa_lm_head.safetensors'
-  if isinstance(drafter, MedusaDrafter):
-    (spec, arrays), name = _medusa_content(drafter, jnp.dtype(param_dtype)), files[1]
-  elif isinstance(drafter, (HeadDrafter, OnePassDrafter)):
-    (spec, arrays), name = _content(drafter, jnp.dtype(param_dtype)), files[0]
-  else:
+  if not isinstance(drafter, (HeadDrafter, OnePassDrafter, MedusaDrafter)):
     raise ValueError('not a drafter made by head_drafter, one_pass_drafter or medusa_drafter')
+  check_savable(drafter.params)
+  files, dtype = ('model.safetensors', 'medusa_lm_head.safetensors'), jnp.dtype(param_dtype)
+  name = files[isinstance(drafter, MedusaDrafter)]
+  spec, arrays = _medusa_content(drafter, dtype) if isinstance(drafter, MedusaDrafter) else _content(drafter, dtype)
   with new_folder(path, overwrite=overwrite, owned=lambda _: ('config.json', *files)) as folder:
     # `save_file` would let no one else read the file.
     (folder / name).write_bytes(save({key: np.ascontiguousarray(array) for key, array in arrays.items()}))

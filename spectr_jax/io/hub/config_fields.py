@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -27,7 +26,6 @@ _ANY_OBJECT = object_of({})
 
 
 def _fields(*groups: tuple[str, Kind]) -> dict[str, Kind]:
-  """Kinds by name, of groups of names with one kind."""
   return {name: kind for names, kind in groups for name in names.split()}
 
 
@@ -116,8 +114,3 @@ def checked(spec: Any, fields: Mapping[str, Any], where: str) -> dict[str, Any]:
   """A `config.json` with fields of the right kinds, without those that are null where that means the default."""
   values = check_object(spec, fields, where).items()
   return {name: value for name, value in values if value is not None or name in _NULLABLE}
-
-
-def plain_name(name: str) -> str:
-  """A name as messages show it, without quotes unless it has been chosen to spoil them."""
-  return name if re.fullmatch(r'[\w. -]{1,60}', name, re.ASCII) else shown(name)

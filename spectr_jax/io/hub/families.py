@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from spectr_jax.io.hub import family_configs
-from spectr_jax.io.hub.config_fields import FIELDS, check_requests, checked, plain_name
-from spectr_jax.io.untrusted import named
+from spectr_jax.io.hub.config_fields import FIELDS, check_requests, checked
+from spectr_jax.io.untrusted import name_shown, named
 from spectr_jax.models.causal_lm_config import CausalLMConfig
 
-# Where the entries of a head begin along the outputs of the hub's tensor. Parts 0, 1, 2 are queries, keys and values.
+# Where the entries of heads begin along the outputs of the hub's tensor. Parts 0, 1, 2 are queries, keys and values.
 
 
-def _apart(part: int, head: int, config: CausalLMConfig) -> int:
+def _apart(part: int, head: np.ndarray, config: CausalLMConfig) -> np.ndarray:
   """A tensor for each part; copies of a head are the same entries."""
   return (head if part == 0 else head // config.kv_copies) * config.head_dim
 
 
-def _by_head(part: int, head: int, config: CausalLMConfig) -> int:
+def _by_head(part: int, head: np.ndarray, config: CausalLMConfig) -> np.ndarray:
   """One tensor, ordered by heads, then by parts."""
   return (3 * head + part) * config.head_dim
 
 
-def _by_part(part: int, head: int, config: CausalLMConfig) -> int:
+def _by_part(part: int, head: np.ndarray, config: CausalLMConfig) -> np.ndarray:
   """One tensor, ordered by parts, then by heads."""
   return (part * config.num_heads + head) * config.head_dim
 
@@ -40,7 +42,7 @@ class Family:
   modules: Mapping[str, str]  # names by ours; those of blocks stand below `blocks`
   head_names: tuple[str, ...] = ('lm_head',)  # of the output head, of which a file has one
   # Where the entries of a head of queries, keys or values begin.
-  head_start: Callable[[int, int, CausalLMConfig], int] = _apart
+  head_start: Callable[[int, np.ndarray, CausalLMConfig], np.ndarray] = _apart
   is_transposed: bool = True  # whether kernels are stored `[out, in]`
   buffers: tuple[str, ...] = ('rotary_emb.inv_freq',)  # ends of names that are no parameters
   num_layers: str = 'num_hidden_layers'  # what `config.json` calls the number of blocks
@@ -139,13 +141,13 @@ def read_spec(spec: Mapping[str, Any], where: str = 'config.json') -> tuple[Fami
     spec = checked(spec, FIELDS, where)
     name = [*spec.get('architectures', []), 'none'][0]
     if name not in FAMILIES:
-      raise ValueError(f'architecture {plain_name(name)} is unknown; known are {", ".join(FAMILIES)}')
+      raise ValueError(f'architecture {name_shown(name)} is unknown; known are {", ".join(FAMILIES)}')
     family = FAMILIES[name]
     if spec.get('model_type', family.model_type) != family.model_type:
-      raise ValueError(f'model_type {plain_name(spec["model_type"])} is not {family.model_type}, that of {name}')
+      raise ValueError(f'model_type {name_shown(spec["model_type"])} is not {family.model_type}, that of {name}')
     quantization = spec.get('quantization_config')
     if quantization:
-      kind = plain_name(str(quantization.get('quant_method', 'an unnamed method')))
+      kind = name_shown(str(quantization.get('quant_method', 'an unnamed method')))
       raise ValueError(f'weights quantized by {kind} are not read; known are unquantized weights and .gguf files')
     check_requests(spec, known=family.known)
     try:
@@ -162,3 +164,65 @@ def spec_of_layers(spec: Mapping[str, Any], layers: Sequence[int]) -> dict[str, 
     kinds = ('full_attention' if config.window(layer) is None else 'sliding_attention' for layer in layers)
     fewer['layer_types'] = list(kinds)
   return fewer
+
+
+# Where the parameters of a model stand among the tensors, to read them and to write them.
+
+_LEAVES = {'kernel': 'weight', 'gain': 'weight', 'bias': 'bias'}
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+  """The tensor, or the part of one, that a parameter is read from."""
+
+  name: str
+  shape: tuple[int, ...]  # of the tensor
+  is_transposed: bool  # whether the parameter is its transpose
+  part: int | None  # 0, 1, 2 for queries, keys, values, whose heads may lie anywhere along the outputs; else None
+  family: Family
+  config: CausalLMConfig
+
+  def ranges(self, outputs: slice) -> Iterator[slice]:
+    """Ranges of the tensor's outputs that, joined, are a range of the parameter's; neighbors are one."""
+    if self.part is None:
+      yield outputs
+      return
+    heads, offsets = np.divmod(np.arange(outputs.start, outputs.stop), self.config.head_dim)
+    places = self.family.head_start(self.part, heads, self.config) + offsets
+    for each in np.split(places, np.flatnonzero(np.diff(places) != 1) + 1):
+      yield slice(int(each[0]), int(each[-1]) + 1)
+
+
+def telling_names(family: Family, names: Collection[str]) -> set[str]:
+  """Those names, at most a few, that say how a checkpoint names its tensors."""
+  ends = (*family.head_names, family.modules['embedding'], f'{family.prefix}{family.modules["embedding"]}')
+  telling = {f'{name}.weight' for name in ends} & set(names)
+  return telling | ({family.prefix} if any(name.startswith(family.prefix) for name in names) else set())
+
+
+def source_of(path: str, shape: tuple[int, ...], family: Family, config: CausalLMConfig, names: set[str]) -> Source:
+  """The source of the parameter of a shape at a path of a `causal_lm`.
+
+  `names` are what `telling_names` gives: they may lack the family's prefix and have one of its output heads. A model
+  whose embedding is the output head may be stored with the head alone.
+  """
+  heads = [f'{name}.weight' for name in family.head_names if f'{name}.weight' in names]
+  if path == 'unembedding':
+    return Source([*heads, f'{family.head_names[0]}.weight'][0], shape[::-1], True, None, family, config)
+  *modules, leaf = path.split('/')
+  prefix = family.prefix if any(name.startswith(family.prefix) for name in names) else ''
+  if not modules:
+    name = f'{prefix}{family.modules[leaf]}.weight'
+    is_head = leaf == 'embedding' and config.is_tied and heads and name not in names
+    return Source(heads[0] if is_head else name, shape, False, None, family, config)
+  if modules[0].startswith('layer_'):
+    prefix = f'{prefix}{family.blocks}.{modules.pop(0).removeprefix("layer_")}.'
+  module = '/'.join(modules)
+  part = 'qkv'.index(module[-1]) if module in ('attention/q', 'attention/k', 'attention/v') else None
+  if part is not None:
+    num_heads = config.num_heads if part == 0 else config.num_kv_heads
+    is_fused = len({family.modules[f'attention/{name}'] for name in 'qkv'}) == 1
+    shape = *shape[:-1], (3 if is_fused else 1) * num_heads * config.head_dim
+  is_transposed = family.is_transposed and leaf == 'kernel'
+  name = f'{prefix}{family.modules[module]}.{_LEAVES[leaf]}'
+  return Source(name, shape[::-1] if is_transposed else shape, is_transposed, part, family, config)

@@ -269,7 +269,6 @@ def _rope_scaling(metadata: _Metadata, base: float, rotary_dim: int) -> dict[str
 
 
 def _scaling(metadata: _Metadata) -> dict[str, Any] | None:
-  """The scaling that the metadata asks for."""
   factor = metadata.get('rope.scaling.factor') or metadata.get('rope.scale_linear') or 1.0
   kind = metadata.get('rope.scaling.type', 'linear')
   if kind not in ('none', 'linear', 'yarn'):

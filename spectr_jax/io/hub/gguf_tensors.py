@@ -11,12 +11,16 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from etils import epy
 
 from spectr_jax.io import untrusted
 from spectr_jax.io.hub.families import FAMILIES
 from spectr_jax.io.hub.gguf_config import ROPE_FREQS
 from spectr_jax.io.hub.gguf_header import GgufHeader, StoredTensor
 from spectr_jax.io.hub.tensors import Tensors
+
+with epy.lazy_imports():  # few read such files
+  import gguf
 
 _FREQUENCIES = re.compile(r'blk\.(\d+)\.attn_rot_embd(?:\.weight)?', re.ASCII)
 _MOST_AT_ONCE = 2**22  # numbers dequantized together
@@ -52,7 +56,7 @@ class GgufTensors(Tensors):
     for name, stored in sorted(header.tensors.items(), key=lambda item: item[1].offset):
       if name == ROPE_FREQS and architecture != 'gpt2':  # a part of the configuration, where positions are rotary
         continue
-      try:
+      with untrusted.named(f'{header.path}: tensor {untrusted.name_shown(name)}'):
         hub_name = _hub_name(name, config['architectures'][0], architecture)
         source = _source(name, stored, header, config, architecture)
         if stored.offset < end:
@@ -61,52 +65,39 @@ class GgufTensors(Tensors):
           raise ValueError('is there under another name as well')
         end = stored.offset + source.stored.nbytes
         self._sources[hub_name] = source
-      except ValueError as error:
-        raise ValueError(f'{header.path}: tensor {untrusted.name_shown(name)}: {error}') from error
 
   def names(self) -> set[str]:
     return set(self._sources)
 
   def shape(self, name: str) -> tuple[int, ...]:
-    source = self._source(name)
+    source = self._sources[name]
     return source.shape[::-1] if source.is_transposed else source.shape
 
   def dtype(self, name: str) -> np.dtype:
     """The stored dtype, or float32 for what is quantized or computed."""
-    source = self._source(name)
+    source = self._sources[name]
     return np.dtype(np.float32) if source.quantization is not None or source.offset else source.stored.dtype
 
   def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-    source = self._source(name)
-    if len(index) != len(source.shape) or any(part.step not in (None, 1) for part in index):
-      raise ValueError(f'{name} has {len(source.shape)} axes: expected a slice of step 1 for each, got {index}')
+    source = self._sources[name]
     self._header.forget()
-    if source.is_transposed:
-      return _read(source, index[::-1]).T
-    return _read(source, index)
+    return _read(source, index[::-1]).T if source.is_transposed else _read(source, index)
 
   def blocks(self, name: str, rows: Sequence[slice]) -> tuple[np.ndarray, str] | None:
     """The blocks of some rows of a matrix as in the file, uint8 `[rows, blocks, bytes]`, and their type's name; None if
     it has none.
     """
-    source = self._source(name)
+    source = self._sources[name]
     if source.quantization is None or len(source.shape) != 2:
       return None
     self._header.forget()
     parts = [source.stored[source.stored_rows(some)] for some in rows]
     return np.concatenate(parts) if len(parts) > 1 else parts[0], source.quantization.name
 
-  def _source(self, name: str) -> _Source:
-    if name not in self._sources:
-      raise ValueError(f'{self._header.path} has no tensor {name}')
-    return self._sources[name]
-
 
 @functools.cache
 def _module_names(family_name: str, architecture: str) -> dict[str, str]:
   """The hub's names of modules by llama.cpp's, as the package `gguf` converts them; `blk.0.` for the first block."""
-  import gguf
-
   family = FAMILIES[family_name]
   kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
   hub_names, stored_name = {'output': family.head_names[0]}, gguf.get_tensor_name_map(kind, 1).get_name
@@ -159,7 +150,7 @@ def _stored(tensor: StoredTensor, header: GgufHeader) -> tuple[np.ndarray, Any]:
   if len(tensor.shape) not in (1, 2):
     raise ValueError(f'{len(tensor.shape)} axes, expected 1 or 2')
   kind, dtype = _known_type(tensor.type_id)
-  block_size, block_bytes = _block(kind)
+  block_size, block_bytes = gguf.GGML_QUANT_SIZES[kind]
   *rows, columns = tensor.shape
   if columns % block_size or (dtype is None and not rows):
     raise ValueError(f'shape {tensor.shape} does not divide into rows of whole {kind.name} blocks of {block_size}')
@@ -173,17 +164,8 @@ def _stored(tensor: StoredTensor, header: GgufHeader) -> tuple[np.ndarray, Any]:
   return data.reshape(*rows, num_blocks, block_bytes), kind
 
 
-def _block(kind: Any) -> tuple[int, int]:
-  """The numbers and the bytes of a block of a type."""
-  import gguf
-
-  return gguf.GGML_QUANT_SIZES[kind]
-
-
 def _known_type(type_id: int) -> tuple[Any, np.dtype | None]:
   """A type by its number, and its dtype if it is not quantized."""
-  import gguf
-
   types = gguf.GGMLQuantizationType
   plain = {types.F32: np.float32, types.F16: np.float16, types.BF16: ml_dtypes.bfloat16}
   kind = types(type_id) if type_id in {int(known) for known in types} else None
@@ -196,10 +178,8 @@ def _known_type(type_id: int) -> tuple[Any, np.dtype | None]:
 
 @functools.cache
 def _is_dequantizable(kind: Any) -> bool:
-  import gguf
-
   try:
-    gguf.quants.dequantize(np.zeros((1, _block(kind)[1]), np.uint8), kind)
+    gguf.quants.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
   except NotImplementedError:
     return False
   return True
@@ -216,10 +196,8 @@ def _read(source: _Source, index: tuple[slice, ...]) -> np.ndarray:
 
 def _dequantized(source: _Source, rows: slice | np.ndarray, columns: slice) -> np.ndarray:
   """Some rows and columns of a quantized tensor, float32, from the blocks that they stand in."""
-  import gguf
-
   first, end, _ = columns.indices(source.shape[1])
-  size = _block(source.quantization)[0]
+  size = gguf.GGML_QUANT_SIZES[source.quantization][0]
   blocks = source.stored[rows, first // size : -(-end // size)]
   values = np.empty((len(blocks), max(end - first, 0)), np.float32)
   if not values.size:

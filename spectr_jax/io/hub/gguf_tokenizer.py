@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import heapq
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 import tokenizers
@@ -13,8 +14,6 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from spectr_jax.io.backend import Backend, guarded
 from spectr_jax.io.hub.gguf_header import GgufHeader
-from spectr_jax.io.hub.gguf_words import WORDS, Words
-from spectr_jax.io.hub.unused_pieces import UnusedPieces
 from spectr_jax.io.tokenizer_file import MOST_CHARACTERS, MOST_ID, MOST_MERGES, MOST_TOKENS, check_merges
 from spectr_jax.io.untrusted import FLAG, TEXT, check_object, list_of, real, shown, whole
 
@@ -24,6 +23,59 @@ _MOST_CUTS = 10 * 2**20  # of all tokens into two
 _FILLER = re.compile(r'\[PAD\d+\]')
 _SPACE = '\u2581'
 
+# Pre-tokenizers: by name, how each splits a text into the words that merges stay within. They are those of the models'
+# own files on the hub. llama.cpp brings no text to the form NFC, and matches some expressions otherwise, so that on
+# rare texts it gives other ids than these.
+_GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_LLAMA3_WORDS = (
+  r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS"
+  r'| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+'
+)
+# Marks belong to the letters that they stand on.
+_QWEN35_WORDS = (
+  r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+  r'| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+'
+)
+_CHINESE = '[一-龥ࠀ-一가-퟿]+'
+# Letters with a case as DeepSeek LLM lists them: without Mathematical Alphanumeric Symbols, small Armenian letters,
+# most of Georgian, parts of Latin Extended-D and E, and scripts that came to Unicode later.
+_CASED = (
+  r'[\p{Lu}\p{Ll}\p{Lt}&&[^\x{560}-\x{588}\x{10C6}-\x{10FF}\x{1C80}-\x{1C8F}\x{2D00}-\x{2D2F}\x{A78F}-\x{AB6F}'
+  r'\x{10570}-\x{105BF}\x{10D50}-\x{10D8F}\x{16E40}-\x{16EDF}\x{1D400}-\x{1D7FF}\x{1DF00}-\x{1DFFF}]]'
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Words:
+  """How a text is split into the words that merges stay within."""
+
+  patterns: tuple[str, ...]  # applied one after the other; each match is a word, and so is what is between them
+  is_nfc: bool = False  # whether the text is brought to Unicode's form NFC first
+  takes_whole_words: bool = False  # whether a word that is a token is taken without merging
+  adds_bos: bool = False  # whether a text begins with the beginning of a document by default
+
+
+_GPT2 = Words((_GPT2_WORDS,))
+_GPT_NEOX = dataclasses.replace(_GPT2, is_nfc=True)
+_SINGLE_DIGITS = Words((r'\p{N}', _GPT2_WORDS))
+_LLAMA3 = Words((_LLAMA3_WORDS.replace('DIGITS', '{1,3}'),), takes_whole_words=True, adds_bos=True)
+_QWEN2 = Words((_LLAMA3_WORDS.replace('DIGITS', ''),), is_nfc=True)
+_THREES = '[0-9][0-9][0-9]'
+WORDS = {
+  # For files from before pre-tokenizers had names; llama.cpp reads them like this.
+  'default': Words((r'[\p{P}\$\+<=>\^~\|]+', _GPT2_WORDS, r'\p{N}+', _THREES)),
+  'gpt-2': _GPT2,
+  **dict.fromkeys(('olmo', 'mpt'), _GPT_NEOX),  # olmo is also that of Pythia
+  **dict.fromkeys(('smollm', 'starcoder', 'refact', 'minerva-7b'), _SINGLE_DIGITS),
+  'command-r': dataclasses.replace(_SINGLE_DIGITS, is_nfc=True),
+  'falcon': Words((r'[\p{P}\$\+<=>\^~\|`]+', _GPT2_WORDS, _THREES)),
+  **dict.fromkeys(('llama-bpe', 'llama3', 'llama-v3', 'falcon3'), _LLAMA3),
+  'smaug-bpe': Words(_LLAMA3.patterns),
+  **dict.fromkeys(('qwen2', 'deepseek-r1-qwen', 'megrez'), _QWEN2),
+  'qwen35': Words((_QWEN35_WORDS,)),  # without NFC in llama.cpp's tests
+  'deepseek-coder': Words(('[\r\n]', r'\s?\p{L}+', r'\s?\p{P}+', _CHINESE, r'\p{N}')),
+  'deepseek-llm': Words(('[\r\n]', rf'\s?{_CASED}+', r'\s?[!-/:-~！-／：-～‘-‟　-。]+', r'\s+$', _CHINESE, r'\p{N}+')),
+}
 
 # The tokenizer, and what then changes the ids of a text, or None.
 _Built: TypeAlias = tuple[tokenizers.Tokenizer, Callable[[list[int]], list[int]] | None]
@@ -199,3 +251,77 @@ def _merges(path: str, pieces: dict[str, int], tokens: list[str], scores: list[f
     if len(pairs) > MOST_MERGES:
       raise ValueError(f'{path}: more than {MOST_MERGES:,} pairs of tokens join to a token')
   return [(tokens[left], tokens[right]) for *_, left, right in sorted(pairs)]
+
+
+class UnusedPieces:
+  """Cuts unused pieces in the ids of a text, as the package `sentencepiece` does; high scores are merged first.
+
+  Where a piece is cut follows from the last two neighbors in the whole text that could have become it. So the merges of
+  a text with such a piece are made again here.
+  """
+
+  def __init__(self, tokens: Sequence[str], ids: Mapping[str, int], scores: Sequence[float], unused: frozenset[int]):
+    self._tokens, self._ids, self._scores, self._unused = tokens, ids, scores, unused
+
+  def __call__(self, ids: list[int]) -> list[int]:
+    if self._unused.isdisjoint(ids):
+      return ids
+    symbols: list[str] = []
+    kept: dict[int, int] = {}  # by place: the ids of what is not merged, such as bytes
+    for index in ids:
+      if self._ids.get(self._tokens[index]) == index:
+        symbols += self._tokens[index]
+      else:
+        kept[len(symbols)] = index
+        symbols.append('')
+    places, halves = self._merge(symbols, kept)
+    result: list[int] = []
+    for place in places:
+      if place in kept:
+        result.append(kept[place])
+        continue
+      waiting = [symbols[place]]
+      while waiting:
+        piece = waiting.pop()
+        index = self._ids[piece]
+        if index in self._unused and piece in halves:
+          waiting += reversed(halves[piece])
+        else:
+          result.append(index)
+    return result
+
+  def _merge(self, symbols: list[str], kept: Mapping[int, int]) -> tuple[list[int], dict[str, tuple[str, str]]]:
+    """Merges symbols: the places that are left, and the last two neighbors that could become each unused piece."""
+    num = len(symbols)
+    before, after = list(range(-1, num - 1)), list(range(1, num + 1))
+    halves: dict[str, tuple[str, str]] = {}
+    queue: list[tuple[float, int, int, str]] = []
+
+    def propose(left, right):
+      if left < 0 or right >= num or left in kept or right in kept:
+        return
+      piece = symbols[left] + symbols[right]
+      index = self._ids.get(piece)
+      if index is None:
+        return
+      heapq.heappush(queue, (-self._scores[index], left, right, piece))
+      if index in self._unused:
+        halves[piece] = symbols[left], symbols[right]
+
+    for place in range(num - 1):
+      propose(place, place + 1)
+    while queue:
+      _, left, right, piece = heapq.heappop(queue)
+      if not symbols[left] or not symbols[right] or symbols[left] + symbols[right] != piece:
+        continue  # one of them is part of another piece by now
+      symbols[left], symbols[right] = piece, ''
+      after[left] = after[right]
+      if after[right] < num:
+        before[after[right]] = left
+      propose(before[left], left)
+      propose(left, after[left])
+    places, place = [], 0
+    while place < num:
+      places.append(place)
+      place = after[place]
+    return places, halves

@@ -12,6 +12,7 @@ from typing import Any
 import tokenizers
 from etils import epath
 
+from spectr_jax.io import untrusted
 from spectr_jax.io.backend import Backend, guarded
 from spectr_jax.io.hub.chat_template import ChatTemplate, mark_special, render_marked
 from spectr_jax.io.tokenizer import TokenizerBase
@@ -68,8 +69,8 @@ class HubTokenizer(TokenizerBase):
     backend.no_padding()
     if special_tokens is None:
       ids = {'bos_token': bos_id, 'eos_token': eos_ids[0] if eos_ids else None}
-      tokens = {name: backend.id_to_token(index) for name, index in ids.items() if index is not None}
-      special_tokens = {name: token for name, token in tokens.items() if token is not None}
+      found = ((name, backend.id_to_token(index)) for name, index in ids.items() if index is not None)
+      special_tokens = {name: token for name, token in found if token is not None}
     # Files may name special tokens that their vocabulary takes for words.
     special = {None, *(index for index, token in backend.get_added_tokens_decoder().items() if token.special)}
     words = [token for token in special_tokens.values() if backend.token_to_id(token) not in special]
@@ -77,12 +78,8 @@ class HubTokenizer(TokenizerBase):
     if pad_id is None:
       pad_id = eos_ids[0] if eos_ids and backend.id_to_token(eos_ids[0]) is not None else 0
     result = cls(backend)
-    result.pad_id, result.bos_id, result.eos_ids, result.add_bos = (
-      pad_id,
-      bos_id,
-      tuple(dict.fromkeys(eos_ids)),
-      add_bos,
-    )
+    result.pad_id, result.bos_id, result.add_bos = pad_id, bos_id, add_bos
+    result.eos_ids = tuple(dict.fromkeys(eos_ids))
     result.chat_template = None if chat_template is None else ChatTemplate(chat_template, special_tokens)
     return result
 
@@ -110,11 +107,11 @@ class HubTokenizer(TokenizerBase):
     messages spell are encoded as text, see `render_marked`.
 
     Raises `ValueError` if the model has no chat template, its template refuses the conversation or writes nothing, a
-    message is not valid Unicode, or a special token in a message cannot be told from the template's.
+    message holds no text or invalid Unicode, or a special token in a message cannot be told from the template's.
     """
     if self.chat_template is None:
       return super().encode_chat(messages)
-    for text in (text for message in messages for text in message.values()):
+    for text in (text for message in messages for text in message.values() if isinstance(text, str)):
       check_unicode(text, 'a message')
     marked = render_marked(self.chat_template, messages, self._marks)
     if marked is None:
@@ -131,8 +128,7 @@ class HubTokenizer(TokenizerBase):
     """
     folder, template = epath.Path(folder), self.chat_template
     ids = {'bos_token': self.bos_id, 'eos_token': next(iter(self.eos_ids), None), 'pad_token': self.pad_id}
-    named = {name: self.token(index) for name, index in ids.items() if index is not None}
-    named = {name: token for name, token in named.items() if token is not None}
+    named = {name: token for name, index in ids.items() if index is not None and (token := self.token(index))}
     config = {'tokenizer_class': 'PreTrainedTokenizerFast', 'add_bos_token': self.add_bos, **named}
     if template is not None:
       config |= template.special_tokens | {'chat_template': template.source}
@@ -180,7 +176,6 @@ class HubTokenizer(TokenizerBase):
 
 
 def _num_ids(backend: Backend) -> int:
-  """The largest id plus one."""
   return max(backend.get_vocab().values()) + 1
 
 
@@ -299,7 +294,7 @@ def load_hub_tokenizer(folder: epath.PathLike) -> HubTokenizer:
   file = 'generation_config' if 'eos_token_id' in generation else 'config'
   stops += _ids_of(paths[file], read[file], 'eos_token_id', num_ids)
   first = _put_in_front(backend)
-  try:
+  with untrusted.named(folder):
     return HubTokenizer.from_parts(
       backend,
       bos_id=bos_id if first is None else first,
@@ -309,5 +304,3 @@ def load_hub_tokenizer(folder: epath.PathLike) -> HubTokenizer:
       pad_id=ids.get('pad_token'),
       special_tokens={name: token for name, token in named.items() if ids[name] is not None},
     )
-  except ValueError as error:
-    raise ValueError(f'{folder}: {error}') from error

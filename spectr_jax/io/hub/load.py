@@ -12,10 +12,9 @@ import numpy as np
 from etils import epath
 from jax.sharding import Mesh, SingleDeviceSharding
 
-from spectr_jax.io.hub.families import Family, read_spec
+from spectr_jax.io.hub.families import Source, read_spec, source_of, telling_names
 from spectr_jax.io.hub.gguf_tensors import GgufTensors
 from spectr_jax.io.hub.redundant import check_model_buffers, settle_head
-from spectr_jax.io.hub.sources import Source, output_ranges, source_of, telling_names
 from spectr_jax.io.hub.tensors import SafetensorsFolder, Tensors, check_tensors
 from spectr_jax.io.untrusted import named, read_object
 from spectr_jax.kernels.block_kernel import KINDS, BlockKernel, is_in_blocks, packed
@@ -34,12 +33,12 @@ _MOST_AT_ONCE = 2**22  # numbers quantized together
 _ReadPart: TypeAlias = Callable[[Any], np.ndarray]
 
 
-def _read(index, *, shape, tensors: Tensors, source: Source, family: Family, config: CausalLMConfig) -> np.ndarray:
+def _read(index, *, shape, tensors: Tensors, source: Source, dtype: Any) -> np.ndarray:
   *inputs, outputs = (slice(*part.indices(size)[:2]) for part, size in zip(index, shape, strict=True))
   parts = []
-  for rows in output_ranges(outputs, source, family, config):
+  for rows in source.ranges(outputs):
     where = (rows, *inputs) if source.is_transposed else (*inputs, rows)
-    part = tensors.read(source.name, where).astype(config.dtype, copy=False)
+    part = tensors.read(source.name, where).astype(dtype, copy=False)
     parts.append(part.T if source.is_transposed else part)
   return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
 
@@ -78,19 +77,17 @@ def _quantized_reads(read: _ReadPart, kernel: Int8Kernel) -> tuple[_ReadPart, _R
   return values, scale
 
 
-def _in_blocks(keys, shape, tensors: Tensors, source: Source, family: Family, config) -> BlockKernel | None:
+def _in_blocks(keys, shape, tensors: Tensors, source: Source) -> BlockKernel | None:
   """A matrix in the blocks of its file; None for other parameters, and for blocks of another type."""
   name = keys[-1].key
   if name not in CHANNEL_AXES or not isinstance(tensors, GgufTensors):
     return None
   outputs = slice(0, shape[0] if name == 'embedding' else shape[1])
-  blocks = tensors.blocks(source.name, list(output_ranges(outputs, source, family, config)))
+  blocks = tensors.blocks(source.name, list(source.ranges(outputs)))
   if blocks is None or blocks[1] not in KINDS:
     return None
-  try:
+  with named(f'tensor {source.name}'):
     return packed(*blocks)
-  except ValueError as error:
-    raise ValueError(f'tensor {source.name}: {error}') from error
 
 
 def for_platform(config: CausalLMConfig, mesh: Mesh | None) -> CausalLMConfig:
@@ -131,7 +128,6 @@ def make_model(
   family, config = read_spec(settle_head(spec, tensors, where), where)
   config = dataclasses.replace(config, dtype=dtype or config.dtype, weights=weights)
   config = for_platform(config if mesh is None else config.for_mesh(mesh), mesh)
-  wide = dataclasses.replace(config, dtype=accumulation_dtype(config.dtype).name)
   names = tensors.names()
   if config.num_layers > len(names):
     raise ValueError(f'the configuration has {config.num_layers} layers, but the checkpoint {len(names)} tensors')
@@ -156,20 +152,18 @@ def make_model(
   def make(keys, leaf, place):
     source = sources[path_of(keys)]
     if config.weights == BLOCKS:
-      kernel = _in_blocks(keys, leaf.shape, tensors, source, family, config)
+      kernel = _in_blocks(keys, leaf.shape, tensors, source)
       if kernel is not None:
         return kernel
-    part = functools.partial(_read, shape=leaf.shape, tensors=tensors, source=source, family=family)
+    part = functools.partial(_read, shape=leaf.shape, tensors=tensors, source=source)
     if not is_int8(leaf):
-      return jax.make_array_from_callback(leaf.shape, place, functools.partial(part, config=config))
-    reads = _quantized_reads(functools.partial(part, config=wide), leaf)
-    try:
+      return jax.make_array_from_callback(leaf.shape, place, functools.partial(part, dtype=config.dtype))
+    reads = _quantized_reads(functools.partial(part, dtype=accumulation_dtype(config.dtype)), leaf)
+    with named(f'tensor {source.name}'):
       values, scale = (
         jax.make_array_from_callback(shape.shape, sharding, read)
         for shape, sharding, read in zip((leaf.values, leaf.scale), (place.values, place.scale), reads)
       )
-    except ValueError as error:
-      raise ValueError(f'tensor {source.name}: {error}') from error
     return Int8Kernel(values, scale, leaf.channel_axis)
 
   params = jax.tree_util.tree_map_with_path(make, shapes, places, is_leaf=is_int8)

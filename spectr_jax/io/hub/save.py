@@ -13,9 +13,8 @@ import numpy as np
 from etils import epath
 from safetensors.numpy import save
 
-from spectr_jax.io.hub.families import Family, read_spec
+from spectr_jax.io.hub.families import Family, read_spec, source_of
 from spectr_jax.io.hub.hub_tokenizer import HubTokenizer
-from spectr_jax.io.hub.sources import output_ranges, source_of
 from spectr_jax.io.new_files import new_folder
 from spectr_jax.kernels.int8 import check_savable
 from spectr_jax.model import Model
@@ -27,14 +26,13 @@ FILES = ('config.json', 'generation_config.json', 'model.safetensors', 'tokenize
 
 
 def _tensors(params: Mapping[str, Any], family: Family, config: CausalLMConfig, dtype: np.dtype):
-  """The tensors of a checkpoint by their names."""
   tensors: dict[str, np.ndarray] = {}
   for keys, leaf in jax.tree_util.tree_leaves_with_path(params):
     path = jax.tree_util.keystr(keys, simple=True, separator='/')
     source, values = source_of(path, leaf.shape, family, config, {family.prefix}), np.asarray(leaf).astype(dtype)
     tensor = tensors.setdefault(source.name, np.empty(source.shape, dtype))  # queries, keys and values may share one
     at = 0
-    for outputs in output_ranges(slice(0, values.shape[-1]), source, family, config):
+    for outputs in source.ranges(slice(0, values.shape[-1])):
       part = values[..., at : at + outputs.stop - outputs.start]
       tensor[outputs if source.is_transposed else (..., outputs)] = part.T if source.is_transposed else part
       at += part.shape[-1]

@@ -112,7 +112,7 @@ class SafetensorsFolder(Tensors):
     if (folder / file_name).exists():
       wanted: dict[str, list[str]] = {file_name: []}
     elif (folder / _INDEX).exists():
-      wanted = _read_index(folder / _INDEX)
+      wanted = read_index(folder / _INDEX)
     else:
       raise ValueError(f'no weights in {folder}: {untrusted.gguf_files(folder)}expected {file_name} or {_INDEX}')
     self._files: dict[str, tuple[epath.Path, Any]] = {}
@@ -153,8 +153,8 @@ class SafetensorsFolder(Tensors):
     return ValueError(f'{self._files[name][0]}: tensor {untrusted.name_shown(name)} {problem}')
 
 
-def _read_index(path: epath.Path) -> dict[str, list[str]]:
-  """The names of tensors by file."""
+def read_index(path: epath.Path) -> dict[str, list[str]]:
+  """The names of tensors by the files that `model.safetensors.index.json` names."""
   content = untrusted.parse_json(untrusted.read_text(path, untrusted.LARGE), str(path), is_read_again=True)
   untrusted.check_object(content, {'weight_map': untrusted.map_of(untrusted.TEXT)}, str(path), ('weight_map',))
   by_file: dict[str, list[str]] = {}
@@ -182,8 +182,6 @@ def _open(path: epath.Path) -> tuple[Any, set[str]]:
   except (safetensors.SafetensorError, OSError) as error:
     raise ValueError(f'{path} is damaged: {untrusted.first_line(error)}') from error
   for name, shape in shapes.items():
-    try:
+    with untrusted.named(f'{path}: tensor {untrusted.name_shown(name)}'):
       check_shape(shape)
-    except ValueError as error:
-      raise ValueError(f'{path}: tensor {untrusted.name_shown(name)} is not read: {error}') from error
   return file, names

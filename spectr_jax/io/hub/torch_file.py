@@ -224,14 +224,10 @@ class TorchFile(Tensors):
     storage, offset, shape, strides = self._tensors[name]
     if 0 in shape:
       return np.empty(shape, storage.dtype)[index]
-    with self._reading():
-      numbers = self._numbers(storage)[offset:]
+    if self._last[0] != storage:
+      with self._reading():
+        numbers = np.frombuffer(self._archive.read(self._entry(storage)), storage.dtype)
+      self._last = storage, numbers
+    numbers = self._last[1][offset:]
     strides = [stride * storage.dtype.itemsize for stride in strides]
     return np.lib.stride_tricks.as_strided(numbers, shape, strides, writeable=False)[index]
-
-  def _numbers(self, storage: _Storage) -> np.ndarray:
-    key, numbers = self._last
-    if key != storage:
-      numbers = np.frombuffer(self._archive.read(self._entry(storage)), storage.dtype)
-      self._last = storage, numbers
-    return numbers

@@ -51,6 +51,7 @@ _FORMATS = {
 }  # fmt: skip
 
 
+_MEDUSA_HEADS = {f'{i}.1.weight': None for i in range(5)}
 _DFLASH = {'target_layer_ids': [0, 3], 'mask_token_id': MASK}
 _MARKOV = 'markov_head.markov_w1.weight', 'markov_head.markov_w2.weight'
 _DFLASH2 = _DFLASH | {'conv_kernel_size': 2, 'conv_group_size': GROUP, 'selector_top_k': CANDIDATES}
@@ -82,23 +83,6 @@ def test_greedy_tokens_are_the_targets(tmp_path, target, name):
   np.testing.assert_array_equal(found.tokens, plain.tokens)
 
 
-def test_the_tensors_of_eagle3_come_to_their_places(tmp_path, target):
-  arrays = arrays_of('eagle3')
-  drafter = load_drafter(write_head(tmp_path, 'eagle3'), target)
-  params, config = drafter.params, config_of(drafter)
-  assert config.feature_layers == drafter.feature_layers == (2, LAYERS // 2, LAYERS - 3)
-  np.testing.assert_array_equal(params['target_ids'], IDS)
-  np.testing.assert_array_equal(params['features']['kernel'], arrays['fc.weight'].T)
-  np.testing.assert_array_equal(params['unembedding'], arrays['lm_head.weight'].T)
-  for ours, theirs in (('embedding_norm', 'input_layernorm'), ('hidden_norm', 'hidden_norm')):
-    np.testing.assert_array_equal(params[ours]['gain'], arrays[f'midlayer.{theirs}.weight'])
-  np.testing.assert_array_equal(params['mlp']['down']['kernel'], arrays['midlayer.mlp.down_proj.weight'].T)
-  assert config.block.rope.frequencies == (1.0, 0.01)  # of base 10000, whatever the target's
-  assert open_head(tmp_path).num_params == sum(
-    array.size for name, array in arrays.items() if name not in ('d2t', 't2d')
-  )
-
-
 def test_configurations_name_layers_in_two_ways(tmp_path, target):
   name, fc = 'eagle_aux_hidden_state_layer_ids', {'fc.weight': np.ones((D, 2 * D), np.float32)}
   for spec in ({name: [1, 4]}, {'eagle_config': {name: [0, 3]}}):
@@ -126,6 +110,10 @@ _SELECTED = _BACKBONE | {
 }  # fmt: skip
 _JOINT = {'markov/joint/kernel': 'markov_head.joint_proj.weight', 'markov/joint/bias': 'markov_head.joint_proj.bias'}
 _PLACES = {
+  'eagle3': {
+    'features/kernel': 'fc.weight', 'unembedding': 'lm_head.weight', 'hidden_norm/gain': 'midlayer.hidden_norm.weight',
+    'embedding_norm/gain': 'midlayer.input_layernorm.weight', 'mlp/down/kernel': 'midlayer.mlp.down_proj.weight',
+  },
   'dspark gated': _DSPARK | {key.replace('joint', 'gate'): x.replace('joint', 'gate') for key, x in _JOINT.items()},
   'dspark rnn': _DSPARK | _JOINT,
   'speculators dspark': _DSPARK | _JOINT,
@@ -150,6 +138,14 @@ def test_tensors_come_to_their_places(tmp_path, target, name):
   for ours, theirs in _PLACES[name].items():
     is_transposed = ours.endswith(('kernel', 'unembedding'))
     np.testing.assert_array_equal(params[ours].T if is_transposed else params[ours], arrays[theirs], err_msg=ours)
+  own = [array.size for key, array in arrays.items() if key not in ('d2t', 't2d')]
+  assert open_head(tmp_path).num_params == sum(own)
+  if name == 'eagle3':
+    config = config_of(drafter)
+    assert config.feature_layers == drafter.feature_layers == (2, LAYERS // 2, LAYERS - 3)
+    assert config.block.rope.frequencies == (1.0, 0.01)  # of base 10000, whatever the target's
+    np.testing.assert_array_equal(params['target_ids'], IDS)
+    return
   if name == 'speculators peagle':
     config = config_of(drafter)
     assert (config.mask_id, config.block.num_layers, config.is_residual_normed) == (MASK, 2, True)
@@ -197,7 +193,7 @@ def test_a_head_without_output_head_takes_rows_of_the_target(tmp_path, target):
   np.testing.assert_allclose(drafter.params['unembedding'], target.params['embedding'].T, rtol=1e-6)
   reduced = load_drafter(write_head(tmp_path / 'eagle3', 'eagle3', {'lm_head.weight': None}), target)
   np.testing.assert_allclose(reduced.params['unembedding'], target.params['embedding'].T[:, IDS], rtol=1e-6)
-  medusa = load_drafter(write_head(tmp_path / 'medusa', 'medusa', {f'{i}.1.weight': None for i in range(5)}), target)
+  medusa = load_drafter(write_head(tmp_path / 'medusa', 'medusa', _MEDUSA_HEADS), target)
   assert medusa.params['unembedding'].shape == (D, V)
   capped = causal_lm.causal_lm(target.params, dataclasses.replace(TARGET, logit_soft_cap=30.0))
   with pytest.raises(ValueError, match='output head, which is not linear'):
@@ -363,30 +359,49 @@ def test_folders_without_a_head(tmp_path, target):
       load_drafter(write_head(tmp_path / name, name), narrow)
 
 
-@pytest.mark.parametrize('name', ['eagle3', 'speculators', 'speculators joint'])
+@pytest.mark.parametrize(
+  ('name', 'changes'),
+  [
+    ('eagle3', {'lm_head.weight': None}), ('speculators', {}), ('speculators joint', {}), ('medusa', {}),
+    ('medusa', _MEDUSA_HEADS),
+  ],
+)  # fmt: skip
 @pytest.mark.parametrize('param_dtype', ['float32', 'bfloat16'])
-def test_a_head_that_is_written_reads_the_same(tmp_path, target, monkeypatch, name, param_dtype):
-  changes = {'lm_head.weight': None} if name == 'eagle3' else {}
+def test_a_head_that_is_written_reads_the_same(tmp_path, target, name, changes, param_dtype):
+  """Rows of the target are not written, and not rounded."""
   drafter = load_drafter(write_head(tmp_path / 'a', name, changes), target)
   save_drafter(tmp_path / 'b', drafter, param_dtype=param_dtype, info={'data': 'none'})
   again = load_drafter(tmp_path / 'b', target)
   assert dataclasses.replace(again, params=None) == dataclasses.replace(drafter, params=None)
 
   def rounded(path, x):
-    is_shared = name == 'eagle3' and path[0].key == 'unembedding'
+    is_shared = changes and path[0].key == 'unembedding'
     return x if is_shared or x.dtype == np.int32 else x.astype(param_dtype).astype(x.dtype)
 
   jax.tree.map(np.testing.assert_array_equal, again.params, jax.tree_util.tree_map_with_path(rounded, drafter.params))
-  assert json.loads((tmp_path / 'b' / 'config.json').read_text())['info'] == {'data': 'none'}
-  with safe_open(tmp_path / 'b' / 'model.safetensors', framework='numpy') as file:
-    assert set(file.keys()) >= {'fc.weight', 'midlayer.self_attn.q_proj.weight', 'd2t', 't2d'}
-    assert ('lm_head.weight' in set(file.keys())) == (name != 'eagle3')
-    assert file.get_tensor('fc.weight').dtype == (ml_dtypes.bfloat16 if param_dtype == 'bfloat16' else np.float32)
+  spec = json.loads((tmp_path / 'b' / 'config.json').read_text())
+  assert spec['info'] == {'data': 'none'}
+  if name == 'medusa':
+    assert (spec['medusa_num_heads'], spec['medusa_num_layers']) == (5, 1)
+    wanted = set(arrays_of('medusa'))
+  else:
+    wanted = {'fc.weight', 'midlayer.self_attn.q_proj.weight', 'd2t', 't2d', 'lm_head.weight'}
+  file_name = 'medusa_lm_head.safetensors' if name == 'medusa' else 'model.safetensors'
+  with safe_open(tmp_path / 'b' / file_name, framework='numpy') as file:
+    assert wanted & set(file.keys()) == wanted - changes.keys()
+    kernel = file.get_tensor('0.0.linear.weight' if name == 'medusa' else 'fc.weight')
+    assert kernel.dtype == (ml_dtypes.bfloat16 if param_dtype == 'bfloat16' else np.float32)
+
+
+def test_a_written_head_is_replaced_wholly_or_not_at_all(tmp_path, target, monkeypatch):
+  drafter, folder = load_drafter(write_head(tmp_path / 'a', 'eagle3'), target), tmp_path / 'b'
+  save_drafter(folder, load_drafter(write_head(tmp_path / 'm', 'medusa'), target))
   with pytest.raises(ValueError, match='b exists and is not overwritten'):
-    save_drafter(tmp_path / 'b', drafter)
-  (tmp_path / 'b' / 'notes.txt').write_text('mine')
-  save_drafter(tmp_path / 'b', drafter, overwrite=True)
-  before = {path.name: path.read_bytes() for path in (tmp_path / 'b').iterdir()}
+    save_drafter(folder, drafter)
+  (folder / 'notes.txt').write_text('mine')
+  save_drafter(folder, drafter, overwrite=True)
+  assert open_head(folder).format == 'EAGLE-3'  # a head of another kind leaves nothing of it behind
+  before = {path.name: path.read_bytes() for path in folder.iterdir()}
   assert before['notes.txt'] == b'mine'
 
   def fail(*_):
@@ -394,31 +409,9 @@ def test_a_head_that_is_written_reads_the_same(tmp_path, target, monkeypatch, na
 
   monkeypatch.setattr(heads_save, 'save', fail)
   with pytest.raises(OSError, match='No space left'):
-    save_drafter(tmp_path / 'b', drafter, overwrite=True)
-  assert {path.name: path.read_bytes() for path in (tmp_path / 'b').iterdir()} == before
-  assert sorted(path.name for path in tmp_path.iterdir()) == ['a', 'b']
-
-
-@pytest.mark.parametrize('has_unembedding', [True, False])
-@pytest.mark.parametrize('param_dtype', ['float32', 'bfloat16'])
-def test_medusa_heads_that_are_written_read_the_same(tmp_path, target, has_unembedding, param_dtype):
-  arrays = {} if has_unembedding else {f'{i}.1.weight': None for i in range(5)}
-  drafter = load_drafter(write_head(tmp_path / 'a', 'medusa', arrays), target)
-  save_drafter(tmp_path / 'b', drafter, param_dtype=param_dtype, info={'data': 'none'})
-  again = load_drafter(tmp_path / 'b', target)
-  assert dataclasses.replace(again, params=None) == dataclasses.replace(drafter, params=None)
-
-  def rounded(path, x):
-    return x.astype(param_dtype).astype(x.dtype) if has_unembedding or path[0].key == 'residual' else x
-
-  jax.tree.map(np.testing.assert_array_equal, again.params, jax.tree_util.tree_map_with_path(rounded, drafter.params))
-  with safe_open(tmp_path / 'b' / 'medusa_lm_head.safetensors', framework='numpy') as file:
-    assert set(file.keys()) == {name for name in arrays_of('medusa') if name not in arrays}
-  spec = json.loads((tmp_path / 'b' / 'config.json').read_text())
-  assert (spec['medusa_num_heads'], spec['medusa_num_layers'], spec['info']) == (5, 1, {'data': 'none'})
-  # A head of another kind leaves nothing of it behind.
-  save_drafter(tmp_path / 'b', load_drafter(write_head(tmp_path / 'e', 'eagle3'), target), overwrite=True)
-  assert open_head(tmp_path / 'b').format == 'EAGLE-3'
+    save_drafter(folder, drafter, overwrite=True)
+  assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+  assert sorted(path.name for path in tmp_path.iterdir()) == ['a', 'b', 'm']
 
 
 def test_heads_that_the_format_cannot_say(tmp_path, target):

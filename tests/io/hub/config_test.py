@@ -15,8 +15,6 @@ from spectr_jax import generate
 from spectr_jax.engine.result import NotFiniteError
 from spectr_jax.io.hub.families import FAMILIES, read_spec
 from spectr_jax.io.hub.load import load_hub_model, make_model, read_hub_config
-from spectr_jax.models.causal_lm import Rope
-from spectr_jax.models.causal_lm_config import CausalLMConfig
 
 _BARE = {
   'vocab_size': 32, 'hidden_size': 128, 'intermediate_size': 24, 'num_hidden_layers': 30, 'num_attention_heads': 64,
@@ -268,35 +266,3 @@ def test_weights_beyond_all_bounds_are_no_flat_text(name):
   tensors = {key: array * np.float32(1e30) for key, array in tensors_of(spec).items()}
   with pytest.raises(NotFiniteError, match='logits of the target are not finite'):
     _decode(spec, 3, tensors)
-
-
-_SIZES = {'vocab_size': 8, 'embed_dim': 8, 'num_layers': 1, 'num_heads': 2, 'num_kv_heads': 2, 'head_dim': 4}
-
-
-@pytest.mark.parametrize(
-  ('fields', 'message'),
-  [
-    ({'vocab_size': True}, 'vocab_size must be a positive integer'),
-    ({'context_length': 2**31}, 'context_length must be at most 2147483647'),
-    ({'norm_epsilon': -1.0}, 'norm_epsilon must be finite and at least 0'),
-    ({'query_scale': float('inf')}, 'query_scale must be finite and above 0'),
-    ({'attention_soft_cap': 0.0}, 'attention_soft_cap must be finite and above 0'),
-    ({'logit_soft_cap': float('nan')}, 'logit_soft_cap must be finite and above 0'),
-    ({'windows': (0,)}, 'windows must be positive integers or None'),
-    ({'windows': (2.0,)}, 'windows must be positive integers or None'),
-  ],
-)
-def test_numbers_from_python(fields, message):
-  sizes = _SIZES | {'mlp_dim': 8, 'context_length': 8}
-  CausalLMConfig(**sizes)
-  with pytest.raises(ValueError, match=message):
-    CausalLMConfig(**(sizes | fields))
-
-
-def test_rotary_numbers_from_python():
-  for frequencies in ((float('inf'),), (1.0, float('nan'))):
-    with pytest.raises(ValueError, match='rotary frequencies must be finite'):
-      Rope(frequencies)
-  for magnitude in (0.0, -1.0, float('inf'), float('nan')):
-    with pytest.raises(ValueError, match='magnitude of rotary positions must be finite and above 0'):
-      Rope((1.0,), magnitude)

@@ -18,7 +18,6 @@ from spectr_jax.io.hub.gguf_header import read_header
 from spectr_jax.io.hub.gguf_tensors import GgufTensors
 from spectr_jax.io.load import open_model
 from spectr_jax.kernels.block_kernel import is_in_blocks
-from spectr_jax.kernels.int8 import check_savable
 from spectr_jax.models.causal_lm_config import CausalLMConfig, Rope
 from spectr_jax.models.head import HeadConfig, init_params
 from spectr_jax.sampling import SamplingParams
@@ -102,12 +101,6 @@ def test_what_has_no_blocks_is_refused(tmp_path):
     load_model('pretrained/draft', weights='blocks')
   with pytest.raises(ValueError, match='weights must be int8, blocks, or None'):
     load_model('pretrained/draft', weights='int4')
-
-
-def test_models_in_blocks_are_not_saved(tmp_path):
-  path = gguf_files.write_model(tmp_path / 'model.gguf', 'llama', Type.Q8_0)
-  with pytest.raises(ValueError, match='in int8 or in blocks is not saved'):
-    check_savable(_load(path, weights='blocks').params)
 
 
 @pytest.mark.filterwarnings('ignore:overflow')

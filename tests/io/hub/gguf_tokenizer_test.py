@@ -5,6 +5,8 @@ agree for every pre-tokenizer below; the vocabularies are too large to stand her
 random texts agreed with sentencepiece 0.2.3, for eight vocabularies that it trained.
 """
 
+import random
+import re
 import unicodedata
 
 import numpy as np
@@ -13,8 +15,7 @@ import tokenizers
 from tokenizers import decoders, pre_tokenizers
 
 from spectr_jax.io.hub.gguf_header import GgufHeader
-from spectr_jax.io.hub.gguf_tokenizer import adds_bos, build_tokenizer
-from spectr_jax.io.hub.gguf_words import WORDS
+from spectr_jax.io.hub.gguf_tokenizer import WORDS, adds_bos, build_tokenizer
 from spectr_jax.io.hub.hub_tokenizer import HubTokenizer
 from spectr_jax.io.patterns import check_pattern
 
@@ -170,7 +171,7 @@ def test_merged_pieces_are_those_of_llama_cpp():
     build_tokenizer(_header(tokens, model='gemma4', merges=['▁ é']))
 
 
-# SentencePiece: unused pieces.
+# SentencePiece.
 
 _PIECES = {
   '▁': -20, 'a': -21, 'b': -22, 'c': -23, 'd': -24, '▁a': -9, 'ab': -1, 'bc': -2, 'abc': -3, 'cd': -4, 'bcd': -5,
@@ -178,12 +179,40 @@ _PIECES = {
 }  # fmt: skip
 _UNUSED = {'ab', 'bc', 'bcd', '▁a', 'da', 'aab'}
 _PIECE_TOKENS = ['<unk>', '<s>', '</s>', *_BYTES, *_PIECES]
-_PIECE_HEADER = _header(
-  _PIECE_TOKENS,
-  token_type=[UNKNOWN, CONTROL, CONTROL] + [BYTE] * 256 + [UNUSED if piece in _UNUSED else NORMAL for piece in _PIECES],
-  scores=[0.0] * 259 + [float(score) for score in _PIECES.values()],
-  model='llama',
-)
+
+
+def _pieces(*others, unused=(), **fields):
+  """The tokenizer of the pieces, and of other tokens as users define them."""
+  types = [UNKNOWN, CONTROL, CONTROL] + [BYTE] * 256 + [UNUSED if piece in unused else NORMAL for piece in _PIECES]
+  scores = [0.0] * 259 + [float(score) for score in _PIECES.values()] + [0.0] * len(others)
+  types += [USER_DEFINED] * len(others)
+  header = _header([*_PIECE_TOKENS, *others], token_type=types, scores=scores, model='llama', **fields)
+  assert adds_bos(header)
+  return build_tokenizer(header)
+
+
+def _merged(text):
+  """SentencePiece: joins the neighbors whose join has the highest score until no two join to a piece."""
+  symbols = list(text.replace(' ', '▁'))
+  while joins := [(_PIECES[a + b], -i) for i, (a, b) in enumerate(zip(symbols, symbols[1:])) if a + b in _PIECES]:
+    at = -max(joins)[1]
+    symbols[at : at + 2] = [symbols[at] + symbols[at + 1]]
+  return [token for x in symbols for token in ([x] if x in _PIECES else [_BYTES[byte] for byte in x.encode()])]
+
+
+@pytest.mark.parametrize('with_prefix', [True, False])
+def test_pieces_are_merged_by_their_scores(with_prefix):
+  backend, rng = _pieces('  ', add_space_prefix=with_prefix), random.Random(0)
+  begin = ' ' if with_prefix else ''
+  for _ in range(300):
+    text = re.sub(' +', ' ', ''.join(rng.choices('aabbccdd é漢🙂', k=rng.randrange(1, 30))))
+    found = backend.encode(text)
+    assert found.tokens == _merged(begin + text), text
+    assert backend.decode(found.ids) == text
+  parts = _merged(f'{begin}a')
+  assert backend.encode('a<s>a  a</s>').tokens == [*parts, '<s>', *parts, '  ', *parts, '</s>']
+
+
 # As `SentencePieceProcessor.encode` of sentencepiece 0.2.3 gives them.
 _PIECES_OF = {
   'ab': '▁ a b',
@@ -205,7 +234,7 @@ _PIECES_OF = {
 
 
 def test_unused_pieces_are_steps_of_merging_and_no_tokens():
-  backend = build_tokenizer(_PIECE_HEADER)
+  backend = _pieces(unused=_UNUSED)
   for text, expected in _PIECES_OF.items():
     assert ' '.join(_PIECE_TOKENS[index] for index in backend.encode(text).ids) == expected, text
   parts = {'bos_id': 1, 'eos_ids': [2], 'add_bos': True, 'chat_template': '{{ messages[0].content }}'}
@@ -220,7 +249,7 @@ def test_unused_pieces_are_steps_of_merging_and_no_tokens():
 
 
 def test_a_long_text_of_unused_pieces():
-  backend = build_tokenizer(_PIECE_HEADER)
+  backend = _pieces(unused=_UNUSED)
   text = 'abcdab' * 20_000
   ids = backend.encode(text).ids
   assert len(ids) == 1 + 20_000 * 3
@@ -228,7 +257,7 @@ def test_a_long_text_of_unused_pieces():
 
 
 def test_rules_that_tokenizer_json_cannot_express_are_not_written(tmp_path):
-  tokenizer = HubTokenizer.from_parts(build_tokenizer(_PIECE_HEADER), bos_id=1, eos_ids=[2], add_bos=True)
+  tokenizer = HubTokenizer.from_parts(_pieces(unused=_UNUSED), bos_id=1, eos_ids=[2], add_bos=True)
   with pytest.raises(ValueError, match='^model.gguf: tokenizer.json has no pieces that are merged and are no tokens$'):
     tokenizer.save(tmp_path)
   # Unused tokens that nothing is merged to, such as room for more, are no such pieces.

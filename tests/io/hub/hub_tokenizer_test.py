@@ -305,6 +305,9 @@ def test_what_is_no_text_and_templates_that_write_none_are_refused():
     ):  # fmt: skip
       with pytest.raises(ValueError, match='is not valid Unicode'):
         encode(content)
+  for content in (None, ['a']):
+    with pytest.raises(ValueError, match="message 1 must hold texts, got 'content'"):
+      tokenizer.encode_chat([{'role': 'user', 'content': content}])
   for template, message in (('', 'is empty'), ('{% if false %}x{% endif %}', 'writes nothing for this conversation')):
     with pytest.raises(ValueError, match=f'the chat template {message}'):
       _chat(template=template).encode_chat([{'role': 'user', 'content': 'owl'}])

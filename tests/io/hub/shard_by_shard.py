@@ -1,6 +1,7 @@
-"""A program for eight virtual devices: loads a folder onto a mesh, and prints the sizes of reads and the tokens."""
+"""A program for eight virtual devices: loads a folder onto a mesh, each device its part, and decodes with it."""
 
 import json
+import math
 import sys
 
 import jax
@@ -29,42 +30,32 @@ class Recorded(SafetensorsFolder):
 def main(folder, spec):
   prompts, lengths = np.arange(12).reshape(2, 6), np.array([6, 3])
   settings = {'method': 'race_traversal', 'tree': TokenTree.chains(2, 2), 'max_new_tokens': 8}
-  found = {}
-  plain = load_hub_model(folder)
-  found['plain'] = generate(jax.random.key(0), plain, plain, prompts, lengths, **settings).tokens.tolist()
-  int8 = load_hub_model(folder, weights='int8')
-  found['plain_int8'] = generate(jax.random.key(0), int8, plain, prompts, lengths, **settings).tokens.tolist()
+  plain, int8 = load_hub_model(folder), load_hub_model(folder, weights='int8')
+
+  def decoded(target, **options):
+    return generate(jax.random.key(0), target, plain, prompts, lengths, **settings, **options).tokens
+
   for sizes in ({'model': 8}, {'data': 2, 'model': 4}):
-    mesh, tensors = make_mesh(sizes), Recorded(folder)
-    target = make_model(spec, tensors, mesh=mesh)
-    sharding = DecodeSharding(mesh)
-    new = generate(jax.random.key(0), target, plain, prompts, lengths, sharding=sharding, **settings)
-    quantized = make_model(spec, SafetensorsFolder(folder), weights='int8', mesh=mesh)
-    new_int8 = generate(jax.random.key(0), quantized, plain, prompts, lengths, sharding=sharding, **settings)
-    kernels = quantized.params['layer_0'], int8.params['layer_0']
-    same = [
-      np.array_equal(*pair)
-      for place in (('attention', 'q'), ('attention', 'out'), ('mlp', 'up'), ('mlp', 'down'))
-      for pair in zip(*(jax.tree.leaves(block[place[0]][place[1]]) for block in kernels))
-    ]
-    same += [
-      np.array_equal(*pair) for pair in zip(*(jax.tree.leaves(x.params['embedding']) for x in (quantized, int8)))
-    ]
+    mesh, tensors, num_shards = make_mesh(sizes), Recorded(folder), sizes['model']
+    target, sharding = make_model(spec, tensors, mesh=mesh), DecodeSharding(mesh)
+    np.testing.assert_array_equal(decoded(target, sharding=sharding), decoded(plain))
+    assert sharding.put_models(target, None)[0].params['embedding'] is target.params['embedding']  # stays where it is
     kernel = target.params['layer_0']['attention']['k']['kernel']
-    found[f'model:{sizes["model"]}'] = {
-      'tokens': new.tokens.tolist(),
-      'largest': tensors.largest,
-      'whole': {name: int(np.prod(tensors.shape(name))) for name in tensors.names()},
-      'k_shape': kernel.shape,
-      'k_shard': kernel.addressable_shards[0].data.shape,
-      'int8': {
-        'tokens': new_int8.tokens.tolist(),
-        'is_equal': all(same),
-        'out_shard': kernels[0]['attention']['out']['kernel'].values.addressable_shards[0].data.shape,
-      },
-      'is_moved': sharding.put_models(target, None)[0].params['embedding'] is not target.params['embedding'],
-    }
-  print(json.dumps(found))
+    assert kernel.shape == (32, 4 * num_shards)  # each head is there often
+    assert kernel.addressable_shards[0].data.shape == (32, 4)
+    for name in tensors.names():
+      # Two heads of keys and values cannot be read in more than two parts.
+      shards = 1 if 'norm' in name else 2 if 'k_proj' in name or 'v_proj' in name else num_shards
+      assert tensors.largest[name] == math.prod(tensors.shape(name)) // shards, name
+    quantized = make_model(spec, SafetensorsFolder(folder), weights='int8', mesh=mesh)
+    np.testing.assert_array_equal(decoded(quantized, sharding=sharding), decoded(int8))
+    own, whole = quantized.params['layer_0'], int8.params['layer_0']
+    for module, part in (('attention', 'q'), ('attention', 'out'), ('mlp', 'up'), ('mlp', 'down')):
+      jax.tree.map(np.testing.assert_array_equal, own[module][part], whole[module][part])
+    jax.tree.map(np.testing.assert_array_equal, quantized.params['embedding'], int8.params['embedding'])
+    # Its inputs are sharded, and scales are those of whole channels.
+    assert own['attention']['out']['kernel'].values.addressable_shards[0].data.shape == (32 // num_shards, 32)
+    print(sizes)
 
 
 if __name__ == '__main__':
