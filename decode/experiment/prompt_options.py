@@ -13,7 +13,7 @@ from decode.experiment.prompts import Prompt, as_conversations, read_prompts
 from spectr_jax import Constraint, StopStrings
 from spectr_jax.engine.stop import check_stop_texts
 from spectr_jax.io.tokenizer import TokenizerBase
-from spectr_jax.io.untrusted import parse_json, read_text
+from spectr_jax.io.untrusted import parse_json, read_text, shown
 from spectr_jax.sampling import SAMPLING_NAMES, SamplingParams
 from spectr_jax.unicode import check_unicode
 
@@ -67,7 +67,10 @@ class SamplingOptions(Record):
       ValueError: The file of the schema is unusable.
     """
     if self.json_schema is not None:
-      return {'json_schema': parse_json(read_text(self.json_schema), self.json_schema)}
+      schema = parse_json(read_text(self.json_schema), self.json_schema)
+      if not isinstance(schema, dict | bool):
+        raise ValueError(f'the JSON schema {self.json_schema} must be an object or a boolean, got {shown(schema)}')
+      return {'json_schema': schema}
     return {'regex': self.regex} if self.regex is not None else {'choices': self.choice} if self.choice else {}
 
   def make_constraint(self, tokenizer: TokenizerBase, vocab_size: int) -> Constraint | None:

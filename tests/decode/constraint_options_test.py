@@ -41,7 +41,8 @@ def test_other_constraints_make_other_runs(tmp_path):
 
 
 @pytest.mark.parametrize(
-  ('content', 'words'), [(None, 'schema.json'), ('{', 'schema.json'), ('[1]', 'must be an object')]
+  ('content', 'words'),
+  [(None, 'schema.json'), ('{', 'schema.json'), ('[1]', 'must be an object'), ('null', 'must be an object')],
 )
 def test_a_wrong_file_gets_one_line(tmp_path, content, words):
   path = tmp_path / 'schema.json'
