@@ -14,7 +14,6 @@ whole where the model ended it; the others were cut at --max_new_tokens. Tokens 
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -24,6 +23,7 @@ import numpy as np
 from absl import flags
 
 import spectr_jax
+from benchmarks import timing
 from benchmarks.constraints import SCHEMAS
 from common import command_line
 from common.output_files import OutputFiles
@@ -110,21 +110,11 @@ def own_ways(path: str, head: str, names: Sequence[str], limit: int, longest: in
 
 def llama_cpp_way(path: str, limit: int, longest: int) -> Way:
   """llama.cpp with a grammar that it makes of each schema."""
-  import xllamacpp
-
-  params = xllamacpp.CommonParams()
-  params.model.path, params.n_ctx, params.n_parallel, params.n_gpu_layers = path, longest + limit, 1, 0
-  params.cpuparams.n_threads = params.cpuparams_batch.n_threads = os.cpu_count() or 1
-  params.verbosity = -1
-  server = xllamacpp.Server(params)
-  fixed = {'max_tokens': limit, 'cache_prompt': False, 'top_k': 0, 'top_p': 1.0, 'min_p': 0.0}
+  ask = timing.llama_cpp(path, longest + limit)
 
   def answer(prompt: Prompt) -> Answer:
     own = {'prompt': prompt.tokens, 'temperature': prompt.temperature, 'seed': prompt.seed}
-    reply = server.handle_completions(fixed | own | {'json_schema': SCHEMAS[prompt.name]})
-    reply = json.loads(reply) if isinstance(reply, str) else reply
-    if 'usage' not in reply:
-      raise RuntimeError(f'llama.cpp: {reply}')
+    reply = ask(max_tokens=limit, json_schema=SCHEMAS[prompt.name], **own)
     made, num_tokens = reply['choices'][0], reply['usage']['completion_tokens']
     return Answer(made['text'], num_tokens, made['finish_reason'] == 'stop', num_tokens)
 

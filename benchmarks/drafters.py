@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -25,6 +24,7 @@ from typing import Any
 import numpy as np
 from absl import flags
 
+from benchmarks import timing
 from common import command_line
 from common.output_files import OutputFiles
 from decode.experiment import metrics
@@ -81,31 +81,18 @@ def peer_ways(workload: Workload, lookup_lengths: Sequence[int], device: str) ->
 
 
 def llama_cpp_ways(workload: Workload) -> dict[str, Way]:
-  """llama.cpp's decoding without a draft, one row at a time; it needs `pip install xllamacpp`.
+  """llama.cpp's decoding without a draft, one row at a time.
 
-  It multiplies by the file's own few bits per weight, where the others compute in bfloat16 or float32. It has a thread
-  for each core, which wait for each other in a loop: beside other work it is many times slower.
+  It multiplies by the file's own few bits per weight, where the others compute in bfloat16 or float32. The file says
+  which tokens end a text.
   """
-  import xllamacpp
-
-  options, params = workload.options, xllamacpp.CommonParams()
-  params.model.path, params.n_ctx, params.n_parallel, params.n_gpu_layers = options.target, workload.cache_size, 1, 0
-  params.cpuparams.n_threads = params.cpuparams_batch.n_threads = os.cpu_count() or 1
-  params.verbosity = -1
-  server = xllamacpp.Server(params)
-  # The file says which tokens end a text. The whole distribution, as the others sample from; prompts are read anew.
-  request = {'max_tokens': options.max_new_tokens, 'temperature': options.temperature, 'cache_prompt': False}
-  request |= {'top_k': 0, 'top_p': 1.0, 'min_p': 0.0}
-
-  def answer(row):
-    reply = server.handle_completions(request | {'prompt': row.tolist()})
-    reply = json.loads(reply) if isinstance(reply, str) else reply
-    if 'usage' not in reply:
-      raise RuntimeError(f'llama.cpp: {reply}')
-    return reply['usage']['completion_tokens']
+  options = workload.options
+  ask = timing.llama_cpp(options.target, workload.cache_size)
+  request = {'max_tokens': options.max_new_tokens, 'temperature': options.temperature}
 
   def decode(batch):
-    tokens = sum(answer(workload.tokens[number, : workload.lengths[number]]) for number in batch)
+    rows = [workload.tokens[number, : workload.lengths[number]].tolist() for number in batch]
+    tokens = sum(ask(prompt=row, **request)['usage']['completion_tokens'] for row in rows)
     return tokens, tokens
 
   return {'llama.cpp': decode}
@@ -133,15 +120,9 @@ def describe(measured: Mapping[str, Mapping[str, np.ndarray]]) -> list[str]:
   width = max(map(len, measured))
   lines = [f'{"":{width}}  tokens per call   tokens/s  relative to the first, 95% interval over batches']
   for name, each in measured.items():
-    interval = metrics.ratio_interval(each['tokens'], each['calls'])
-    half = '' if interval is None else f' ± {(interval[1] - interval[0]) / 2:4.2f}'
     pairs = [(numbers['tokens'], numbers['seconds']) for numbers in (each, first)]
-    factor, least, most = metrics.compare(*pairs)
-    kept = metrics.ratio(each['tokens'], each['calls'])
-    lines.append(
-      f'{name:{width}}  {kept:5.2f}{half:<7}  {metrics.ratio(*pairs[0]):11.1f}'
-      f'  {factor:.2f} ({least:.2f} to {most:.2f})'
-    )
+    kept, factor = metrics.ratio_text(each['tokens'], each['calls']), metrics.comparison_text(*pairs, digits=2)
+    lines.append(f'{name:{width}}  {kept:>12}  {metrics.ratio(*pairs[0]):11.1f}  {factor}')
   return lines
 
 

@@ -1,12 +1,14 @@
-"""What benchmarks of speed share: calls that take turns, rounds of the loop, a device's memory rate, times in words."""
+"""What benchmarks of speed share: calls in turns, rounds of the loop, a memory's rate, times in words, llama.cpp."""
 
 from __future__ import annotations
 
 import concurrent.futures
+import json
 import multiprocessing
 import os
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -88,6 +90,32 @@ def rounds_in_turns(decoders: dict, num_runs: int, num_rounds: int) -> dict:
     for name, make in decoders.items():
       times[name].append(seconds_per_round(*make(), num_rounds))
   return {name: seconds[1:] for name, seconds in times.items()}
+
+
+def llama_cpp(path: str, room: int) -> Callable[..., dict[str, Any]]:
+  """A function that lets llama.cpp answer a request, its fields keyword arguments, one at a time in caches of `room`
+  tokens; it needs `pip install xllamacpp`.
+
+  It samples from the whole distribution, as the others do, and reads each prompt anew. It has a thread for each core,
+  which wait for each other in a loop: beside other work it is many times slower.
+  """
+  import xllamacpp
+
+  params = xllamacpp.CommonParams()
+  params.model.path, params.n_ctx, params.n_parallel, params.n_gpu_layers = path, room, 1, 0
+  params.cpuparams.n_threads = params.cpuparams_batch.n_threads = os.cpu_count() or 1
+  params.verbosity = -1
+  server = xllamacpp.Server(params)
+  always = {'cache_prompt': False, 'top_k': 0, 'top_p': 1.0, 'min_p': 0.0}
+
+  def answer(**request) -> dict[str, Any]:
+    reply = server.handle_completions(always | request)
+    reply = json.loads(reply) if isinstance(reply, str) else reply
+    if 'usage' not in reply:
+      raise RuntimeError(f'llama.cpp: {reply}')
+    return reply
+
+  return answer
 
 
 def in_own_process(function, *arguments):

@@ -89,15 +89,8 @@ def logits_after(model: Model, texts: list[list[int]]) -> list[np.ndarray]:
 
 
 def measure(workload: Workload, own: TokenizerBase, every: int) -> dict[str, Any]:
-  """The figures, by name.
-
-  Args:
-    workload: The pair and the prompts.
-    own: The draft's tokenizer.
-    every: Of how many positions one is taken.
-
-  Raises:
-    ValueError: Draft and target have the same vocabulary.
+  """The figures, by name, of a draft whose tokenizer is `own`, at each `every`-th position; a `ValueError` if draft and
+  target have the same vocabulary.
   """
   drafter, sampling = workload.draft, workload.sampling
   if not isinstance(drafter, VocabularyDrafter):

@@ -5,7 +5,7 @@ import pytest
 
 from benchmarks.distance_to_optimum import bound_of_texts, kept_by_methods, means, table
 from benchmarks.real_tables import classes_of
-from benchmarks.rivals import best_of, parse_shape
+from benchmarks.rivals import best_of
 from spectr_jax import theory
 
 
@@ -47,14 +47,6 @@ def test_tables_of_records():
   ]  # fmt: skip
   row = next(row for row in means(records) if row['of'] == 'race_layers')
   assert (row['tables'], row['low'], row['high']) == (2, 0.25, 0.75)
-
-
-def test_shapes_are_read():
-  assert parse_shape('4 x 3') == (4, 1, 1)
-  assert parse_shape('prefix:2,2,1') == (2, 2, 1)
-  for text in ('4x3', '4 x 0', '0 x 4', 'prefix:', 'prefix:2,0'):
-    with pytest.raises(ValueError, match='a shape is written as'):
-      parse_shape(text)
 
 
 def test_best_shapes():

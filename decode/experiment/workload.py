@@ -281,6 +281,10 @@ class Workload(Batches):
     batch_size = _rows_of(self.options, len(firsts['prompts']), self.sharding)
     return dataclasses.replace(self, **firsts, batch_size=batch_size)
 
+  def at(self, temperature: float) -> Workload:
+    options = dataclasses.replace(self.options, temperature=temperature)
+    return dataclasses.replace(self, options=options, sampling=options.sampling)
+
   def keys(self, seed: int) -> jax.Array:
     """One key per prompt."""
     return row_keys(seed, self.prompts)

@@ -246,11 +246,8 @@ def test_a_ladder_has_trees_of_every_size_with_names():
   request = request_of('ladder', num_nodes=(64, 15))
   with pytest.raises(ValueError, match='no tree of at most 15 nodes is measured of speculative, spectr, '):
     FIGURES['ladder'].measure(request, None)
-  names = {
-    '1 x 3': TokenTree.chains(1, 3), '4 x 1': TokenTree.chains(4, 1), '3 x 2': TokenTree.prefix((3, 1)),
-    'prefix:3,2,1': TokenTree.prefix((3, 2, 1)), 'prefix:1,2': TokenTree.prefix((1, 2)),
-  }  # fmt: skip
-  assert {method_figures.shape_name(tree): tree for tree in names.values()} == names
+  for factors in ((1, 1, 1), (4,), (3, 1), (3, 2, 1), (1, 2)):
+    assert method_figures.factors_of(TokenTree.prefix(factors)) == factors
 
 
 def test_a_ladder_tells_the_best_shapes_and_their_ratios():
