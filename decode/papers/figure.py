@@ -43,12 +43,9 @@ class Figure(Exhibit):
     for line in (self.title, '', self.tell(rows), '', *about):
       console.print(line, soft_wrap=True)
 
-  def to_data(self, name: str, request: Request, results: Results) -> str:
-    del name, request
+  def to_data(self, name: str, request: Request, results: Results, about: Sequence[str]) -> str:
+    del name, request, about
     return to_csv(results.rows)
-
-  def read_rows(self, data: str) -> list[Row]:
-    return from_csv(data)
 
   def to_markdown(self, name: str, rows: Sequence[Row], about: Sequence[str]) -> str:
     """The picture, the paragraph, and the lines of `describe` as a list."""
