@@ -138,14 +138,8 @@ def transformers_way(path: str, dtype: str, tokenizer: Any, limit: int) -> Way:
 
   def answer(prompt: Prompt) -> Answer:
     torch.manual_seed(prompt.seed)
-    row = torch.tensor([prompt.tokens])
-    sampling = {'do_sample': True, 'temperature': prompt.temperature, 'top_k': 0} if prompt.temperature else {}
-    with torch.inference_mode():
-      made = model.generate(
-        row, attention_mask=torch.ones_like(row), max_new_tokens=limit, eos_token_id=eos_ids, pad_token_id=eos_ids[0],
-        logits_processor=[LogitsProcessor(grammars[prompt.name])], **{'do_sample': False} | sampling,
-      )  # fmt: skip
-    tokens = made[0, row.shape[1] :].tolist()
+    masks = [LogitsProcessor(grammars[prompt.name])]
+    [tokens] = peer.answer(model, [prompt.tokens], limit, eos_ids, prompt.temperature, logits_processor=masks)
     is_whole = tokens[-1] in eos_ids
     return Answer(tokenizer.decode(tokens[:-1] if is_whole else tokens), len(tokens), is_whole, len(tokens))
 
@@ -205,6 +199,8 @@ if __name__ == '__main__':
 
   def main(argv):
     del argv
+    if unknown := set(_PEERS.value) - {'llama.cpp', 'transformers'}:
+      raise ValueError(f'peers must be llama.cpp, transformers or both, got {", ".join(unknown)}')
     with OutputFiles(output=_OUTPUT.value) as outputs:
       names, limit, path = [*SCHEMAS][: _SCHEMAS.value], _LIMIT.value, _TARGET.value
       tokenizer = spectr_jax.io.load.open_model(path).tokenizer()

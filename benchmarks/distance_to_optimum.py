@@ -27,6 +27,7 @@ from benchmarks.real_tables import real_tables
 from common import command_line
 from common.output_files import OutputFiles
 from decode.experiment.workload import Workload
+from decode.papers.figure import by_value
 from spectr_jax import METHODS, Proposal, TokenTree, get_method, theory
 from spectr_jax.methods import FURTHER_METHODS
 from spectr_jax.proposal import Independent
@@ -118,11 +119,8 @@ def means(records: list[dict]) -> list[dict]:
 
   The error is the largest standard error of a table, 0 for what is computed.
   """
-  groups: dict[tuple, list[dict]] = {}
-  for each in records:
-    groups.setdefault((each['temperature'], each['num_drafts'], each['length']), []).append(each)
   rows = []
-  for (temperature, num_drafts, length), own in groups.items():
+  for (temperature, num_drafts, length), own in by_value(records, 'temperature', 'num_drafts', 'length').items():
     for name in own[0]['shares']:
       shares = [each['shares'][name] for each in own]
       error = max(each['errors'].get(name, 0.0) for each in own)

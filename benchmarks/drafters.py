@@ -67,12 +67,10 @@ def peer_ways(workload: Workload, lookup_lengths: Sequence[int], device: str) ->
 
   def decode(request, batch):
     before, rows = counter[0], [workload.tokens[number, : workload.lengths[number]] for number in batch]
-    lengths = peer.answer(
-      model, rows, options.max_new_tokens, workload.tokenizer.eos_ids, options.temperature, **request
-    )
+    made = peer.answer(model, rows, options.max_new_tokens, workload.tokenizer.eos_ids, options.temperature, **request)
+    num_tokens = sum(map(len, made))
     # A row takes part in a call for each of its tokens, or, where it is alone, in all calls.
-    num_calls = counter[0] - before if len(rows) == 1 else lengths.sum()
-    return int(lengths.sum()), int(num_calls)
+    return num_tokens, counter[0] - before if len(rows) == 1 else num_tokens
 
   requests = {_PEER: {}}
   if options.batch_size == 1:

@@ -54,9 +54,7 @@ def _draw(rows: Sequence[Row]):
 
 def _tell(rows: Sequence[Row]) -> str:
   parts = []
-  for (temperature, number), own in by_value(
-    [row | {'at': (row['temperature'], row['K'])} for row in rows], 'at'
-  ).items():
+  for (temperature, number), own in by_value(rows, 'temperature', 'K').items():
     best = sorted((row for row in own if row['of'] in NAMES), key=lambda row: -row['share'])[:3]
     found = ', '.join(f'{row["of"]} {row["share"]:.3f}' for row in best)
     parts.append(f'temperature {temperature:g}, K = {number}: {found}')

@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import jax
 import numpy as np
 from absl import flags
 
 from benchmarks import command
+from benchmarks.distance_to_optimum import NAMES
 from common import command_line
 from common.output_files import OutputFiles
 from decode.experiment import metrics
@@ -43,7 +45,13 @@ SHAPES = (
 )  # fmt: skip
 
 
-@functools.partial(jax.jit)
+def check_methods(names: Sequence[str]) -> None:
+  """Refuses methods whose numbers would be wrong: the drafts are independent, and all methods decide on the same."""
+  if wrong := [name for name in names if name not in NAMES]:
+    raise ValueError(f'{", ".join(wrong)}: the methods for independent drafts that are lossless are {", ".join(NAMES)}')
+
+
+@jax.jit
 def _draft(decoder, state):
   """Guesses, the draft's distributions, and the target's."""
   proposal = propose(decoder, state, noise_keys(decoder, state)[0])
@@ -81,7 +89,7 @@ def _takes(name: str, tree: TokenTree) -> bool:
   return (method.max_drafts == 1) == tree.is_chain
 
 
-def measure(workload: Workload, shapes, names, num_decisions: int, batch_size: int, seed: int):
+def measure(workload: Workload, shapes, names, num_decisions: int, seed: int):
   """Tokens of a call by shape and method, `[P]` each, in turn."""
   places = _places(workload, seed)
   keys = places.keys(seed)
@@ -94,19 +102,18 @@ def measure(workload: Workload, shapes, names, num_decisions: int, batch_size: i
       places.target, places.draft, method=BASELINE, tree=tree, max_new_tokens=1, cache_size=places.tokens.shape[1] + 1
     )
     kept: dict[str, list[np.ndarray]] = {name: [] for name in own}
-    for start in range(0, len(places.prompts), batch_size):
-      rows = np.resize(np.arange(start, min(start + batch_size, len(places.prompts))), batch_size)
+    for batch, rows in enumerate(places.batches):
       state = init_decode(decoder, keys[rows], places.tokens[rows], places.lengths[rows], sampling=places.sampling)
       drafted = _draft(decoder, state)
       for number, name in enumerate(own):
-        key = jax.random.fold_in(jax.random.key(seed), start * 100 + number)
+        key = jax.random.fold_in(jax.random.key(seed), batch * places.batch_size * 100 + number)
         kept[name].append(
           np.asarray(_kept(key, *drafted, tree=tree, method=get_method(name), num_decisions=num_decisions))
         )
-    means = ', '.join(f'{name} {np.mean(parts):.3f}' for name, parts in kept.items())
-    print(f'{shape_name(shape)}: {means}', flush=True)
-    for name, parts in kept.items():
-      yield shape, name, np.concatenate(parts)[: len(places.prompts)]
+    tokens = {name: np.concatenate(parts)[: len(places.prompts)] for name, parts in kept.items()}
+    print(f'{shape_name(shape)}: ' + ', '.join(f'{name} {own.mean():.3f}' for name, own in tokens.items()), flush=True)
+    for name, own in tokens.items():
+      yield shape, name, own
 
 
 def best_of(records: list[dict], num_nodes: int, temperature: float) -> dict[str, dict]:
@@ -160,14 +167,12 @@ if __name__ == '__main__':
   def main(argv):
     del argv
     temperatures, budgets, options = _TEMPERATURES(), _NODES(), _OPTIONS(skip_long=True)
-    for name in _METHOD.value:
-      get_method(name)
+    check_methods(_METHOD.value)
     shapes = [parse_shape(text) for text in _SHAPE.value] if _SHAPE.value else SHAPES
     shapes = [shape for shape in shapes if TokenTree.prefix(shape).num_nodes <= max(budgets)]
     records: list[dict] = []
     with OutputFiles(output=_OUTPUT.value).apart_from(options.inputs()) as files:
       loaded = Workload.load(options)
-      counts = {'num_decisions': _NUM_DECISIONS.value, 'batch_size': loaded.batch_size, 'seed': _SEED.value}
       for temperature in temperatures:
         own = [
           {
@@ -177,7 +182,9 @@ if __name__ == '__main__':
             'num_nodes': TokenTree.prefix(shape).num_nodes,
             'tokens': [round(float(each), 4) for each in tokens],
           }
-          for shape, name, tokens in measure(loaded.at(temperature), shapes, _METHOD.value, **counts)
+          for shape, name, tokens in measure(
+            loaded.at(temperature), shapes, _METHOD.value, _NUM_DECISIONS.value, _SEED.value
+          )
         ]
         print(table(own, budgets), flush=True)
         records += own

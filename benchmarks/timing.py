@@ -68,26 +68,27 @@ def make_decoder(target, draft, method: str | Method, tree: TokenTree | None) ->
   )
 
 
-def begin(decoder: Decoder, rows: np.ndarray) -> DecodeState:
-  """The state behind prompts, int32 `[B, P]`."""
-  return spectr_jax.init_decode(decoder, jax.random.key(0), rows, np.full(len(rows), rows.shape[1]))
+def begin(decoder: Decoder, rows: np.ndarray, **options) -> tuple[Decoder, DecodeState]:
+  """The decoder, and its state behind prompts, int32 `[B, P]`, with options of `init_decode`."""
+  lengths = np.full(len(rows), rows.shape[1])
+  return decoder, spectr_jax.init_decode(decoder, jax.random.key(0), rows, lengths, **options)
 
 
-def seconds_per_round(decoder: Decoder, rows: np.ndarray, num_rounds: int) -> float:
-  """Seconds per round of one run of the loop, at most `num_rounds`, behind prompts, int32 `[B, P]`; without prefill."""
-  state = jax.block_until_ready(begin(decoder, rows))
+def seconds_per_round(decoder: Decoder, state: DecodeState, num_rounds: int) -> float:
+  """Seconds per round of one run of the loop, at most `num_rounds`, from a state, which is donated."""
+  jax.block_until_ready(state)
   start = time.perf_counter()
   state = jax.block_until_ready(spectr_jax.decode_rounds(decoder, state, num_rounds))
   return (time.perf_counter() - start) / int(state.result.num_target_calls.max())
 
 
-def rounds_in_turns(decoders: dict, num_runs: int, num_rounds: int) -> dict:
-  """Seconds per round of each run, by name, of functions that make a decoder and its prompts, int32 `[B, P]`. One
-  untimed run of each comes first; then they take turns.
+def rounds_in_turns(begun: dict, num_runs: int, num_rounds: int) -> dict:
+  """Seconds per round of each run, by name, of functions that make what `begin` returns. One untimed run of each comes
+  first; then they take turns.
   """
-  times = {name: [] for name in decoders}
+  times = {name: [] for name in begun}
   for _ in range(num_runs + 1):
-    for name, make in decoders.items():
+    for name, make in begun.items():
       times[name].append(seconds_per_round(*make(), num_rounds))
   return {name: seconds[1:] for name, seconds in times.items()}
 

@@ -5,7 +5,7 @@ import pytest
 
 from benchmarks.distance_to_optimum import bound_of_texts, kept_by_methods, means, table
 from benchmarks.real_tables import classes_of
-from benchmarks.rivals import best_of
+from benchmarks.rivals import METHODS_COMPARED, best_of, check_methods
 from spectr_jax import theory
 
 
@@ -47,6 +47,13 @@ def test_tables_of_records():
   ]  # fmt: skip
   row = next(row for row in means(records) if row['of'] == 'race_layers')
   assert (row['tables'], row['low'], row['high']) == (2, 0.25, 0.75)
+
+
+def test_methods_for_other_drafts_are_no_rivals():
+  check_methods(METHODS_COMPARED)
+  for name in ('autoregressive', 'gsd', 'ersd', 'spectr_gbv', 'decoding_uno'):
+    with pytest.raises(ValueError, match=f'^{name}: the methods for independent drafts that are lossless are specu'):
+      check_methods(['block', name])
 
 
 def test_best_shapes():

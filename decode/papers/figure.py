@@ -101,9 +101,9 @@ def column(rows: Sequence[Row], name: str, **where: Any) -> list:
   return [row[name] for row in select(rows, **where)]
 
 
-def by_value(rows: Sequence[Mapping[str, Any]], name: str) -> dict[Any, list]:
-  """Rows by their value in a column, values in the order of the rows."""
+def by_value(rows: Sequence[Mapping[str, Any]], *names: str) -> dict[Any, list]:
+  """Rows by their value in a column, or by those in several, values in the order of the rows."""
   groups: dict[Any, list] = {}
   for row in rows:
-    groups.setdefault(row[name], []).append(row)
+    groups.setdefault(row[names[0]] if len(names) == 1 else tuple(row[name] for name in names), []).append(row)
   return groups

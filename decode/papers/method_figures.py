@@ -66,7 +66,7 @@ def _draw_methods(rows: Sequence[Row]):
 
 def _tell_methods(rows: Sequence[Row]) -> str:
   parts = []
-  for (length, number), own in by_value([row | {'at': (row['L'], row['K'])} for row in rows], 'at').items():
+  for (length, number), own in by_value(rows, 'L', 'K').items():
     own = sorted(own, key=lambda row: -row['block efficiency'])
     lossless = [row for row in own if 'not lossless' not in row['method']]
     best = ', '.join(f'{row["method"]} {row["block efficiency"]:.2f}' for row in lossless[:3])
