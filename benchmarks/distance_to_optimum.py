@@ -95,7 +95,6 @@ def bound_of_texts(draft_law, target_law, num_drafts: int) -> float:
 
 
 def measure_table(draft_law, target_law, num_drafts: int, num_samples: int, seed: int) -> dict:
-  """The record of one table and K."""
   laws = draft_law / draft_law.sum(), target_law / target_law.sum()
   optimum = theory.stateless_chains_optimum(*laws, num_drafts)
   others = {

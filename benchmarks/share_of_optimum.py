@@ -94,10 +94,10 @@ def _table(records: list[dict]) -> str:
     f'{"temperature":>12}{"1 - TV":>8}{"n":>4}  {"rule":<11}{"acceptance":>11}{"share of optimum":>24}{"worst":>8}',
   ]
   for record in records:
-    half = '' if record['share_ci95'] is None else f' +- {(record["share_ci95"][1] - record["share_ci95"][0]) / 2:.4f}'
     lines.append(
       f'{record["temperature"]:>12g}{record["overlap"]:>8.3f}{record["num_drafts"]:>4}  {record["rule"]:<11}'
-      f'{record["acceptance"]:>11.4f}{record["share"]:>14.4f}{half:<10}{record["worst_share"]:>8.3f}'
+      f'{record["acceptance"]:>11.4f}{metrics.text_of(record["share"], record["share_ci95"], 4):>24}'
+      f'{record["worst_share"]:>8.3f}'
     )
   return '\n'.join(lines)
 

@@ -146,7 +146,6 @@ def look_up(
 
 
 def initial_state(method: Method, tree: TokenTree, rows: int) -> Any:
-  """The verifier's state before the first round, for so many rows."""
   return jax.tree.map(lambda x: jnp.broadcast_to(x, (rows, *x.shape)), method.verifier.init_state(tree))
 
 
@@ -189,7 +188,6 @@ class Program:
     return cls(method, tree, rows, alone, both, alone.memory_analysis().temp_size_in_bytes)
 
   def guess(self, distributions: Distributions, case: str, seed: int) -> Guesses:
-    """Proposals of a seed for all rows."""
     keys = jax.random.split(jax.random.key(seed), self.rows)
     options = {'method': self.method, 'tree': self.tree, 'are_drafts_equal': case == 'all kept'}
     return jax.block_until_ready(guess(keys, distributions.draft_probs, **options))
@@ -270,7 +268,6 @@ def run(methods: list[Method], sizes: Sizes) -> list[dict[str, Any]]:
 
 
 def _table(records: list[dict[str, Any]], filter_name: str) -> str:
-  """The records of one setting as a table."""
   first = records[0]
   lines = [
     f'\n{first["rows"]} row(s), top-k and top-p {filter_name}, 1 - TV = {first["overlap"]:.3f}; microseconds, median'

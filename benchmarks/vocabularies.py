@@ -78,7 +78,6 @@ def _last_logits(model: Model, tokens: jax.Array, lengths: jax.Array) -> jax.Arr
 
 
 def logits_after(model: Model, texts: list[list[int]]) -> list[np.ndarray]:
-  """The logits after each text."""
   longest, found = -(-max(map(len, texts)) // 64) * 64, []
   for first in range(0, len(texts), _ROWS):
     part = [*texts[first : first + _ROWS]]

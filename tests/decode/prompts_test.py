@@ -15,14 +15,8 @@ from decode.experiment import workload
 from decode.experiment.options import DecodeOptions
 from decode.experiment.prompt_sets import PROMPT_SETS, SPEC_BENCH_TASKS
 from decode.experiment.prompts import Prompt, as_conversations, encode_prompts, read_prompts, take_evenly, without_long
-from spectr_jax import Tokenizer
 from spectr_jax.io.hub.hub_tokenizer import HubTokenizer
 from spectr_jax.models import table
-
-
-@pytest.fixture(scope='module')
-def tokenizer():
-  return Tokenizer.train(['an old oak tree and an old owl in the old oak tree, while a quick fox runs by'] * 3, 275)
 
 
 def test_prompts_have_places_and_ids_and_controls_are_text(tmp_path, prompt_file):
