@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import io
 import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -89,6 +90,11 @@ def to_csv(run: DecodeRun) -> str:
       else:
         row[name] = ' '.join(map(str, value)) if isinstance(value, list) else value
     rows.append(row | {role: models.get(role, {}).get('path', '') for role in ('target', 'draft')})
+  return csv_of(rows)
+
+
+def csv_of(rows: Sequence[Mapping[str, Any]]) -> str:
+  """A header and a line for each row; floats with all their digits, an empty cell for None."""
   text = io.StringIO()
   writer = csv.DictWriter(text, rows[0], lineterminator='\n')
   writer.writeheader()

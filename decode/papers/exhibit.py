@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
+from decode.experiment import metrics
 from decode.experiment.options import DecodeOptions, option, split_draft
 from decode.experiment.prompts import without_long
 from decode.experiment.settings import Setting
@@ -26,10 +27,9 @@ class Value:
 
   def __str__(self):
     digits = 2 if abs(self.number) >= 1 or not self.number else 1 - math.floor(math.log10(abs(self.number)))
-    text = f'{self.number:.{digits}f}'
     if self.spread is not None:
-      return f'{text} ± {self.spread:.{digits}f}'
-    return text if self.interval is None else f'{text} ({self.interval[0]:.{digits}f} to {self.interval[1]:.{digits}f})'
+      return f'{self.number:.{digits}f} ± {self.spread:.{digits}f}'
+    return metrics.text_of(self.number, self.interval, digits)
 
 
 # Cells by column. Tables hold `Value`s; figures hold plain numbers, with intervals in columns `low` and `high`.

@@ -12,6 +12,7 @@ import numpy as np
 from rich.console import Console
 
 from decode.experiment import metrics
+from decode.experiment.records import csv_of
 from decode.experiment.workload import portable
 from decode.papers import plots
 from decode.papers.exhibit import Exhibit, Request, Results, Row, describe_sizes
@@ -45,7 +46,7 @@ class Figure(Exhibit):
 
   def to_data(self, name: str, request: Request, results: Results, about: Sequence[str]) -> str:
     del name, request, about
-    return to_csv(results.rows)
+    return csv_of(results.rows)
 
   def to_markdown(self, name: str, rows: Sequence[Row], about: Sequence[str]) -> str:
     """The picture, the paragraph, and the lines of `describe` as a list."""
@@ -55,15 +56,6 @@ class Figure(Exhibit):
   def to_image(self, rows: Sequence[Row], about: Sequence[str] = (), *, kind: str = 'png') -> bytes:
     del about
     return plots.to_image(self.draw(rows), title=self.title, kind=kind)
-
-
-def to_csv(rows: Sequence[Row]) -> str:
-  """A header and a line for each row; floats with all their digits, an empty cell for None."""
-  stream = io.StringIO()
-  writer = csv.DictWriter(stream, list(rows[0]), lineterminator='\n')
-  writer.writeheader()
-  writer.writerows(rows)
-  return stream.getvalue()
 
 
 def _parse(text: str) -> int | float | str | None:
@@ -76,7 +68,7 @@ def _parse(text: str) -> int | float | str | None:
 
 
 def from_csv(text: str) -> list[Row]:
-  """The rows that `to_csv` wrote; a text that reads as a number becomes one."""
+  """The rows that `csv_of` wrote; a text that reads as a number becomes one."""
   return [{name: _parse(cell) for name, cell in row.items()} for row in csv.DictReader(io.StringIO(text))]
 
 
