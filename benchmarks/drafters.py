@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from absl import flags
 
-from benchmarks import timing
+from benchmarks import command, timing
 from common import command_line
 from common.output_files import OutputFiles
 from decode.experiment import metrics
@@ -144,10 +144,10 @@ if __name__ == '__main__':
 
   _DRAFTERS = flags.DEFINE_list('drafters', ['lookup'], 'Drafters, each as for --draft of decode.main.')
   _PEER_FLAG = flags.DEFINE_bool('peer', True, "Whether to run Hugging Face's transformers as well.")
-  _PEER_LOOKUP = flags.DEFINE_list('peer_lookup', ['3', '10'], 'Tokens that the prompt lookup of the peer guesses.')
+  _PEER_LOOKUP = command.define_numbers('peer_lookup', '3,10', 'Tokens that the prompt lookup of the peer guesses.')
   _LLAMA_CPP = flags.DEFINE_bool('llama_cpp', False, 'Whether to run llama.cpp as well.')
   _PEER_DEVICE = flags.DEFINE_enum('peer_device', 'cpu', ['cuda', 'cpu'], 'Where transformers run.')
-  _OUTPUT = flags.DEFINE_string('output', None, 'JSON file for the results.')
+  _OUTPUT = command.define_output()
 
   def main(argv):
     del argv
@@ -155,7 +155,7 @@ if __name__ == '__main__':
       workloads = load(read_values(), _DRAFTERS.value)
       ways, one = own_ways(workloads), next(iter(workloads.values()))
       if _PEER_FLAG.value:
-        ways |= peer_ways(one, command_line.parse_numbers('peer_lookup', _PEER_LOOKUP.value), _PEER_DEVICE.value)
+        ways |= peer_ways(one, _PEER_LOOKUP(), _PEER_DEVICE.value)
       if _LLAMA_CPP.value:
         ways |= llama_cpp_ways(one)
       measured = measure(ways, one.batches)

@@ -44,7 +44,7 @@ import numpy as np
 from absl import flags
 from etils import epath
 
-from benchmarks import timing
+from benchmarks import command, timing
 from benchmarks.floor import floor_of
 from benchmarks.speed_models import SHAPES, UNVERIFIED, Models, bytes_per_step, read_config
 from common import command_line
@@ -308,7 +308,7 @@ if __name__ == '__main__':
   _DRAFT_DTYPE = flags.DEFINE_string('draft_dtype', None, 'Type of the draft; default that of the target.')
   _WEIGHTS = flags.DEFINE_enum('weights', None, ['int8', 'blocks'], 'How weights of a model from disk are held.')
   _METHOD = flags.DEFINE_list('method', ['race_traversal', 'spectr'], 'Methods of rounds.')
-  _BATCH_SIZE = flags.DEFINE_list('batch_size', ['1', '8'], 'Rows.')
+  _BATCH_SIZES = command.define_numbers('batch_size', '1,8', 'Rows.')
   _SHAPES = flags.DEFINE_list('shapes', ['1x4', '4x8', '4x16'], 'Rounds of K drafts of L tokens, KxL.')
   _NUM_RUNS = flags.DEFINE_integer('num_runs', 5, 'Runs of each, in turns.', lower_bound=1)
   _PROMPT_LENGTH = flags.DEFINE_integer('prompt_length', 8192, 'Tokens of the long prompt.', lower_bound=1)
@@ -331,7 +331,7 @@ if __name__ == '__main__':
         text=_TEXT.value,
       ),
       parts=tuple(_PART.value or parts), dtypes=tuple(_DTYPE.value), methods=tuple(_METHOD.value),
-      batch_sizes=command_line.parse_numbers('batch_size', _BATCH_SIZE.value), shapes=shapes,
+      batch_sizes=_BATCH_SIZES(), shapes=shapes,
       num_runs=_NUM_RUNS.value, prompt_length=_PROMPT_LENGTH.value,
       peer_device=(_PEER_DEVICE.value or device) if _PEER.value else None,
     )  # fmt: skip

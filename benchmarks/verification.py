@@ -155,14 +155,17 @@ class Program:
 
   method: Method
   tree: TokenTree
-  rows: int  # that are verified together
+  sampling: SamplingParams  # of the rows that are verified together
+  guesses: dict[str, list[Guesses]]  # proposals by case
   verify: Any  # from keys, proposals, target distributions and state to a verdict
   verify_logits: Any  # the same from the target's logits
   temporaries: int  # scratch memory of `verify` at its peak, in bytes
 
   @classmethod
-  def compile(cls, method: Method, sizes: Sizes, rows: int, filters: dict[str, Any]) -> Program:
-    """Compiles verification for a number of rows, and with `logits_to_probs` behind sampling filters."""
+  def compile(
+    cls, method: Method, sizes: Sizes, rows: int, distributions: dict[str, Distributions], filters: dict[str, Any]
+  ) -> Program:
+    """Compiles verification, alone and behind `logits_to_probs` with sampling filters, on distributions by case."""
     num_drafts = sizes.num_drafts if method.max_drafts is None else min(sizes.num_drafts, method.max_drafts)
     tree = TokenTree.chains(num_drafts, sizes.draft_length) if num_drafts else TokenTree()
 
@@ -175,28 +178,26 @@ class Program:
     def verify_logits(keys, proposal, target_logits, state, sampling):
       return verify(keys, proposal, logits_to_probs(target_logits, sampling), state)
 
-    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), (rows, tree.max_depth + 1)))
-    proposal = Proposal(
-      jax.ShapeDtypeStruct((rows, tree.num_nodes), jnp.int32),
-      jax.ShapeDtypeStruct((rows, len(tree.parent_nodes), sizes.vocab_size), jnp.float32),
+    every_keys = [jax.random.split(jax.random.key(SEED + i), rows) for i in range(max(sizes.num_proposals // rows, 2))]
+    guesses = {
+      case: [
+        guess(keys, own.draft_probs, method=method, tree=tree, are_drafts_equal=case == 'all kept')
+        for keys in every_keys
+      ]
+      for case, own in distributions.items()
+    }
+    first, state, sampling = (
+      guesses['random'][0],
+      initial_state(method, tree, rows),
+      SamplingParams.make(rows, **filters),
     )
-    probs = jax.ShapeDtypeStruct((rows, tree.num_nodes + 1, sizes.vocab_size), jnp.float32)
-    arguments = keys, proposal, probs, jax.eval_shape(lambda: initial_state(method, tree, rows))
-    alone = jax.jit(verify).lower(*arguments).compile()
-    sampling = SamplingParams.make(rows, **filters)
-    both = jax.jit(verify_logits).lower(*arguments, sampling).compile()
-    return cls(method, tree, rows, alone, both, alone.memory_analysis().temp_size_in_bytes)
-
-  def guess(self, distributions: Distributions, case: str, seed: int) -> Guesses:
-    keys = jax.random.split(jax.random.key(seed), self.rows)
-    options = {'method': self.method, 'tree': self.tree, 'are_drafts_equal': case == 'all kept'}
-    return jax.block_until_ready(guess(keys, distributions.draft_probs, **options))
+    proposal, probs, logits = look_up(distributions['random'], first, tree=tree)
+    alone = jax.jit(verify).lower(first.keys, proposal, probs, state).compile()
+    both = jax.jit(verify_logits).lower(first.keys, proposal, logits, state, sampling).compile()
+    return cls(method, tree, sampling, guesses, alone, both, alone.memory_analysis().temp_size_in_bytes)
 
 
-def measure(
-  programs: list[Program], distributions: dict[str, Distributions], filters: dict[str, Any], *, repeats: int,
-  num_proposals: int,
-) -> list[dict[str, Any]]:  # fmt: skip
+def measure(programs: list[Program], distributions: dict[str, Distributions], repeats: int) -> list[dict[str, Any]]:
   """Times programs, which take turns, on distributions by case.
 
   As in decoding, a verification starts from the state that the previous one left. The distributions are looked up right
@@ -207,25 +208,21 @@ def measure(
   results = [
     {name: {case: [] for case in distributions} for name in ('alone', 'with_logits', 'tokens')} for _ in programs
   ]
-  guesses = [
-    {case: [program.guess(own, case, SEED + i) for i in range(num_proposals)] for case, own in distributions.items()}
-    for program in programs
-  ]
   for repeat in range(repeats + 1):  # the first warms up
-    for (program, by_case, result), case in itertools.product(zip(programs, guesses, results), distributions):
-      state, totals = initial_state(program.method, program.tree, program.rows), np.zeros(3)
-      sampling = SamplingParams.make(program.rows, **filters)
-      for guessed in by_case[case]:
+    for (program, result), case in itertools.product(zip(programs, results), distributions):
+      guesses, totals = program.guesses[case], np.zeros(3)
+      state = initial_state(program.method, program.tree, len(guesses[0].tokens))
+      for guessed in guesses:
         looked_up = look_up(distributions[case], guessed, tree=program.tree)
         proposal, target_probs, target_logits = jax.block_until_ready(looked_up)
         seconds, verdict = _timed(program.verify, guessed.keys, proposal, target_probs, state)
         both = 0.0
         if case == 'random':
-          both, _ = _timed(program.verify_logits, guessed.keys, proposal, target_logits, state, sampling)
+          both, _ = _timed(program.verify_logits, guessed.keys, proposal, target_logits, state, program.sampling)
         totals += seconds, both, np.mean(verdict.num_accepted) + 1
         state = verdict.state
       if repeat:
-        for values, total in zip(result.values(), totals / num_proposals):
+        for values, total in zip(result.values(), totals / len(guesses)):
           values[case].append(float(total))
   return results
 
@@ -245,10 +242,8 @@ def run(methods: list[Method], sizes: Sizes) -> list[dict[str, Any]]:
     random = distributions['random']
     overlap = float(jnp.mean(jnp.sum(jnp.minimum(random.draft_probs, random.target_probs), axis=-1)))
     for number in sizes.rows:
-      programs = [Program.compile(method, sizes, number, filters) for method in methods]
-      num_proposals = max(sizes.num_proposals // number, 2)
-      times = measure(programs, distributions, filters, repeats=sizes.repeats, num_proposals=num_proposals)
-      for program, own in zip(programs, times):
+      programs = [Program.compile(method, sizes, number, distributions, filters) for method in methods]
+      for program, own in zip(programs, measure(programs, distributions, sizes.repeats)):
         records.append(
           {
             'method': program.method.name,
