@@ -186,11 +186,8 @@ class Program:
       ]
       for case, own in distributions.items()
     }
-    first, state, sampling = (
-      guesses['random'][0],
-      initial_state(method, tree, rows),
-      SamplingParams.make(rows, **filters),
-    )
+    sampling, state = SamplingParams.make(rows, **filters), initial_state(method, tree, rows)
+    first = guesses['random'][0]
     proposal, probs, logits = look_up(distributions['random'], first, tree=tree)
     alone = jax.jit(verify).lower(first.keys, proposal, probs, state).compile()
     both = jax.jit(verify_logits).lower(first.keys, proposal, logits, state, sampling).compile()
