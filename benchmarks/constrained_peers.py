@@ -14,7 +14,6 @@ whole where the model ended it; the others were cut at --max_new_tokens. Tokens 
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -24,6 +23,7 @@ import numpy as np
 from absl import flags
 
 import spectr_jax
+from benchmarks import timing
 from benchmarks.constraints import SCHEMAS
 from common import command_line
 from common.output_files import OutputFiles
@@ -110,21 +110,11 @@ def own_ways(path: str, head: str, names: Sequence[str], limit: int, longest: in
 
 def llama_cpp_way(path: str, limit: int, longest: int) -> Way:
   """llama.cpp with a grammar that it makes of each schema."""
-  import xllamacpp
-
-  params = xllamacpp.CommonParams()
-  params.model.path, params.n_ctx, params.n_parallel, params.n_gpu_layers = path, longest + limit, 1, 0
-  params.cpuparams.n_threads = params.cpuparams_batch.n_threads = os.cpu_count() or 1
-  params.verbosity = -1
-  server = xllamacpp.Server(params)
-  fixed = {'max_tokens': limit, 'cache_prompt': False, 'top_k': 0, 'top_p': 1.0, 'min_p': 0.0}
+  ask = timing.llama_cpp(path, longest + limit)
 
   def answer(prompt: Prompt) -> Answer:
     own = {'prompt': prompt.tokens, 'temperature': prompt.temperature, 'seed': prompt.seed}
-    reply = server.handle_completions(fixed | own | {'json_schema': SCHEMAS[prompt.name]})
-    reply = json.loads(reply) if isinstance(reply, str) else reply
-    if 'usage' not in reply:
-      raise RuntimeError(f'llama.cpp: {reply}')
+    reply = ask(max_tokens=limit, json_schema=SCHEMAS[prompt.name], **own)
     made, num_tokens = reply['choices'][0], reply['usage']['completion_tokens']
     return Answer(made['text'], num_tokens, made['finish_reason'] == 'stop', num_tokens)
 
@@ -148,14 +138,8 @@ def transformers_way(path: str, dtype: str, tokenizer: Any, limit: int) -> Way:
 
   def answer(prompt: Prompt) -> Answer:
     torch.manual_seed(prompt.seed)
-    row = torch.tensor([prompt.tokens])
-    sampling = {'do_sample': True, 'temperature': prompt.temperature, 'top_k': 0} if prompt.temperature else {}
-    with torch.inference_mode():
-      made = model.generate(
-        row, attention_mask=torch.ones_like(row), max_new_tokens=limit, eos_token_id=eos_ids, pad_token_id=eos_ids[0],
-        logits_processor=[LogitsProcessor(grammars[prompt.name])], **{'do_sample': False} | sampling,
-      )  # fmt: skip
-    tokens = made[0, row.shape[1] :].tolist()
+    masks = [LogitsProcessor(grammars[prompt.name])]
+    [tokens] = peer.answer(model, [prompt.tokens], limit, eos_ids, prompt.temperature, logits_processor=masks)
     is_whole = tokens[-1] in eos_ids
     return Answer(tokenizer.decode(tokens[:-1] if is_whole else tokens), len(tokens), is_whole, len(tokens))
 
@@ -215,6 +199,8 @@ if __name__ == '__main__':
 
   def main(argv):
     del argv
+    if unknown := set(_PEERS.value) - {'llama.cpp', 'transformers'}:
+      raise ValueError(f'peers must be llama.cpp, transformers or both, got {", ".join(unknown)}')
     with OutputFiles(output=_OUTPUT.value) as outputs:
       names, limit, path = [*SCHEMAS][: _SCHEMAS.value], _LIMIT.value, _TARGET.value
       tokenizer = spectr_jax.io.load.open_model(path).tokenizer()

@@ -13,6 +13,7 @@ calls    tokens per call of the target under each schema: with the mask on draft
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import time
 from typing import Any
@@ -22,6 +23,7 @@ import numpy as np
 from absl import flags
 
 import spectr_jax
+from benchmarks import timing
 from common import command_line
 from common.output_files import OutputFiles
 from decode.experiment.options import ROOT
@@ -88,31 +90,17 @@ def rounds(models: Any, tokenizer: Any, drafted: dict[str, Any], repeats: int, n
   """Milliseconds of a round without and with a constraint that allows all text, medians of turns, and their ratio."""
   target, draft = models
   anything = spectr_jax.compile_constraint(tokenizer, regex=r'(?s:.)*', vocab_size=target.vocab_size)
-  sizes = {'max_new_tokens': 2048, 'cache_size': 256}
   prompt = np.array([tokenizer.encode_prompt('Mr. Speaker, I rise today to')])
-  programs = []
-  for constraints in ([], [anything]):
+  makers = {}
+  for name, constraints, own in (('without', [], {}), ('with', [anything], {'constraint': 0})):
     decoder = spectr_jax.Decoder.make(
-      target, draft, constraints=constraints, **drafted, **sizes | {'max_new_tokens': 200}
+      target, draft, constraints=constraints, max_new_tokens=200, cache_size=256, **drafted
     )
-    own = {'constraint': 0} if constraints else {}
-
-    def run(decoder=decoder, own=own, key=0):
-      state = spectr_jax.init_decode(decoder, jax.random.key(key), prompt, np.array([prompt.shape[1]]), **own)
-      jax.block_until_ready(state.last_token)
-      begin = time.perf_counter()
-      state = spectr_jax.decode_rounds(decoder, state, num_rounds)
-      calls = int(state.result.num_target_calls[0])
-      return 1e3 * (time.perf_counter() - begin) / calls
-
-    run()
-    programs.append(run)
-  times = np.array([[run(key=key) for run in programs] for key in range(repeats)])
-  ratios = times[:, 1] / times[:, 0]
-  return {
-    'without': float(np.median(times[:, 0])), 'with': float(np.median(times[:, 1])), 'ratio': float(np.median(ratios)),
-    'quartiles': np.percentile(ratios, [25, 75]).tolist(),
-  }  # fmt: skip
+    makers[name] = functools.partial(timing.begin, decoder, prompt, **own)
+  times = {name: 1e3 * np.array(each) for name, each in timing.rounds_in_turns(makers, repeats, num_rounds).items()}
+  ratios = times['with'] / times['without']
+  medians = {name: float(np.median(each)) for name, each in (times | {'ratio': ratios}).items()}
+  return medians | {'quartiles': np.percentile(ratios, [25, 75]).tolist()}
 
 
 def calls(target: Any, draft: Any, tokenizer: Any, num_prompts: int, num_new: int) -> dict[str, Any]:

@@ -14,21 +14,20 @@ may keep more than the optimum.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
-from benchmarks.planned_optimum import coordinated_optimum, divided_optimum
+from benchmarks import command
+from benchmarks.planned_optimum import coordinated_optimum, divided_optimum, given_texts
 from benchmarks.real_tables import real_tables
 from common import command_line
 from common.output_files import OutputFiles
-from decode.experiment.options import DecodeOptions
-from decode.experiment.workload import Workload, describe_machine
+from decode.experiment.workload import Workload
+from decode.papers.figure import by_value
 from spectr_jax import METHODS, Proposal, TokenTree, get_method, theory
 from spectr_jax.methods import FURTHER_METHODS
 from spectr_jax.proposal import Independent
@@ -43,16 +42,6 @@ BOUNDS = {
   'correlated': 'correlated drafts, at most', 'divided': 'best division and order',
   'coordinated': 'coordinated as well',
 }  # fmt: skip
-
-
-def _given(joint: np.ndarray) -> list[np.ndarray]:
-  """The distributions `[V^d, V]` after texts of d tokens; uniform after those that cannot occur."""
-  size, length, laws = joint.shape[0], joint.ndim, []
-  for depth in range(length):
-    own = joint.sum(axis=tuple(range(depth + 1, length))).reshape(-1, size)
-    total = own.sum(axis=1, keepdims=True)
-    laws.append(np.divide(own, total, out=np.full_like(own, 1 / size), where=total > 0))
-  return laws
 
 
 @functools.partial(jax.jit, static_argnames=('tree', 'name'))
@@ -70,7 +59,7 @@ def _kept(tokens, draft_probs, target_probs, *, tree: TokenTree, name: str) -> j
 def kept_by_methods(draft_law, target_law, num_drafts: int, names, num_samples: int, seed: int) -> dict[str, tuple]:
   """Tokens kept by each method, with the standard error."""
   size, tree = draft_law.shape[0], TokenTree.chains(num_drafts, draft_law.ndim)
-  laws, rng = (_given(draft_law), _given(target_law)), np.random.default_rng(seed)
+  laws, rng = [given_texts(law) for law in (draft_law, target_law)], np.random.default_rng(seed)
   spelled = np.zeros((num_samples, tree.num_nodes + 1), int)
   tokens = np.zeros((num_samples, tree.num_nodes), np.int32)
   for node in range(1, tree.num_nodes + 1):
@@ -96,7 +85,7 @@ def bounds_of_texts(draft_law, target_law, num_drafts: int) -> dict[str, float]:
   texts = np.indices(draft_law.shape).reshape(draft_law.ndim, -1).T
   log_probs = []
   with np.errstate(divide='ignore'):
-    for laws in (_given(draft_law), _given(target_law)):
+    for laws in map(given_texts, (draft_law, target_law)):
       number, own = np.zeros(len(texts), int), []
       for depth, law in enumerate(laws):
         own.append(np.log(law[number, texts[:, depth]]))
@@ -111,7 +100,6 @@ def bounds_of_texts(draft_law, target_law, num_drafts: int) -> dict[str, float]:
 
 
 def measure_table(draft_law, target_law, num_drafts: int, num_samples: int, seed: int) -> dict:
-  """The record of one table and K."""
   laws = draft_law / draft_law.sum(), target_law / target_law.sum()
   optimum = theory.stateless_chains_optimum(*laws, num_drafts)
   others = bounds_of_texts(*laws, num_drafts) | {
@@ -134,11 +122,8 @@ def means(records: list[dict]) -> list[dict]:
 
   The error is the largest standard error of a table, 0 for what is computed.
   """
-  groups: dict[tuple, list[dict]] = {}
-  for each in records:
-    groups.setdefault((each['temperature'], each['num_drafts'], each['length']), []).append(each)
   rows = []
-  for (temperature, num_drafts, length), own in groups.items():
+  for (temperature, num_drafts, length), own in by_value(records, 'temperature', 'num_drafts', 'length').items():
     for name in own[0]['shares']:
       shares = [each['shares'][name] for each in own]
       error = max(each['errors'].get(name, 0.0) for each in own)
@@ -165,30 +150,24 @@ def table(records: list[dict]) -> str:
 
 
 if __name__ == '__main__':
-  _TARGET = flags.DEFINE_string('target', DecodeOptions.target, 'The target model.')
-  _DRAFT = flags.DEFINE_string('draft', DecodeOptions.draft, 'The draft model.')
-  _TEMPERATURE = flags.DEFINE_list('temperature', ['1', '0.6'], 'Temperatures.')
+  _OPTIONS = command.define_options('target', 'draft')
+  _TEMPERATURES = command.define_numbers('temperature', '1,0.6', 'Temperatures.', float, least=0)
   _NUM_TABLES = flags.DEFINE_integer('num_tables', 4, 'Tables, of one prompt each.', lower_bound=1)
   _NUM_CLASSES = flags.DEFINE_integer('num_classes', 8, 'V, classes.', lower_bound=2)
-  _LENGTH = flags.DEFINE_list('draft_length', ['3'], 'L, tokens.')
-  _NUM_DRAFTS = flags.DEFINE_list('num_drafts', ['1', '2', '3'], 'K, drafts.')
+  _LENGTHS = command.define_numbers('draft_length', '3', 'L, tokens.')
+  _NUM_DRAFTS = command.define_numbers('num_drafts', '1,2,3', 'K, drafts.')
   _NUM_SAMPLES = flags.DEFINE_integer('num_samples', 8192, 'Drafts per table.', lower_bound=256)
-  _OUTPUT = flags.DEFINE_string('output', None, 'File for the results, JSON.')
+  _OUTPUT = command.define_output()
 
   def main(argv):
     del argv
-    temperatures = list(command_line.parse_numbers('temperature', _TEMPERATURE.value, float, least=0))
-    lengths = list(command_line.parse_numbers('draft_length', _LENGTH.value))
-    numbers = list(command_line.parse_numbers('num_drafts', _NUM_DRAFTS.value))
-    options = DecodeOptions(
-      target=_TARGET.value, draft=_DRAFT.value, num_prompts=_NUM_TABLES.value, max_new_tokens=max(lengths)
-    )
+    temperatures, lengths, numbers = _TEMPERATURES(), _LENGTHS(), _NUM_DRAFTS()
+    options = _OPTIONS(num_prompts=_NUM_TABLES.value, max_new_tokens=max(lengths))
     records = []
     with OutputFiles(output=_OUTPUT.value).apart_from(options.inputs()) as files:
       loaded = Workload.load(options)
       for temperature in temperatures:
-        own = dataclasses.replace(options, temperature=temperature)
-        workload = dataclasses.replace(loaded, options=own, sampling=own.sampling)
+        workload = loaded.at(temperature)
         for length in lengths:
           for prompt in range(_NUM_TABLES.value):
             laws = real_tables(workload, prompt, _NUM_CLASSES.value, length, seed=prompt)
@@ -197,7 +176,6 @@ if __name__ == '__main__':
               records.append(place | measure_table(*laws, number, _NUM_SAMPLES.value, seed=prompt))
               print(records[-1], flush=True)
       run = {'num_classes': _NUM_CLASSES.value, 'num_samples': _NUM_SAMPLES.value, 'num_tables': _NUM_TABLES.value}
-      content = {'run': {'flags': run, **describe_machine()}, 'results': records}
-      files.write_after(lambda: print(table(records)), output=json.dumps(content, indent=2) + '\n')
+      files.write_after(lambda: print(table(records)), output=command.to_json(records, **run))
 
   command_line.run(main)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -25,6 +24,7 @@ from typing import Any
 import numpy as np
 from absl import flags
 
+from benchmarks import command, timing
 from common import command_line
 from common.output_files import OutputFiles
 from decode.experiment import metrics
@@ -67,12 +67,10 @@ def peer_ways(workload: Workload, lookup_lengths: Sequence[int], device: str) ->
 
   def decode(request, batch):
     before, rows = counter[0], [workload.tokens[number, : workload.lengths[number]] for number in batch]
-    lengths = peer.answer(
-      model, rows, options.max_new_tokens, workload.tokenizer.eos_ids, options.temperature, **request
-    )
+    made = peer.answer(model, rows, options.max_new_tokens, workload.tokenizer.eos_ids, options.temperature, **request)
+    num_tokens = sum(map(len, made))
     # A row takes part in a call for each of its tokens, or, where it is alone, in all calls.
-    num_calls = counter[0] - before if len(rows) == 1 else lengths.sum()
-    return int(lengths.sum()), int(num_calls)
+    return num_tokens, counter[0] - before if len(rows) == 1 else num_tokens
 
   requests = {_PEER: {}}
   if options.batch_size == 1:
@@ -81,31 +79,18 @@ def peer_ways(workload: Workload, lookup_lengths: Sequence[int], device: str) ->
 
 
 def llama_cpp_ways(workload: Workload) -> dict[str, Way]:
-  """llama.cpp's decoding without a draft, one row at a time; it needs `pip install xllamacpp`.
+  """llama.cpp's decoding without a draft, one row at a time.
 
-  It multiplies by the file's own few bits per weight, where the others compute in bfloat16 or float32. It has a thread
-  for each core, which wait for each other in a loop: beside other work it is many times slower.
+  It multiplies by the file's own few bits per weight, where the others compute in bfloat16 or float32. The file says
+  which tokens end a text.
   """
-  import xllamacpp
-
-  options, params = workload.options, xllamacpp.CommonParams()
-  params.model.path, params.n_ctx, params.n_parallel, params.n_gpu_layers = options.target, workload.cache_size, 1, 0
-  params.cpuparams.n_threads = params.cpuparams_batch.n_threads = os.cpu_count() or 1
-  params.verbosity = -1
-  server = xllamacpp.Server(params)
-  # The file says which tokens end a text. The whole distribution, as the others sample from; prompts are read anew.
-  request = {'max_tokens': options.max_new_tokens, 'temperature': options.temperature, 'cache_prompt': False}
-  request |= {'top_k': 0, 'top_p': 1.0, 'min_p': 0.0}
-
-  def answer(row):
-    reply = server.handle_completions(request | {'prompt': row.tolist()})
-    reply = json.loads(reply) if isinstance(reply, str) else reply
-    if 'usage' not in reply:
-      raise RuntimeError(f'llama.cpp: {reply}')
-    return reply['usage']['completion_tokens']
+  options = workload.options
+  ask = timing.llama_cpp(options.target, workload.cache_size)
+  request = {'max_tokens': options.max_new_tokens, 'temperature': options.temperature}
 
   def decode(batch):
-    tokens = sum(answer(workload.tokens[number, : workload.lengths[number]]) for number in batch)
+    rows = [workload.tokens[number, : workload.lengths[number]].tolist() for number in batch]
+    tokens = sum(ask(prompt=row, **request)['usage']['completion_tokens'] for row in rows)
     return tokens, tokens
 
   return {'llama.cpp': decode}
@@ -133,15 +118,9 @@ def describe(measured: Mapping[str, Mapping[str, np.ndarray]]) -> list[str]:
   width = max(map(len, measured))
   lines = [f'{"":{width}}  tokens per call   tokens/s  relative to the first, 95% interval over batches']
   for name, each in measured.items():
-    interval = metrics.ratio_interval(each['tokens'], each['calls'])
-    half = '' if interval is None else f' ± {(interval[1] - interval[0]) / 2:4.2f}'
     pairs = [(numbers['tokens'], numbers['seconds']) for numbers in (each, first)]
-    factor, least, most = metrics.compare(*pairs)
-    kept = metrics.ratio(each['tokens'], each['calls'])
-    lines.append(
-      f'{name:{width}}  {kept:5.2f}{half:<7}  {metrics.ratio(*pairs[0]):11.1f}'
-      f'  {factor:.2f} ({least:.2f} to {most:.2f})'
-    )
+    kept, factor = metrics.ratio_text(each['tokens'], each['calls']), metrics.comparison_text(*pairs, digits=2)
+    lines.append(f'{name:{width}}  {kept:>12}  {metrics.ratio(*pairs[0]):11.1f}  {factor}')
   return lines
 
 
@@ -165,10 +144,10 @@ if __name__ == '__main__':
 
   _DRAFTERS = flags.DEFINE_list('drafters', ['lookup'], 'Drafters, each as for --draft of decode.main.')
   _PEER_FLAG = flags.DEFINE_bool('peer', True, "Whether to run Hugging Face's transformers as well.")
-  _PEER_LOOKUP = flags.DEFINE_list('peer_lookup', ['3', '10'], 'Tokens that the prompt lookup of the peer guesses.')
+  _PEER_LOOKUP = command.define_numbers('peer_lookup', '3,10', 'Tokens that the prompt lookup of the peer guesses.')
   _LLAMA_CPP = flags.DEFINE_bool('llama_cpp', False, 'Whether to run llama.cpp as well.')
   _PEER_DEVICE = flags.DEFINE_enum('peer_device', 'cpu', ['cuda', 'cpu'], 'Where transformers run.')
-  _OUTPUT = flags.DEFINE_string('output', None, 'JSON file for the results.')
+  _OUTPUT = command.define_output()
 
   def main(argv):
     del argv
@@ -176,7 +155,7 @@ if __name__ == '__main__':
       workloads = load(read_values(), _DRAFTERS.value)
       ways, one = own_ways(workloads), next(iter(workloads.values()))
       if _PEER_FLAG.value:
-        ways |= peer_ways(one, command_line.parse_numbers('peer_lookup', _PEER_LOOKUP.value), _PEER_DEVICE.value)
+        ways |= peer_ways(one, _PEER_LOOKUP(), _PEER_DEVICE.value)
       if _LLAMA_CPP.value:
         ways |= llama_cpp_ways(one)
       measured = measure(ways, one.batches)

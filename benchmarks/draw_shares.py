@@ -18,7 +18,7 @@ from common.json_file import read_json
 from common.output_files import OutputFiles
 from decode.papers import plots
 from decode.papers.exhibit import Results, Row
-from decode.papers.figure import Figure, by_value, select, to_csv
+from decode.papers.figure import Figure, by_value, select
 
 NAME = 'shares'
 _SHADE = '#555555'  # of what is no method
@@ -54,9 +54,7 @@ def _draw(rows: Sequence[Row]):
 
 def _tell(rows: Sequence[Row]) -> str:
   parts = []
-  for (temperature, number), own in by_value(
-    [row | {'at': (row['temperature'], row['K'])} for row in rows], 'at'
-  ).items():
+  for (temperature, number), own in by_value(rows, 'temperature', 'K').items():
     best = sorted((row for row in own if row['of'] in NAMES), key=lambda row: -row['share'])[:3]
     found = ', '.join(f'{row["of"]} {row["share"]:.3f}' for row in best)
     parts.append(f'temperature {temperature:g}, K = {number}: {found}')
@@ -96,12 +94,7 @@ if __name__ == '__main__':
     directory.mkdir(parents=True, exist_ok=True)
     paths = {f'{NAME}.{kind}': directory / f'{NAME}.{kind}' for kind in ('csv', 'md', 'png', 'svg')}
     with OutputFiles(**paths).apart_from({'results': [epath.Path(_RESULTS.value)]}) as files:
-      contents = {
-        f'{NAME}.csv': to_csv(rows),
-        f'{NAME}.md': FIGURE.to_markdown(NAME, rows, about),
-        f'{NAME}.png': FIGURE.to_image(rows),
-        f'{NAME}.svg': FIGURE.to_image(rows, kind='svg'),
-      }
+      contents = FIGURE.files(NAME, None, Results(rows), about)
       files.write_after(lambda: print(FIGURE.tell(rows)), **contents)
 
   command_line.run(main)

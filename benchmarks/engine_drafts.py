@@ -19,10 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
-from benchmarks import engine_stubs
+from benchmarks import command, engine_stubs
 from common import command_line
 from decode.experiment import metrics
-from decode.experiment.options import DecodeOptions
 from decode.experiment.workload import Workload
 from spectr_jax import Model, SamplingParams
 from spectr_jax.sampling import logits_to_probs
@@ -79,20 +78,9 @@ def _commit(models, caches, chain, out, last, is_running, *, depth: int):
 
 def decode(samplers, metadata_class, target: Model, draft: Model, tokens, lengths, temperature: float, *, variant,
            depth: int, max_new_tokens: int, seed: int) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-  """Tokens and calls of the target, `[B]` each, until every row has `max_new_tokens`.
-
-  Args:
-    samplers: The engine's sampler, and the adapter's; by name.
-    metadata_class: The engine's `TPUSupportedSamplingMetadata`.
-    target: The target.
-    draft: The draft.
-    tokens: Prompts, int `[B, P]`.
-    lengths: Their lengths, `[B]`.
-    temperature: That of all rows; 0 takes the likeliest tokens.
-    variant: One of `VARIANTS`.
-    depth: L, drafted tokens of a call.
-    max_new_tokens: Tokens of a row.
-    seed: Of the drafts and the decisions.
+  """Tokens and calls of the target, `[B]` each, until every row has `max_new_tokens`, behind prompts `[B, P]` of
+  `lengths` `[B]`. `samplers` are the engine's and the adapter's by name, `metadata_class` is the engine's
+  `TPUSupportedSamplingMetadata`, `variant` is one of `VARIANTS`, `depth` is L.
   """
   chain_kind, sampler = variant
   num_rows, size = len(tokens), tokens.shape[1] + max_new_tokens + depth + 1
@@ -126,10 +114,7 @@ def line(temperature: float, depth: int, counts: list[tuple[np.ndarray, np.ndarr
   """A line of the table: tokens per call of each variant; all but the first with their ratio to it."""
   cells = []
   for number, own in enumerate(counts):
-    value = metrics.ratio(*own)
-    half = metrics.half_width(value, metrics.ratio_interval(*own)) or 0
-    factor, low, high = metrics.compare(own, counts[0])
-    cells.append(f'{value:.2f} ± {half:.2f}' + (f', {factor:.3f} ({low:.3f} to {high:.3f})' if number else ''))
+    cells.append(metrics.ratio_text(*own) + (f', {metrics.comparison_text(own, counts[0])}' if number else ''))
   return f'| {temperature:g} | {depth} | {" | ".join(cells)} |'
 
 
@@ -151,23 +136,19 @@ def load_samplers(depths):
 
 
 if __name__ == '__main__':
-  _TARGET = flags.DEFINE_string('target', DecodeOptions.target, 'The target model.')
-  _DRAFT = flags.DEFINE_string('draft', DecodeOptions.draft, 'The draft model.')
-  _TEMPERATURE = flags.DEFINE_list('temperature', ['1', '0.6', '0'], 'Temperatures.')
-  _DEPTH = flags.DEFINE_list('draft_length', ['3', '5', '8'], 'L, drafted tokens.')
+  _OPTIONS = command.define_options('target', 'draft')
+  _TEMPERATURES = command.define_numbers('temperature', '1,0.6,0', 'Temperatures.', float, least=0)
+  _DEPTHS = command.define_numbers('draft_length', '3,5,8', 'L, drafted tokens.')
   _NUM_PROMPTS = flags.DEFINE_integer('num_prompts', 96, 'Prompts, all in one batch.', lower_bound=3)
   _MAX_NEW_TOKENS = flags.DEFINE_integer('max_new_tokens', 64, 'Tokens of a continuation.', lower_bound=1)
   _SEED = flags.DEFINE_integer('seed', 0, 'Seed.', lower_bound=0)
 
   def main(argv):
     del argv
-    temperatures = list(command_line.parse_numbers('temperature', _TEMPERATURE.value, float, least=0))
-    depths = list(command_line.parse_numbers('draft_length', _DEPTH.value))
+    temperatures, depths = _TEMPERATURES(), _DEPTHS()
     samplers, metadata_class = load_samplers(depths)
-    options = DecodeOptions(
-      target=_TARGET.value, draft=_DRAFT.value, num_prompts=_NUM_PROMPTS.value, skip_long=True,
-      max_new_tokens=_MAX_NEW_TOKENS.value + max(depths) + 1,
-    )  # fmt: skip
+    room = _MAX_NEW_TOKENS.value + max(depths) + 1
+    options = _OPTIONS(num_prompts=_NUM_PROMPTS.value, skip_long=True, max_new_tokens=room)
     workload = Workload.load(options)
     if not isinstance(workload.draft, Model):
       raise ValueError(f'draft: chains are drafted by a model, and {options.draft} is not a model')

@@ -22,19 +22,12 @@ _REPEATS = 100  # products in one program
 
 @dataclasses.dataclass(frozen=True)
 class Floor:
-  """What bounds a call of a model on this device from below.
+  """What bounds a call of a model on this device from below."""
 
-  Attributes:
-    num_bytes: Bytes of all kernels, which are read once.
-    num_products: Multiplications of weights for one token.
-    bytes_per_second: The memory's rate, see `timing.read_rate`.
-    products_per_second: The rate of products with a kernel that stays in the caches, at the best number of tokens.
-  """
-
-  num_bytes: int
-  num_products: int
-  bytes_per_second: float
-  products_per_second: float
+  num_bytes: int  # of all kernels, which are read once
+  num_products: int  # multiplications of weights for one token
+  bytes_per_second: float  # of the memory, see `timing.read_rate`
+  products_per_second: float  # with a kernel that stays in the caches, at the best number of tokens
 
   def milliseconds(self, num_tokens: int) -> float:
     """The floor of a call: the longer of reading all kernels and of multiplying by them. Attention is not counted."""
@@ -77,7 +70,7 @@ def _products_per_second(kernel: Any, num_runs: int) -> float:
   return max(rates)
 
 
-def floor_of(model: Model, num_runs: int = 5) -> Floor:
+def floor_of(model: Model, num_runs: int) -> Floor:
   """The floor of a model's calls, in the form that it decodes in, by rates measured now."""
   kernels = _kernels(model.params)
   in_cache = [kernel for kernel in kernels if _num_bytes(kernel) <= _IN_CACHE * (os.cpu_count() or 1)]

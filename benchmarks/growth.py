@@ -99,17 +99,16 @@ def memory(point: Point, method: str) -> dict[str, int]:
 
 def measure(points: list[Point], method: str, num_runs: int) -> list[dict[str, float]]:
   """Seconds and bytes of each point by a method, medians over so many runs."""
+
+  def begin(point: Point):
+    return timing.begin(make_decoder(point, method), prompts(point))
+
   measured = []
   for point in points:
-    decoder = make_decoder(point, method)
-    state = timing.begin(decoder, prompts(point))
-    measured.append(latency.time_parts(decoder, state, num_runs) | memory(point, method))
+    measured.append(latency.time_parts(*begin(point), num_runs) | memory(point, method))
     jax.clear_caches()  # the programs of all points' parts would not fit in one process
     print(point, flush=True)
-  makers = {
-    point: functools.partial(lambda point: (make_decoder(point, method), prompts(point)), point) for point in points
-  }
-  rounds = timing.rounds_in_turns(makers, num_runs, NUM_ROUNDS)
+  rounds = timing.rounds_in_turns({point: functools.partial(begin, point) for point in points}, num_runs, NUM_ROUNDS)
   return [each | {'round': float(np.median(rounds[point]))} for point, each in zip(points, measured)]
 
 

@@ -108,10 +108,10 @@ def sampler(model, prompts: np.ndarray, max_new_tokens: int, **options) -> Calla
 
 
 def answer(
-  model, rows: Sequence[np.ndarray], max_new_tokens: int, eos_ids: Sequence[int], temperature: float, **options
-) -> np.ndarray:
-  """The number of new tokens of each of B prompts, int `[P]` each, int `[B]`, with the one of `eos_ids` that may end
-  it. Temperature 0 decodes greedily; `options` are further ones of `generate`.
+  model, rows: Sequence[Sequence[int]], max_new_tokens: int, eos_ids: Sequence[int], temperature: float, **options
+) -> list[list[int]]:
+  """The new tokens of each of B prompts, `[P]` each, with the one of `eos_ids` that may end them. Temperature 0 decodes
+  greedily; `options` are further ones of `generate`.
   """
   longest = max(map(len, rows))
   tokens = np.full((len(rows), longest), eos_ids[0])
@@ -127,7 +127,8 @@ def answer(
     generated = model.generate(**on_device, max_new_tokens=max_new_tokens, **sampling, **ends, **options)
   new = generated[:, longest:].cpu().numpy()
   is_end = np.isin(new, eos_ids)
-  return np.where(is_end.any(axis=1), is_end.argmax(axis=1) + 1, new.shape[1])
+  lengths = np.where(is_end.any(axis=1), is_end.argmax(axis=1) + 1, new.shape[1])
+  return [row[:length].tolist() for row, length in zip(new, lengths)]
 
 
 def compiled_sampler(model, prompts: np.ndarray, max_new_tokens: int) -> Callable[[], None]:

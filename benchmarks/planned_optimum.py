@@ -24,12 +24,13 @@ _MAX_ROUNDS = 50
 _VIOLATION = 1e-6  # tokens
 
 
-def _given(probs: list[np.ndarray]) -> list[np.ndarray]:
-  """Distributions `[V^d, V]` of the next token after texts of d tokens, of their probabilities for d = 0 to L."""
-  laws = []
+def given_texts(joint: np.ndarray) -> list[np.ndarray]:
+  """The distributions `[V^d, V]` after texts of d tokens, of `[V] * L`; uniform after those that cannot occur."""
+  probs, laws = [np.ones(1), *prefix_probs(joint)], []
   for above, own in zip(probs, probs[1:]):
     rows = own.reshape(len(above), -1)
-    laws.append(np.divide(rows, above[:, None], out=np.zeros_like(rows), where=above[:, None] > 0))
+    uniform = np.full_like(rows, 1 / rows.shape[1])
+    laws.append(np.divide(rows, above[:, None], out=uniform, where=above[:, None] > 0))
   return laws
 
 
@@ -86,8 +87,9 @@ def coordinated_optimum(draft_law, target_law) -> float:
   Raises:
     ValueError: An argument is no joint distribution, or there are too many pairs of texts.
   """
-  draft, target = ([np.ones(1), *prefix_probs(joint)] for joint in as_joint_probs(draft_law, target_law))
-  laws = _given(draft), _given(target)
+  joint = as_joint_probs(draft_law, target_law)
+  draft, target = ([np.ones(1), *prefix_probs(each)] for each in joint)
+  laws = [given_texts(each) for each in joint]
   check_size(len(draft[-2]) ** 2)
   depths = range(len(draft) - 1)  # masses are those of texts of 0 to L - 1 tokens
   offsets = np.cumsum([0] + [len(draft[depth]) ** 2 for depth in depths])
@@ -181,7 +183,7 @@ def divided_optimum(draft_law, target_law) -> float:
   two candidates u and v, u first, the credits m(u) and m(v) / (1 - m(u)) keep m(u) and m(v); each pair of guesses may
   take either order, or choose by chance.
   """
-  draft, target = (_given([np.ones(1), *prefix_probs(joint)]) for joint in as_joint_probs(draft_law, target_law))
+  draft, target = map(given_texts, as_joint_probs(draft_law, target_law))
   program = _Program()
 
   def visit(text: int, depth: int, prob: float, own: int | None) -> None:

@@ -7,26 +7,11 @@ after the class, where the models are asked again.
 
 from __future__ import annotations
 
-import functools
-
-import jax
-import jax.numpy as jnp
 import numpy as np
 
+from decode.experiment.distributions import distributions_after
 from decode.experiment.workload import Workload
 from spectr_jax import Model, TokenTree
-from spectr_jax.sampling import logits_to_probs
-
-
-@functools.partial(jax.jit, static_argnames='tree')
-def _laws(model: Model, prompt, length, tokens, sampling, tree: TokenTree) -> jax.Array:
-  """The distributions `[N + 1, V]` of a model after the nodes of one tree below a prompt `[1, P]`."""
-  cache, _ = model.prefill(prompt, length - 1, model.init_cache_fn(1, prompt.shape[1]))
-  last = jnp.take_along_axis(prompt, length[:, None] - 1, axis=1)
-  called = jnp.concatenate([last, tokens[None]], axis=1)
-  positions = length[:, None] - 1 + jnp.asarray(tree.depths)
-  logits = model.apply(called, positions, jnp.asarray(tree.ancestors), cache).logits
-  return logits_to_probs(logits, sampling)[0]
 
 
 def classes_of(draft_probs: np.ndarray, target_probs: np.ndarray, num_classes: int) -> np.ndarray:
@@ -40,20 +25,10 @@ def classes_of(draft_probs: np.ndarray, target_probs: np.ndarray, num_classes: i
   return classes
 
 
-def real_tables(
-  workload: Workload, prompt: int, num_classes: int, length: int, seed: int = 0
-) -> tuple[np.ndarray, np.ndarray]:
-  """The joint distributions `[V] * L` of draft and target over classes after a prompt, float64.
+def real_tables(workload: Workload, prompt: int, num_classes: int, length: int, seed: int) -> list[np.ndarray]:
+  """The joint distributions `[V] * L` of draft and target over V classes after the prompt of a number, float64.
 
-  Args:
-    workload: Models and prompts.
-    prompt: The number of the prompt.
-    num_classes: V.
-    length: L, in tokens.
-    seed: Seed of the tokens that stand for classes.
-
-  Raises:
-    ValueError: The draft is no model.
+  The seed is of the tokens that stand for classes. A `ValueError` says that the draft is no model.
   """
   rng = np.random.default_rng(seed)
   joint = [np.ones(1), np.ones(1)]
@@ -67,7 +42,8 @@ def real_tables(
     for model in (workload.draft, workload.target):
       if not isinstance(model, Model):
         raise ValueError(f'tables are cut from two models, and {workload.options.draft} is not a model')
-      laws.append(np.asarray(_laws(model, *prompts, chosen, sampling, tree), np.float64))
+      own = distributions_after(model, *prompts, chosen[None], sampling, tree=tree)[0]
+      laws.append(np.asarray(own, np.float64))
     masses, leading = [], []
     for p, q in zip(*(each[-(num_classes**depth) :] for each in laws)):
       classes, weights = classes_of(p / p.sum(), q / q.sum(), num_classes), p + q
@@ -77,5 +53,4 @@ def real_tables(
         leading.append(rng.choice(len(inside), p=inside / inside.sum()) if inside.any() else 0)
     joint = [(each[:, None] * own).reshape(-1) for each, own in zip(joint, np.swapaxes(masses, 0, 1))]
     chosen = np.concatenate([chosen, np.array(leading, np.int32)])
-  shape = (num_classes,) * length
-  return joint[0].reshape(shape), joint[1].reshape(shape)
+  return [each.reshape((num_classes,) * length) for each in joint]

@@ -19,6 +19,7 @@ import numpy as np
 from absl import flags
 
 import spectr_jax
+from benchmarks import command
 from common import command_line
 from decode.experiment.options import DecodeOptions
 from spectr_jax import TokenTree
@@ -65,36 +66,31 @@ def run_refilled(models, requests, batch_size: int, **options) -> dict[int, list
 
 
 if __name__ == '__main__':
-  _DEFAULTS = DecodeOptions()
-  _TARGET = flags.DEFINE_string('target', _DEFAULTS.target, 'Directory of the target model.')
-  _DRAFT = flags.DEFINE_string('draft', _DEFAULTS.draft, 'Directory of the draft model.')
+  _OPTIONS = command.define_options('target', 'draft', num_prompts=512, max_new_tokens=128, batch_size=16)
   _DTYPE = flags.DEFINE_enum('dtype', None, ['float32', 'bfloat16', 'float64'], "Weights' type; as stored by default.")
   _METHOD = flags.DEFINE_string('method', 'race_block', 'Method.')
   _NUM_DRAFTS = flags.DEFINE_integer('num_drafts', 2, 'K.', lower_bound=1)
   _DRAFT_LENGTH = flags.DEFINE_integer('draft_length', 4, 'L.', lower_bound=1)
-  _BATCH_SIZE = flags.DEFINE_integer('batch_size', 16, 'Rows.', lower_bound=1)
-  _NUM_PROMPTS = flags.DEFINE_integer('num_prompts', 512, 'Prompts.', lower_bound=1)
-  _NEW_TOKENS = flags.DEFINE_integer('max_new_tokens', 128, 'New tokens per prompt, at most.', lower_bound=1)
   _STOP = flags.DEFINE_integer('stop', 24, 'Tokens whose id is a multiple of it end a row.', lower_bound=1)
   _NUM_RUNS = flags.DEFINE_integer('num_runs', 3, 'Runs of both, in turns.', lower_bound=1)
 
   def main(argv):
     del argv
-    target, tokenizer = spectr_jax.load_model(_TARGET.value, dtype=_DTYPE.value)
-    models = target, spectr_jax.load_model(_DRAFT.value, dtype=_DTYPE.value)[0]
-    requests = make_requests(tokenizer, _NUM_PROMPTS.value)
+    given = _OPTIONS()
+    target, tokenizer = spectr_jax.load_model(given.target, dtype=_DTYPE.value)
+    models = target, spectr_jax.load_model(given.draft, dtype=_DTYPE.value)[0]
+    requests = make_requests(tokenizer, given.num_prompts)
     tree = TokenTree.chains(_NUM_DRAFTS.value, _DRAFT_LENGTH.value)
     ends = tuple(range(0, target.vocab_size, _STOP.value))
-    options = {'method': _METHOD.value, 'tree': tree, 'max_new_tokens': _NEW_TOKENS.value, 'eos_id': ends}
+    options = {'method': _METHOD.value, 'tree': tree, 'max_new_tokens': given.max_new_tokens, 'eos_id': ends}
     ways = {'batches': run_batches, 'refilled': run_refilled}
-    few = requests[: 4 * _BATCH_SIZE.value]
     for way in ways.values():
-      way(models, few, _BATCH_SIZE.value, **options)
+      way(models, requests[: 4 * given.batch_size], given.batch_size, **options)
     speeds, decoded = {name: [] for name in ways}, {}
     for _ in range(_NUM_RUNS.value):
       for name, way in ways.items():
         start = time.perf_counter()
-        decoded[name] = way(models, requests, _BATCH_SIZE.value, **options)
+        decoded[name] = way(models, requests, given.batch_size, **options)
         speeds[name].append(sum(map(len, decoded[name].values())) / (time.perf_counter() - start))
         print(f'{name:<10} {speeds[name][-1]:8.1f} tokens/s', flush=True)
     lengths = np.array([len(tokens) for tokens in decoded['batches'].values()])

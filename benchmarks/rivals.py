@@ -14,19 +14,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
-import re
+from collections.abc import Sequence
 
 import jax
 import numpy as np
 from absl import flags
 
+from benchmarks import command
+from benchmarks.distance_to_optimum import NAMES
 from common import command_line
 from common.output_files import OutputFiles
 from decode.experiment import metrics
 from decode.experiment.distributions import target_texts
-from decode.experiment.options import DecodeOptions
-from decode.experiment.workload import Workload, describe_machine
+from decode.experiment.settings import parse_shape, shape_name
+from decode.experiment.workload import Workload
 from spectr_jax import TokenTree, get_method, verify
 from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.loop import noise_keys, propose, score
@@ -44,7 +45,13 @@ SHAPES = (
 )  # fmt: skip
 
 
-@functools.partial(jax.jit)
+def check_methods(names: Sequence[str]) -> None:
+  """Refuses methods whose numbers would be wrong: the drafts are independent, and all methods decide on the same."""
+  if wrong := [name for name in names if name not in NAMES]:
+    raise ValueError(f'{", ".join(wrong)}: the methods for independent drafts that are lossless are {", ".join(NAMES)}')
+
+
+@jax.jit
 def _draft(decoder, state):
   """Guesses, the draft's distributions, and the target's."""
   proposal = propose(decoder, state, noise_keys(decoder, state)[0])
@@ -82,7 +89,7 @@ def _takes(name: str, tree: TokenTree) -> bool:
   return (method.max_drafts == 1) == tree.is_chain
 
 
-def measure(workload: Workload, shapes, names, num_decisions: int, batch_size: int, seed: int, notify):
+def measure(workload: Workload, shapes, names, num_decisions: int, seed: int):
   """Tokens of a call by shape and method, `[P]` each, in turn."""
   places = _places(workload, seed)
   keys = places.keys(seed)
@@ -95,35 +102,18 @@ def measure(workload: Workload, shapes, names, num_decisions: int, batch_size: i
       places.target, places.draft, method=BASELINE, tree=tree, max_new_tokens=1, cache_size=places.tokens.shape[1] + 1
     )
     kept: dict[str, list[np.ndarray]] = {name: [] for name in own}
-    for start in range(0, len(places.prompts), batch_size):
-      rows = np.resize(np.arange(start, min(start + batch_size, len(places.prompts))), batch_size)
+    for batch, rows in enumerate(places.batches):
       state = init_decode(decoder, keys[rows], places.tokens[rows], places.lengths[rows], sampling=places.sampling)
       drafted = _draft(decoder, state)
       for number, name in enumerate(own):
-        key = jax.random.fold_in(jax.random.key(seed), start * 100 + number)
+        key = jax.random.fold_in(jax.random.key(seed), batch * places.batch_size * 100 + number)
         kept[name].append(
           np.asarray(_kept(key, *drafted, tree=tree, method=get_method(name), num_decisions=num_decisions))
         )
-    notify(f'{_shape_name(shape)}: ' + ', '.join(f'{name} {np.mean(parts):.3f}' for name, parts in kept.items()))
-    for name, parts in kept.items():
-      yield shape, name, np.concatenate(parts)[: len(places.prompts)]
-
-
-def _shape_name(shape) -> str:
-  return f'{shape[0]} x {len(shape)}' if set(shape[1:]) <= {1} else f'prefix:{",".join(map(str, shape))}'
-
-
-def parse_shape(text: str) -> tuple[int, ...]:
-  """Numbers of children by depth of `K x L` or `prefix:2,2,1`, as tables name them; ValueError for another text."""
-  if chains := re.fullmatch(r'(\d+) x ([1-9]\d*)', text):
-    shape = (int(chains[1]),) + (1,) * (int(chains[2]) - 1)
-  elif re.fullmatch(r'prefix:\d+(,\d+)*', text):
-    shape = tuple(map(int, text.removeprefix('prefix:').split(',')))
-  else:
-    shape = ()
-  if not shape or min(shape) < 1:
-    raise ValueError(f'a shape is written as "4 x 16" or "prefix:2,2,1", got {text!r}')
-  return shape
+    tokens = {name: np.concatenate(parts)[: len(places.prompts)] for name, parts in kept.items()}
+    print(f'{shape_name(shape)}: ' + ', '.join(f'{name} {own.mean():.3f}' for name, own in tokens.items()), flush=True)
+    for name, own in tokens.items():
+      yield shape, name, own
 
 
 def best_of(records: list[dict], num_nodes: int, temperature: float) -> dict[str, dict]:
@@ -153,79 +143,52 @@ def table(records: list[dict], budgets: list[int]) -> str:
       best = best_of(records, budget, temperature)
       for name in sorted(best, key=lambda name: np.mean(best[name]['tokens'])):
         tokens, ones = np.array(best[name]['tokens']), np.ones(len(best[name]['tokens']))
-        interval = metrics.ratio_interval(tokens, ones)
-        half = (interval[1] - interval[0]) / 2 if interval else float('nan')
-        ratio = ''
-        if name != BASELINE and BASELINE in best:
-          factor, low, high = metrics.compare((tokens, ones), (np.array(best[BASELINE]['tokens']), ones))
-          ratio = f'{factor:.3f} ({low:.3f} to {high:.3f})'
-        lines.append(
-          f'| {temperature:g} | {budget} | `{name}` | {best[name]["shape"]}'
-          f' | {tokens.mean():.2f} ± {half:.2f} | {ratio} |'
-        )
+        value, ratio = metrics.ratio_text(tokens, ones), ''
+        if name != BASELINE and BASELINE in best and len(tokens) > 1:
+          ratio = metrics.comparison_text((tokens, ones), (np.array(best[BASELINE]['tokens']), ones))
+        lines.append(f'| {temperature:g} | {budget} | `{name}` | {best[name]["shape"]} | {value} | {ratio} |')
   return '\n'.join(lines)
 
 
 if __name__ == '__main__':
-  _TARGET = flags.DEFINE_string('target', DecodeOptions.target, 'The target model.')
-  _DRAFT = flags.DEFINE_string('draft', DecodeOptions.draft, 'The draft model, or a head.')
-  _PROMPTS = flags.DEFINE_string('prompts', DecodeOptions.prompts, 'File of prompts.')
-  _CHAT = flags.DEFINE_bool('chat', False, 'Render prompts as conversations.')
-  _DTYPE = flags.DEFINE_string('dtype', '', 'Type of the models.')
+  _OPTIONS = command.define_options(
+    'target', 'draft', 'prompts', 'chat', 'dtype', num_prompts=64, max_new_tokens=32, batch_size=16
+  )
   _METHOD = flags.DEFINE_list('method', list(METHODS_COMPARED), 'Methods.')
-  _TEMPERATURE = flags.DEFINE_list('temperature', ['1', '0.6', '0.3'], 'Temperatures.')
-  _NODES = flags.DEFINE_list('nodes', ['16', '64'], 'Nodes of a tree, at most.')
+  _TEMPERATURES = command.define_numbers('temperature', '1,0.6,0.3', 'Temperatures.', float, least=0)
+  _NODES = command.define_numbers('nodes', '16,64', 'Nodes of a tree, at most.')
   _SHAPE = flags.DEFINE_multi_string(
     'shape', None, 'Only this shape, such as "4 x 16" or "prefix:2,2,1"; repeat the flag for several.'
   )
-  _NUM_PROMPTS = flags.DEFINE_integer('num_prompts', 64, 'Prompts.', lower_bound=2)
-  _MAX_NEW_TOKENS = flags.DEFINE_integer('max_new_tokens', 32, 'Tokens of a continuation.', lower_bound=1)
   _NUM_DECISIONS = flags.DEFINE_integer('num_decisions', 4, 'Decisions on every draft.', lower_bound=1)
-  _BATCH_SIZE = flags.DEFINE_integer('batch_size', 16, 'Rows at once.', lower_bound=1)
   _SEED = flags.DEFINE_integer('seed', 0, 'Seed.', lower_bound=0)
-  _OUTPUT = flags.DEFINE_string('output', None, 'File for the results, JSON.')
+  _OUTPUT = command.define_output()
 
   def main(argv):
     del argv
-    temperatures = list(command_line.parse_numbers('temperature', _TEMPERATURE.value, float, least=0))
-    budgets = list(command_line.parse_numbers('nodes', _NODES.value))
-    for name in _METHOD.value:
-      get_method(name)
-    options = DecodeOptions(
-      target=_TARGET.value,
-      draft=_DRAFT.value,
-      prompts=_PROMPTS.value,
-      chat=_CHAT.value,
-      dtype=_DTYPE.value,
-      num_prompts=_NUM_PROMPTS.value,
-      max_new_tokens=_MAX_NEW_TOKENS.value,
-      batch_size=_BATCH_SIZE.value,
-      skip_long=True,
-    )
+    temperatures, budgets, options = _TEMPERATURES(), _NODES(), _OPTIONS(skip_long=True)
+    check_methods(_METHOD.value)
     shapes = [parse_shape(text) for text in _SHAPE.value] if _SHAPE.value else SHAPES
     shapes = [shape for shape in shapes if TokenTree.prefix(shape).num_nodes <= max(budgets)]
     records: list[dict] = []
     with OutputFiles(output=_OUTPUT.value).apart_from(options.inputs()) as files:
       loaded = Workload.load(options)
-      run = {'methods': _METHOD.value, 'num_prompts': _NUM_PROMPTS.value, 'num_decisions': _NUM_DECISIONS.value}
       for temperature in temperatures:
-        own = dataclasses.replace(options, temperature=temperature)
-        workload = dataclasses.replace(loaded, options=own, sampling=own.sampling)
-        counts = {'num_decisions': _NUM_DECISIONS.value, 'batch_size': workload.batch_size, 'seed': _SEED.value}
-        for shape, name, tokens in measure(
-          workload, shapes, _METHOD.value, notify=lambda line: print(line, flush=True), **counts
-        ):
-          records.append(
-            {
-              'temperature': temperature,
-              'method': name,
-              'shape': _shape_name(shape),
-              'num_nodes': TokenTree.prefix(shape).num_nodes,
-              'tokens': [round(float(each), 4) for each in tokens],
-            }
+        own = [
+          {
+            'temperature': temperature,
+            'method': name,
+            'shape': shape_name(shape),
+            'num_nodes': TokenTree.prefix(shape).num_nodes,
+            'tokens': [round(float(each), 4) for each in tokens],
+          }
+          for shape, name, tokens in measure(
+            loaded.at(temperature), shapes, _METHOD.value, _NUM_DECISIONS.value, _SEED.value
           )
-        print(table([each for each in records if each['temperature'] == temperature], budgets), flush=True)
-      content = {'run': {'flags': run, **describe_machine()}, 'results': records}
-      files.write_after(lambda: None, output=json.dumps(content) + '\n')
+        ]
+        print(table(own, budgets), flush=True)
+        records += own
+      run = {'num_prompts': options.num_prompts, 'num_decisions': _NUM_DECISIONS.value}
+      files.write(output=command.to_json(records, indent=None, methods=_METHOD.value, **run))
 
   command_line.run(main)

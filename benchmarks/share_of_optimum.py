@@ -14,17 +14,17 @@ as a lookup that is right has it, or the draft's likeliest.
 
 from __future__ import annotations
 
-import dataclasses
-import json
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 from absl import flags
 
+from benchmarks import command
 from common import command_line
 from common.output_files import OutputFiles
 from decode.experiment import metrics
 from decode.experiment.options import DecodeOptions
-from decode.experiment.workload import Workload, describe_machine
+from decode.experiment.workload import Workload
 from decode.papers.token_figures import acceptance_on_text
 from spectr_jax import theory
 from spectr_jax.couplings import Race
@@ -61,14 +61,12 @@ RULES_BESIDE = {'optimum': _optimum_beside, 'race': _race_beside}
 
 
 def measure(
-  options: DecodeOptions, *, temperatures: list[float], num_drafts: list[int], given: str = 'none'
+  options: DecodeOptions, *, temperatures: Sequence[float], num_drafts: Sequence[int], given: str = 'none'
 ) -> list[dict]:
   """One record per temperature, number n of drawn candidates and rule; `given` as for `acceptance_on_text`."""
   rules, loaded, records = RULES if given == 'none' else RULES_BESIDE, Workload.load(options), []
   for temperature in temperatures:
-    own = dataclasses.replace(options, temperature=temperature)
-    workload = dataclasses.replace(loaded, options=own, sampling=own.sampling)
-    there, overlaps, accepted = acceptance_on_text(workload, options.seed, rules, num_drafts, given=given)
+    there, overlaps, accepted = acceptance_on_text(loaded.at(temperature), options.seed, rules, num_drafts, given=given)
     for (n, name), values in accepted.items():
       optimum = accepted[n, 'optimum']
       sums = (values * there).sum(1), (optimum * there).sum(1)
@@ -96,50 +94,35 @@ def _table(records: list[dict]) -> str:
     f'{"temperature":>12}{"1 - TV":>8}{"n":>4}  {"rule":<11}{"acceptance":>11}{"share of optimum":>24}{"worst":>8}',
   ]
   for record in records:
-    half = '' if record['share_ci95'] is None else f' +- {(record["share_ci95"][1] - record["share_ci95"][0]) / 2:.4f}'
     lines.append(
       f'{record["temperature"]:>12g}{record["overlap"]:>8.3f}{record["num_drafts"]:>4}  {record["rule"]:<11}'
-      f'{record["acceptance"]:>11.4f}{record["share"]:>14.4f}{half:<10}{record["worst_share"]:>8.3f}'
+      f'{record["acceptance"]:>11.4f}{metrics.text_of(record["share"], record["share_ci95"], 4):>24}'
+      f'{record["worst_share"]:>8.3f}'
     )
   return '\n'.join(lines)
 
 
 if __name__ == '__main__':
-  _TARGET = flags.DEFINE_string('target', DecodeOptions.target, 'Directory of the target model.')
-  _DRAFT = flags.DEFINE_string('draft', DecodeOptions.draft, 'Directory of the draft model.')
-  _NUM_DRAFTS = flags.DEFINE_list('num_drafts', ['2', '3', '4', '6', '8'], 'n, numbers of candidates.')
+  _OPTIONS = command.define_options('target', 'draft', 'seed', num_prompts=96, max_new_tokens=32)
+  _NUM_DRAFTS = command.define_numbers('num_drafts', '2,3,4,6,8', 'n, numbers of candidates.')
   _GIVEN = flags.DEFINE_enum(
     'given',
     'none',
     ['none', 'text', 'draft'],
     'A given token beside them: that of the text, or the likeliest of the draft.',
   )
-  _TEMPERATURE = flags.DEFINE_list('temperature', ['1', '0.5'], 'Temperatures.')
-  _NUM_PROMPTS = flags.DEFINE_integer('num_prompts', 96, 'Shipped prompts to continue.', lower_bound=1)
-  _MAX_NEW_TOKENS = flags.DEFINE_integer('max_new_tokens', 32, 'Positions per prompt.', lower_bound=1)
-  _SEED = flags.DEFINE_integer('seed', 0, 'Seed of the continuations.', lower_bound=0)
-  _OUTPUT = flags.DEFINE_string('output', None, 'Write the results to this file, as JSON.')
+  _TEMPERATURES = command.define_numbers('temperature', '1,0.5', 'Temperatures.', float, least=0)
+  _OUTPUT = command.define_output()
 
   def main(argv):
     del argv
-    options = DecodeOptions(
-      target=_TARGET.value,
-      draft=_DRAFT.value,
-      num_prompts=_NUM_PROMPTS.value,
-      max_new_tokens=_MAX_NEW_TOKENS.value,
-      batch_size=8,
-      seed=_SEED.value,
-    )
-    grid = {
-      'temperatures': list(command_line.parse_numbers('temperature', _TEMPERATURE.value, float, least=0)),
-      'num_drafts': list(command_line.parse_numbers('num_drafts', _NUM_DRAFTS.value)),
-    }
+    options = _OPTIONS(batch_size=8)
+    grid = {'temperatures': _TEMPERATURES(), 'num_drafts': _NUM_DRAFTS()}
     if _GIVEN.value != 'none':
       grid['given'] = _GIVEN.value
     with OutputFiles(output=_OUTPUT.value).apart_from(options.inputs()) as files:
       records = measure(options, **grid)
-      flags_given = grid | {'num_prompts': options.num_prompts, 'max_new_tokens': options.max_new_tokens}
-      content = {'run': {'flags': flags_given, **describe_machine()}, 'results': records}
-      files.write_after(lambda: print(_table(records)), output=json.dumps(content, indent=2) + '\n')
+      sizes = {'num_prompts': options.num_prompts, 'max_new_tokens': options.max_new_tokens}
+      files.write_after(lambda: print(_table(records)), output=command.to_json(records, **grid, **sizes))
 
   command_line.run(main)

@@ -44,7 +44,7 @@ import numpy as np
 from absl import flags
 from etils import epath
 
-from benchmarks import timing
+from benchmarks import command, timing
 from benchmarks.floor import floor_of
 from benchmarks.speed_models import SHAPES, UNVERIFIED, Models, bytes_per_step, read_config
 from common import command_line
@@ -159,13 +159,13 @@ class Bench:
         result[f'{unit}s, times as fast as transformers'] = min(others) / own['median']
     return {'milliseconds': times} | result
 
+  def _begin(self, batch_size: int, *case):
+    """A decoder and its state behind prompts, of a draft, a method and a tree."""
+    return timing.begin(timing.make_decoder(self.models.decoding, *case), self.models.prompts(batch_size))
+
   def _round_times(self, batch_size: int, cases: dict[str, tuple]) -> dict[str, timing.Spread]:
-    """Times per round by name, each with a draft, a method and a tree."""
-    rows = self.models.prompts(batch_size)
-    makers = {
-      name: functools.partial(lambda *case: (timing.make_decoder(self.models.decoding, *case), rows), *case)
-      for name, case in cases.items()
-    }
+    """Times per round by name of the cases of `_begin`."""
+    makers = {name: functools.partial(self._begin, batch_size, *case) for name, case in cases.items()}
     measured = timing.rounds_in_turns(makers, self.sizes.num_runs, NUM_ROUNDS)
     return {name: timing.spread(seconds) for name, seconds in measured.items()}
 
@@ -184,9 +184,7 @@ class Bench:
     times = self._round_times(batch_size, {UNVERIFIED.name: (drafter, UNVERIFIED, tree)} | cases)
     result, without = {'milliseconds': times}, times[UNVERIFIED.name]['median']
     for name, case in cases.items():
-      decoder = timing.make_decoder(self.models.decoding, *case)
-      state = timing.begin(decoder, self.models.prompts(batch_size))
-      parts = latency.time_parts(decoder, state, max(self.sizes.num_runs, 3))
+      parts = latency.time_parts(*self._begin(batch_size, *case), max(self.sizes.num_runs, 3))
       whole = times[name]['median']
       result |= {f'{name}, {part}': 1e3 * seconds for part, seconds in parts.items()}
       result[f'{name}, verification / round'] = 1e3 * parts['verification'] / whole
@@ -215,10 +213,9 @@ class Bench:
   def measure_profile(self, directory: epath.Path) -> Result:
     """Records some rounds of the first method with the first draft for one row, in a directory."""
     method, (num_drafts, draft_length) = self.sizes.methods[0], self.sizes.shapes[:2][-1]
-    tree, rows = TokenTree.chains(num_drafts, draft_length), self.models.prompts(1)
-    decoder = timing.make_decoder(self.models.decoding, self.models.drafts['draft'], method, tree)
-    timing.seconds_per_round(decoder, rows, 1)
-    latency.profile(decoder, timing.begin(decoder, rows), directory, num_rounds=4)
+    case = self.models.drafts['draft'], method, TokenTree.chains(num_drafts, draft_length)
+    timing.seconds_per_round(*self._begin(1, *case), 1)
+    latency.profile(*self._begin(1, *case), directory, num_rounds=4)
     return {'directory': directory.name, 'method': method, 'num_drafts': num_drafts, 'draft_length': draft_length}
 
   def measurements(self, directory: epath.Path) -> Iterator[tuple[str, Callable[[], Result]]]:
@@ -311,7 +308,7 @@ if __name__ == '__main__':
   _DRAFT_DTYPE = flags.DEFINE_string('draft_dtype', None, 'Type of the draft; default that of the target.')
   _WEIGHTS = flags.DEFINE_enum('weights', None, ['int8', 'blocks'], 'How weights of a model from disk are held.')
   _METHOD = flags.DEFINE_list('method', ['race_traversal', 'spectr'], 'Methods of rounds.')
-  _BATCH_SIZE = flags.DEFINE_list('batch_size', ['1', '8'], 'Rows.')
+  _BATCH_SIZES = command.define_numbers('batch_size', '1,8', 'Rows.')
   _SHAPES = flags.DEFINE_list('shapes', ['1x4', '4x8', '4x16'], 'Rounds of K drafts of L tokens, KxL.')
   _NUM_RUNS = flags.DEFINE_integer('num_runs', 5, 'Runs of each, in turns.', lower_bound=1)
   _PROMPT_LENGTH = flags.DEFINE_integer('prompt_length', 8192, 'Tokens of the long prompt.', lower_bound=1)
@@ -334,7 +331,7 @@ if __name__ == '__main__':
         text=_TEXT.value,
       ),
       parts=tuple(_PART.value or parts), dtypes=tuple(_DTYPE.value), methods=tuple(_METHOD.value),
-      batch_sizes=command_line.parse_numbers('batch_size', _BATCH_SIZE.value), shapes=shapes,
+      batch_sizes=_BATCH_SIZES(), shapes=shapes,
       num_runs=_NUM_RUNS.value, prompt_length=_PROMPT_LENGTH.value,
       peer_device=(_PEER_DEVICE.value or device) if _PEER.value else None,
     )  # fmt: skip

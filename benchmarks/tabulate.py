@@ -16,7 +16,6 @@ import functools
 import itertools
 import json
 import math
-import operator
 import re
 from collections.abc import Callable
 
@@ -26,7 +25,8 @@ from absl import flags
 from common import command_line
 from common.output_files import OutputFiles
 from decode.experiment import metrics
-from spectr_jax import METHODS
+from decode.experiment.settings import parse_shape
+from spectr_jax import METHODS, TokenTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,20 +122,13 @@ def summarize(by_setting: dict[Setting, Counts]) -> str:
   return '[\n' + ',\n'.join(lines) + '\n]\n'
 
 
-def _value(counts: Counts) -> str:
-  interval = metrics.ratio_interval(*counts.arrays())
-  half = '' if interval is None else f' ± {(interval[1] - interval[0]) / 2:.2f}'
-  return f'{metrics.ratio(*counts.arrays()):.2f}{half}'
-
-
 def _factor(counts: Counts, baseline: Counts | None) -> str:
   if baseline is None or baseline is counts or counts.seeds != baseline.seeds:
     return ''
   shared = [prompt for prompt in counts.tokens if prompt in baseline.tokens]
   if len(shared) < 2:
     return ''
-  factor, low, high = metrics.compare(counts.arrays(shared), baseline.arrays(shared))
-  return f'{factor:.3f} ({low:.3f} to {high:.3f})'
+  return metrics.comparison_text(counts.arrays(shared), baseline.arrays(shared))
 
 
 def _budget(setting: Setting) -> str:
@@ -145,11 +138,10 @@ def _budget(setting: Setting) -> str:
 
 def num_nodes(shape: str) -> int | None:
   """The number of nodes of a tree, from its name; None for trees other than K x L and prefix trees."""
-  tree = shape.split(' = ')[-1]
-  if ' x ' in tree:
-    return math.prod(map(int, tree.split(' x ')))
-  name, _, factors = tree.partition(':')
-  return sum(itertools.accumulate(map(int, factors.split(',')), operator.mul)) if name == 'prefix' else None
+  try:
+    return TokenTree.prefix(parse_shape(shape.split(' = ')[-1])).num_nodes
+  except ValueError:
+    return None
 
 
 def _comparison(title: str, rows: dict[Setting, Counts], column: str, factor: Callable[[Counts], str]) -> list[str]:
@@ -157,7 +149,8 @@ def _comparison(title: str, rows: dict[Setting, Counts], column: str, factor: Ca
   lines = [f'\n{title}:\n', f'| method | tree | tokens per call | {column} |', '|---|---|---|---|']
   for setting, counts in sorted(rows.items(), key=lambda item: -metrics.ratio(*item[1].arrays())):
     tree = setting.shape.split(' = ')[-1]
-    lines.append(f'| `{setting.method}` | {tree} | {_value(counts)} | {factor(counts)} |')
+    value = metrics.ratio_text(*counts.arrays())
+    lines.append(f'| `{setting.method}` | {tree} | {value} | {factor(counts)} |')
   return lines
 
 
@@ -198,8 +191,9 @@ def tables(by_setting: dict[Setting, Counts], baseline: str) -> list[str]:
       lines += [f'\nTemperature {temperature:g}, K x L:\n', '| method |' + ''.join(f' {s} |' for s in shapes)]
       lines.append('|---|' + '---|' * len(shapes))
       for method in methods:
-        row = (cells.get((method, shape)) for shape in shapes)
-        lines.append(f'| `{method}` |' + ''.join(f' {_value(counts)} |' if counts else ' |' for counts in row))
+        row = [cells.get((method, shape)) for shape in shapes]
+        values = [f' {metrics.ratio_text(*counts.arrays())} |' if counts else ' |' for counts in row]
+        lines.append(f'| `{method}` |' + ''.join(values))
     for group in sorted(set(map(_budget, own)), key=_natural):
       members = {setting: counts for setting, counts in own.items() if _budget(setting) == group}
       against = next((counts for setting, counts in members.items() if setting.method == baseline), None)

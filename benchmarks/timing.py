@@ -1,12 +1,14 @@
-"""What benchmarks of speed share: calls that take turns, rounds of the loop, a device's memory rate, times in words."""
+"""What benchmarks of speed share: calls in turns, rounds of the loop, a memory's rate, times in words, llama.cpp."""
 
 from __future__ import annotations
 
 import concurrent.futures
+import json
 import multiprocessing
 import os
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -66,28 +68,55 @@ def make_decoder(target, draft, method: str | Method, tree: TokenTree | None) ->
   )
 
 
-def begin(decoder: Decoder, rows: np.ndarray) -> DecodeState:
-  """The state behind prompts, int32 `[B, P]`."""
-  return spectr_jax.init_decode(decoder, jax.random.key(0), rows, np.full(len(rows), rows.shape[1]))
+def begin(decoder: Decoder, rows: np.ndarray, **options) -> tuple[Decoder, DecodeState]:
+  """The decoder, and its state behind prompts, int32 `[B, P]`, with options of `init_decode`."""
+  lengths = np.full(len(rows), rows.shape[1])
+  return decoder, spectr_jax.init_decode(decoder, jax.random.key(0), rows, lengths, **options)
 
 
-def seconds_per_round(decoder: Decoder, rows: np.ndarray, num_rounds: int) -> float:
-  """Seconds per round of one run of the loop, at most `num_rounds`, behind prompts, int32 `[B, P]`; without prefill."""
-  state = jax.block_until_ready(begin(decoder, rows))
+def seconds_per_round(decoder: Decoder, state: DecodeState, num_rounds: int) -> float:
+  """Seconds per round of one run of the loop, at most `num_rounds`, from a state, which is donated."""
+  jax.block_until_ready(state)
   start = time.perf_counter()
   state = jax.block_until_ready(spectr_jax.decode_rounds(decoder, state, num_rounds))
   return (time.perf_counter() - start) / int(state.result.num_target_calls.max())
 
 
-def rounds_in_turns(decoders: dict, num_runs: int, num_rounds: int) -> dict:
-  """Seconds per round of each run, by name, of functions that make a decoder and its prompts, int32 `[B, P]`. One
-  untimed run of each comes first; then they take turns.
+def rounds_in_turns(begun: dict, num_runs: int, num_rounds: int) -> dict:
+  """Seconds per round of each run, by name, of functions that make what `begin` returns. One untimed run of each comes
+  first; then they take turns.
   """
-  times = {name: [] for name in decoders}
+  times = {name: [] for name in begun}
   for _ in range(num_runs + 1):
-    for name, make in decoders.items():
+    for name, make in begun.items():
       times[name].append(seconds_per_round(*make(), num_rounds))
   return {name: seconds[1:] for name, seconds in times.items()}
+
+
+def llama_cpp(path: str, room: int) -> Callable[..., dict[str, Any]]:
+  """A function that lets llama.cpp answer a request, its fields keyword arguments, one at a time in caches of `room`
+  tokens; it needs `pip install xllamacpp`.
+
+  It samples from the whole distribution, as the others do, and reads each prompt anew. It has a thread for each core,
+  which wait for each other in a loop: beside other work it is many times slower.
+  """
+  import xllamacpp
+
+  params = xllamacpp.CommonParams()
+  params.model.path, params.n_ctx, params.n_parallel, params.n_gpu_layers = path, room, 1, 0
+  params.cpuparams.n_threads = params.cpuparams_batch.n_threads = os.cpu_count() or 1
+  params.verbosity = -1
+  server = xllamacpp.Server(params)
+  always = {'cache_prompt': False, 'top_k': 0, 'top_p': 1.0, 'min_p': 0.0}
+
+  def answer(**request) -> dict[str, Any]:
+    reply = server.handle_completions(always | request)
+    reply = json.loads(reply) if isinstance(reply, str) else reply
+    if 'usage' not in reply:
+      raise RuntimeError(f'llama.cpp: {reply}')
+    return reply
+
+  return answer
 
 
 def in_own_process(function, *arguments):

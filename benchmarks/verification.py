@@ -20,7 +20,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import json
 import time
 from typing import Any
 
@@ -29,10 +28,10 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
+from benchmarks import command
 from benchmarks.timing import spread
 from common import command_line
 from common.output_files import OutputFiles
-from decode.experiment.workload import describe_machine
 from spectr_jax import METHODS, Proposal, SamplingParams, TokenTree, get_method
 from spectr_jax.methods import Method
 from spectr_jax.sampling import logits_to_probs
@@ -45,35 +44,20 @@ CASES = ('random', 'all kept', 'none kept')
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-  """What is measured.
-
-  Attributes:
-    vocab_size: V.
-    num_drafts: K; methods that take fewer drafts have as many as they take.
-    draft_length: L.
-    rows: Numbers of rows that are verified together.
-    repeats: Number of timed repeats.
-    num_proposals: Proposals per repeat, over all rows.
-  """
+  """What is measured."""
 
   vocab_size: int
-  num_drafts: int
+  num_drafts: int  # methods that take fewer drafts have as many as they take
   draft_length: int
-  rows: tuple[int, ...]
+  rows: tuple[int, ...]  # numbers of rows that are verified together
   repeats: int
-  num_proposals: int
+  num_proposals: int  # per repeat, over all rows
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Distributions:
-  """The models' distributions by context.
-
-  Attributes:
-    draft_probs: `[NUM_CONTEXTS, V]`, the draft's distributions.
-    target_probs: `[NUM_CONTEXTS, V]`, the target's distributions.
-    target_logits: `[NUM_CONTEXTS, V]`, the logits of `target_probs`.
-  """
+  """The models' distributions by context, `[NUM_CONTEXTS, V]`."""
 
   draft_probs: jax.Array
   target_probs: jax.Array
@@ -83,17 +67,11 @@ class Distributions:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Guesses:
-  """Proposals for a batch of rows, without their distributions.
+  """Proposals for a batch of rows, without their distributions."""
 
-  Attributes:
-    keys: `[B, L + 1]`, typed keys for verification.
-    tokens: int32 `[B, N]`.
-    contexts: int32 `[B, N + 1]`, the context of each node.
-  """
-
-  keys: jax.Array
-  tokens: jax.Array
-  contexts: jax.Array
+  keys: jax.Array  # `[B, L + 1]`, typed keys for verification
+  tokens: jax.Array  # int32 `[B, N]`
+  contexts: jax.Array  # int32 `[B, N + 1]`, the context of each node
 
 
 @functools.partial(jax.jit, static_argnames=('vocab_size', 'case', 'top_k', 'top_p'))
@@ -121,14 +99,8 @@ def make_distributions(
 def guess(
   keys: jax.Array, draft_probs: jax.Array, *, method: Method, tree: TokenTree, are_drafts_equal: bool
 ) -> Guesses:
-  """Proposals: tokens by the method's rule, and the contexts that they lead to.
-
-  Args:
-    keys: `[B]`, typed keys.
-    draft_probs: `[NUM_CONTEXTS, V]`, the draft's distributions.
-    method: The method, whose rule draws children.
-    tree: Chains, or the empty tree.
-    are_drafts_equal: Whether all drafts are copies of the first. Ignored for rules whose siblings differ.
+  """Proposals of typed keys `[B]` on chains or the empty tree: tokens by the method's rule, and the contexts that they
+  lead to. With `are_drafts_equal` all drafts are copies of the first, unless the rule's siblings differ.
   """
   num_drafts, rule = int(tree.num_children[0]), method.proposal_rule
   are_drafts_equal &= not rule.may_run_out
@@ -167,44 +139,33 @@ def guess(
 def look_up(
   distributions: Distributions, guesses: Guesses, *, tree: TokenTree
 ) -> tuple[Proposal, jax.Array, jax.Array]:
-  """The distributions of guesses, looked up by their contexts.
-
-  Returns:
-    Proposals with the draft's distributions; the target's distributions `[B, N + 1, V]`; the target's logits.
-  """
+  """Proposals with the draft's distributions, and the target's distributions and logits `[B, N + 1, V]`."""
   contexts = guesses.contexts
   probs = distributions.draft_probs[contexts[:, tree.parent_nodes]]
   return Proposal(guesses.tokens, probs), distributions.target_probs[contexts], distributions.target_logits[contexts]
 
 
 def initial_state(method: Method, tree: TokenTree, rows: int) -> Any:
-  """The verifier's state before the first round, for so many rows."""
   return jax.tree.map(lambda x: jnp.broadcast_to(x, (rows, *x.shape)), method.verifier.init_state(tree))
 
 
 @dataclasses.dataclass
 class Program:
-  """The compiled verification of one method for a number of rows.
-
-  Attributes:
-    method: The method.
-    tree: Its tree.
-    rows: Rows that are verified together.
-    verify: Verification alone: from keys, proposals, target distributions and state to a verdict.
-    verify_logits: Verification that starts with `logits_to_probs`.
-    temporaries: Scratch memory of `verify` at its peak, in bytes.
-  """
+  """The compiled verification of one method for a number of rows."""
 
   method: Method
   tree: TokenTree
-  rows: int
-  verify: Any
-  verify_logits: Any
-  temporaries: int
+  sampling: SamplingParams  # of the rows that are verified together
+  guesses: dict[str, list[Guesses]]  # proposals by case
+  verify: Any  # from keys, proposals, target distributions and state to a verdict
+  verify_logits: Any  # the same from the target's logits
+  temporaries: int  # scratch memory of `verify` at its peak, in bytes
 
   @classmethod
-  def compile(cls, method: Method, sizes: Sizes, rows: int, filters: dict[str, Any]) -> Program:
-    """Compiles verification for a number of rows, and with `logits_to_probs` behind sampling filters."""
+  def compile(
+    cls, method: Method, sizes: Sizes, rows: int, distributions: dict[str, Distributions], filters: dict[str, Any]
+  ) -> Program:
+    """Compiles verification, alone and behind `logits_to_probs` with sampling filters, on distributions by case."""
     num_drafts = sizes.num_drafts if method.max_drafts is None else min(sizes.num_drafts, method.max_drafts)
     tree = TokenTree.chains(num_drafts, sizes.draft_length) if num_drafts else TokenTree()
 
@@ -217,68 +178,48 @@ class Program:
     def verify_logits(keys, proposal, target_logits, state, sampling):
       return verify(keys, proposal, logits_to_probs(target_logits, sampling), state)
 
-    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), (rows, tree.max_depth + 1)))
-    proposal = Proposal(
-      jax.ShapeDtypeStruct((rows, tree.num_nodes), jnp.int32),
-      jax.ShapeDtypeStruct((rows, len(tree.parent_nodes), sizes.vocab_size), jnp.float32),
-    )
-    probs = jax.ShapeDtypeStruct((rows, tree.num_nodes + 1, sizes.vocab_size), jnp.float32)
-    arguments = keys, proposal, probs, jax.eval_shape(lambda: initial_state(method, tree, rows))
-    alone = jax.jit(verify).lower(*arguments).compile()
-    sampling = SamplingParams.make(rows, **filters)
-    both = jax.jit(verify_logits).lower(*arguments, sampling).compile()
-    return cls(method, tree, rows, alone, both, alone.memory_analysis().temp_size_in_bytes)
-
-  def initial_state(self) -> Any:
-    """The verifier's state before the first round, for all rows."""
-    return initial_state(self.method, self.tree, self.rows)
-
-  def guess(self, distributions: Distributions, case: str, seed: int) -> Guesses:
-    """Proposals of a seed for all rows."""
-    keys = jax.random.split(jax.random.key(seed), self.rows)
-    options = {'method': self.method, 'tree': self.tree, 'are_drafts_equal': case == 'all kept'}
-    return jax.block_until_ready(guess(keys, distributions.draft_probs, **options))
+    every_keys = [jax.random.split(jax.random.key(SEED + i), rows) for i in range(max(sizes.num_proposals // rows, 2))]
+    guesses = {
+      case: [
+        guess(keys, own.draft_probs, method=method, tree=tree, are_drafts_equal=case == 'all kept')
+        for keys in every_keys
+      ]
+      for case, own in distributions.items()
+    }
+    sampling, state = SamplingParams.make(rows, **filters), initial_state(method, tree, rows)
+    first = guesses['random'][0]
+    proposal, probs, logits = look_up(distributions['random'], first, tree=tree)
+    alone = jax.jit(verify).lower(first.keys, proposal, probs, state).compile()
+    both = jax.jit(verify_logits).lower(first.keys, proposal, logits, state, sampling).compile()
+    return cls(method, tree, sampling, guesses, alone, both, alone.memory_analysis().temp_size_in_bytes)
 
 
-def measure(
-  programs: list[Program],
-  distributions: dict[str, Distributions],
-  filters: dict[str, Any],
-  *,
-  repeats: int,
-  num_proposals: int,
-) -> list[dict[str, Any]]:
+def measure(programs: list[Program], distributions: dict[str, Distributions], repeats: int) -> list[dict[str, Any]]:
   """Times programs, which take turns, on distributions by case.
 
   As in decoding, a verification starts from the state that the previous one left. The distributions are looked up right
-  before and not timed, since in decoding they have also just been computed.
-
-  Returns:
-    Of each program by case seconds of verification, `alone`, and with `logits_to_probs`, `with_logits`, one per repeat
-    and each a mean over the proposals; and the mean number of `tokens` that a verification emits per row.
+  before and not timed, since in decoding they have also just been computed. Returns of each program by case seconds of
+  verification, `alone`, and with `logits_to_probs`, `with_logits`, one per repeat and each a mean over the proposals;
+  and the mean number of `tokens` that a verification emits per row.
   """
   results = [
     {name: {case: [] for case in distributions} for name in ('alone', 'with_logits', 'tokens')} for _ in programs
   ]
-  guesses = [
-    {case: [program.guess(own, case, SEED + i) for i in range(num_proposals)] for case, own in distributions.items()}
-    for program in programs
-  ]
   for repeat in range(repeats + 1):  # the first warms up
-    for (program, by_case, result), case in itertools.product(zip(programs, guesses, results), distributions):
-      state, totals = program.initial_state(), np.zeros(3)
-      sampling = SamplingParams.make(program.rows, **filters)
-      for guessed in by_case[case]:
+    for (program, result), case in itertools.product(zip(programs, results), distributions):
+      guesses, totals = program.guesses[case], np.zeros(3)
+      state = initial_state(program.method, program.tree, len(guesses[0].tokens))
+      for guessed in guesses:
         looked_up = look_up(distributions[case], guessed, tree=program.tree)
         proposal, target_probs, target_logits = jax.block_until_ready(looked_up)
         seconds, verdict = _timed(program.verify, guessed.keys, proposal, target_probs, state)
         both = 0.0
         if case == 'random':
-          both, _ = _timed(program.verify_logits, guessed.keys, proposal, target_logits, state, sampling)
+          both, _ = _timed(program.verify_logits, guessed.keys, proposal, target_logits, state, program.sampling)
         totals += seconds, both, np.mean(verdict.num_accepted) + 1
         state = verdict.state
       if repeat:
-        for values, total in zip(result.values(), totals / num_proposals):
+        for values, total in zip(result.values(), totals / len(guesses)):
           values[case].append(float(total))
   return results
 
@@ -298,10 +239,8 @@ def run(methods: list[Method], sizes: Sizes) -> list[dict[str, Any]]:
     random = distributions['random']
     overlap = float(jnp.mean(jnp.sum(jnp.minimum(random.draft_probs, random.target_probs), axis=-1)))
     for number in sizes.rows:
-      programs = [Program.compile(method, sizes, number, filters) for method in methods]
-      num_proposals = max(sizes.num_proposals // number, 2)
-      times = measure(programs, distributions, filters, repeats=sizes.repeats, num_proposals=num_proposals)
-      for program, own in zip(programs, times):
+      programs = [Program.compile(method, sizes, number, distributions, filters) for method in methods]
+      for program, own in zip(programs, measure(programs, distributions, sizes.repeats)):
         records.append(
           {
             'method': program.method.name,
@@ -321,7 +260,6 @@ def run(methods: list[Method], sizes: Sizes) -> list[dict[str, Any]]:
 
 
 def _table(records: list[dict[str, Any]], filter_name: str) -> str:
-  """The records of one setting as a table."""
   first = records[0]
   lines = [
     f'\n{first["rows"]} row(s), top-k and top-p {filter_name}, 1 - TV = {first["overlap"]:.3f}; microseconds, median'
@@ -346,22 +284,20 @@ if __name__ == '__main__':
   _VOCAB_SIZE = flags.DEFINE_integer('vocab_size', 32000, 'Vocabulary.', lower_bound=2)
   _NUM_DRAFTS = flags.DEFINE_integer('num_drafts', 8, 'K, drafts per row.', lower_bound=1)
   _DRAFT_LENGTH = flags.DEFINE_integer('draft_length', 8, 'L, tokens per draft.', lower_bound=1)
-  _ROWS = flags.DEFINE_list('rows', ['1', '8'], 'Rows verified together.')
+  _ROWS = command.define_numbers('rows', '1,8', 'Rows verified together.')
   _REPEATS = flags.DEFINE_integer('repeats', 5, 'Repeats, after one that warms up.', lower_bound=1)
   _NUM_PROPOSALS = flags.DEFINE_integer(
     'num_proposals', 16, 'Proposals verified in turn, over all rows.', lower_bound=1
   )
   _METHODS = flags.DEFINE_list('methods', list(METHODS), 'Methods.')
-  _OUTPUT = flags.DEFINE_string('output', None, 'Write the results to this file, as JSON.')
+  _OUTPUT = command.define_output()
 
   def main(argv):
     del argv
-    rows = command_line.parse_numbers('rows', _ROWS.value)
     grid = _VOCAB_SIZE.value, _NUM_DRAFTS.value, _DRAFT_LENGTH.value
-    sizes = Sizes(*grid, rows, _REPEATS.value, _NUM_PROPOSALS.value)
+    sizes = Sizes(*grid, _ROWS(), _REPEATS.value, _NUM_PROPOSALS.value)
     with OutputFiles(output=_OUTPUT.value) as files:
       records = run([get_method(name) for name in _METHODS.value], sizes)
-      content = {'run': {'flags': dataclasses.asdict(sizes), **describe_machine()}, 'results': records}
-      files.write(output=json.dumps(content, indent=2) + '\n')
+      files.write(output=command.to_json(records, **dataclasses.asdict(sizes)))
 
   command_line.run(main)

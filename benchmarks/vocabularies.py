@@ -78,7 +78,6 @@ def _last_logits(model: Model, tokens: jax.Array, lengths: jax.Array) -> jax.Arr
 
 
 def logits_after(model: Model, texts: list[list[int]]) -> list[np.ndarray]:
-  """The logits after each text."""
   longest, found = -(-max(map(len, texts)) // 64) * 64, []
   for first in range(0, len(texts), _ROWS):
     part = [*texts[first : first + _ROWS]]
@@ -89,15 +88,8 @@ def logits_after(model: Model, texts: list[list[int]]) -> list[np.ndarray]:
 
 
 def measure(workload: Workload, own: TokenizerBase, every: int) -> dict[str, Any]:
-  """The figures, by name.
-
-  Args:
-    workload: The pair and the prompts.
-    own: The draft's tokenizer.
-    every: Of how many positions one is taken.
-
-  Raises:
-    ValueError: Draft and target have the same vocabulary.
+  """The figures, by name, of a draft whose tokenizer is `own`, at each `every`-th position; a `ValueError` if draft and
+  target have the same vocabulary.
   """
   drafter, sampling = workload.draft, workload.sampling
   if not isinstance(drafter, VocabularyDrafter):

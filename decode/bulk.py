@@ -25,7 +25,7 @@ from decode.experiment.auto_choice import predict_all
 from decode.experiment.console import show_progress
 from decode.experiment.generation_file import GenerationFile, check_parts, part_path, write_index
 from decode.experiment.options import DecodeOptions
-from decode.experiment.records import Part, describe_continuation, describe_prompt, describe_run, options_of
+from decode.experiment.records import OPTIONS, describe_continuation, describe_prompt, describe_run
 from decode.experiment.settings import only_setting
 from decode.experiment.workload import Workload
 from spectr_jax.auto.prediction import choose
@@ -51,7 +51,7 @@ def decode_bulk(
     New tokens, target calls, and seconds of decoding including compilation, of this run and process alone.
   """
   notify = notify or (lambda what, done, total: None)
-  options.check_unused(options_of(Part.REFUSED), 'decode.bulk, which measures nothing')
+  options.check_unused(OPTIONS['refused'], 'decode.bulk, which measures nothing')
   process, num_processes = jax.process_index(), jax.process_count()
   setting = None if options.is_auto else only_setting(options)
   part = part_path(path, process, num_processes)

@@ -172,9 +172,9 @@ def _reproduce(names: list[str]) -> None:
           results = exhibit.run(request, lambda what, *more, label=label: notify(f'{label}{what}', *more))
       measured.append((exhibit.measure, request, results))
       about = exhibit.describe(request, results)
+      files = exhibit.files(name, request, results, about) if outputs.paths else {}
       if exhibit.kind == 'figure':
         about.append(f'{time.perf_counter() - start:.0f} s\n')
-      files = exhibit.files(name, request, results) if outputs.paths else {}
       outputs.write_after(functools.partial(exhibit.show, console, results.rows, about), **files)
 
 

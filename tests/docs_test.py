@@ -422,7 +422,14 @@ _NOT_RUN = {
   'decode.chat': 'needs a chat template: tests/decode/chat_test.py',
   'decode.reproduce': 'times several settings: tests/decode/reproduce_test.py',
   'train.head': 'trains for hours: tests/train/head_test.py',
-  'benchmarks.drafters': 'needs a public model: tests/benchmarks_test.py',
+  **dict.fromkeys(
+    ('benchmarks.drafters', 'benchmarks.constraints', 'benchmarks.constrained_peers', 'benchmarks.vocabularies'),
+    'needs a public model',
+  ),
+  '--weights=blocks': 'needs a .gguf file: tests/io/hub/gguf_blocks_test.py',
+  **dict.fromkeys(
+    ('benchmarks.distance_to_optimum', 'benchmarks.rivals'), 'solves or decodes for minutes: tests/real_tables_test.py'
+  ),
   'benchmarks.share_of_optimum': 'tests/decode/run_test.py measures such shares',
   **dict.fromkeys(
     ('benchmarks.public_verifiers', 'benchmarks.engine_drafts'), "needs other projects' packages: tests/engines"

@@ -5,7 +5,7 @@ import pytest
 
 from benchmarks.distance_to_optimum import bounds_of_texts, kept_by_methods, means, table
 from benchmarks.real_tables import classes_of
-from benchmarks.rivals import best_of, parse_shape
+from benchmarks.rivals import METHODS_COMPARED, best_of, check_methods
 from spectr_jax import theory
 
 
@@ -51,12 +51,11 @@ def test_tables_of_records():
   assert (row['tables'], row['low'], row['high']) == (2, 0.25, 0.75)
 
 
-def test_shapes_are_read():
-  assert parse_shape('4 x 3') == (4, 1, 1)
-  assert parse_shape('prefix:2,2,1') == (2, 2, 1)
-  for text in ('4x3', '4 x 0', '0 x 4', 'prefix:', 'prefix:2,0'):
-    with pytest.raises(ValueError, match='a shape is written as'):
-      parse_shape(text)
+def test_methods_for_other_drafts_are_no_rivals():
+  check_methods(METHODS_COMPARED)
+  for name in ('autoregressive', 'gsd', 'ersd', 'spectr_gbv', 'decoding_uno'):
+    with pytest.raises(ValueError, match=f'^{name}: the methods for independent drafts that are lossless are specu'):
+      check_methods(['block', name])
 
 
 def test_best_shapes():

@@ -58,7 +58,6 @@ def _sum(fn, unroll, params, inputs, constants, data):
 
 
 def _keep(tree, is_wanted):
-  """The tree with None in place of the leaves that are not wanted."""
   return jax.tree.map(lambda leaf, wanted: leaf if wanted else None, tree, is_wanted)
 
 

@@ -69,17 +69,17 @@ class _SealedPath(ocp.path.atomicity.AtomicRenameTemporaryPath):
     (folder / _CHECKSUMS).write_bytes(_checksums({name: file_hash(folder / name) for name in files_below(folder)}))
 
 
-def check_files(checkpoint: epath.Path) -> bool:
-  """True if a local checkpoint has checksums, which older versions did not write, and its files are those; else a
-  `ValueError` says which is missing, differs, was added or cannot be read.
+def check_files(checkpoint: epath.Path) -> None:
+  """Refuses a local checkpoint whose files are not those of its checksums; a `ValueError` says which is missing,
+  differs, was added or cannot be read.
   """
   if is_remote(checkpoint):  # such storage has checksums of its own
-    return False
+    return
   names = files_below(checkpoint)
   for name in filter(_JSON.fullmatch, names):
     untrusted.parse_json(untrusted.read_text(checkpoint / name, untrusted.LARGE), name)
   if _CHECKSUMS not in names:
-    return False
+    raise ValueError(f'{_CHECKSUMS} is missing')
   content = untrusted.read_bytes(checkpoint / _CHECKSUMS, untrusted.LARGE)
   fields = {'sha256': untrusted.map_of(untrusted.TEXT)}
   hashes = untrusted.check_object(json.loads(content), fields, _CHECKSUMS).get('sha256') or {}
@@ -94,7 +94,6 @@ def check_files(checkpoint: epath.Path) -> bool:
         raise ValueError(f'{untrusted.name_shown(name)} was not saved with it')
     elif file_hash(checkpoint / name) != hashes[name]:
       raise ValueError(f'{untrusted.name_shown(name)} differs from its checksum')
-  return True
 
 
 def steps_in(folder: epath.Path) -> list[int]:
@@ -182,7 +181,6 @@ class Checkpoints:
     logging.getLogger('asyncio').disabled = True
     logging.getLogger('absl').addFilter(_is_not_from_orbax)  # the filter stays, since models are saved after `close`
     self._folder, self._aside, self._keep = (workdir / 'checkpoints').resolve(), workdir / 'damaged_checkpoints', keep
-    self.unchecked: epath.Path | None = None
 
   @functools.cached_property
   def _manager(self) -> ocp.CheckpointManager:
@@ -244,26 +242,25 @@ class Checkpoints:
     _ = self._manager  # made now, so that a folder that cannot be used is said at once
     return state
 
-  def _check(self, path: epath.Path) -> bool:
+  def _check(self, path: epath.Path) -> None:
     try:
-      return check_files(path)  # by every process, so that all end at once
+      check_files(path)  # by every process, so that all end at once
     except ValueError as error:
       raise ValueError(f'checkpoint {path} is damaged ({error})') from error
 
   def _read(self, step: int, like: dict[str, Any]) -> dict[str, Any]:
     path = self._folder / str(step)
-    is_checked = self._check(path)
+    self._check(path)
     try:
       with _quietly(), contextlib.closing(ocp.StandardCheckpointer()) as checkpointer:
         state = checkpointer.restore(path / 'default', like)
     except Exception as error:  # Orbax and TensorStore raise many types
-      what = 'has all of its files, but is' if is_checked else 'is damaged or'
+      what = 'is damaged or' if is_remote(path) else 'has all of its files, but is'
       raise ValueError(f'checkpoint {path} {what} of another configuration or version ({reason_of(error)})') from error
     if int(state['step']) != step:
       raise ValueError(f'checkpoint {path} is that of step {int(state["step"])}')
     if not is_finite(state):
       raise ValueError(f'checkpoint {path} is damaged (it has numbers that are not finite)')
-    self.unchecked = None if is_checked or is_remote(path) else path
     return state
 
   def _move_aside(self, steps: list[int]) -> None:

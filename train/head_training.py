@@ -73,7 +73,6 @@ def check_config(config) -> type[DraftKind]:
 
 
 def _target_hash(files: ModelFiles, target: Model, tokenizer: TokenizerBase) -> str:
-  """A hash of all that a target's text depends on."""
   asked = []
   with contextlib.suppress(ValueError):  # it may have no chat template, if the text is there
     asked = tokenizer.encode_chat([{'role': 'user', 'content': 'red'}])

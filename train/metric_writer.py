@@ -68,7 +68,7 @@ class MetricWriter:
       kept.commit()
     finally:
       kept.discard()
-    self._workdir, self._flushed = workdir, time.monotonic()
+    self._flushed = time.monotonic()
     with self._writing():
       # Written by this thread: errors of TensorBoardX's own would be lost. No other file has this name.
       self._events = EventsWriter(os.path.join(str(workdir), 'events'), f'.{secrets.token_hex(4)}')

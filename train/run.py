@@ -153,8 +153,6 @@ class Run(abc.ABC):
     except BaseException:
       self.checkpoints.close()
       raise
-    if self.checkpoints.unchecked:
-      _note(f'checkpoint {self.checkpoints.unchecked} has no checksums: it is read without a check')
     if state is None:
       state = (init or jax.jit(make_state, out_shardings=sharding))()
     self.state: dict[str, Any] = state
@@ -196,10 +194,8 @@ class Run(abc.ABC):
     yield show
 
   def _what_is_saved(self) -> str:
-    last, unchecked = self.checkpoints.last_step, self.checkpoints.unchecked
-    saved = 'nothing was saved' if last is None else f'the last checkpoint, of step {last}, is from before'
-    doubt = f'; this run continued from {unchecked}, which was not checked and may be damaged' if unchecked else ''
-    return saved + doubt
+    last = self.checkpoints.last_step
+    return 'nothing was saved' if last is None else f'the last checkpoint, of step {last}, is from before'
 
   def _log(self, metrics: dict[str, float]) -> None:
     if self._writer:

@@ -47,6 +47,7 @@ def grid(options: DecodeOptions, max_depth: int | None = None) -> list[Setting]:
   differ. Settings that are equal to others are left out, and trees deeper than `max_depth`; see `worth_comparing`.
   """
   is_greedy = not options.temperature
+  options = dataclasses.replace(options, grid='')  # a short grid may not be combined with the trees that follow
   if is_greedy and not options.has_lookup and options.tree == ('chains',):
     is_default = options.num_drafts == AUTO_GRID['num_drafts']
     num_drafts = (1,) if is_default else options.num_drafts

@@ -10,39 +10,42 @@ import numpy as np
 
 from decode.experiment.settings import Setting
 from decode.experiment.workload import Workload
-from spectr_jax import Model, SamplingParams, get_method
+from spectr_jax import Model, SamplingParams, TokenTree, get_method
 from spectr_jax.sampling import logits_to_probs
 from spectr_jax.sharding import fetch
 
 
-@jax.jit(static_argnames='num_new')
-def distributions_after(model: Model, prompts, lengths, tokens, sampling: SamplingParams, *, num_new: int) -> jax.Array:
-  """The distributions `[B, num_new, V]` of the `tokens` `[B, num_new]` after prompts `[B, P]` of `lengths`."""
-  batch_size, longest = prompts.shape
-  cache = model.init_cache_fn(batch_size, longest)
+@jax.jit(static_argnames='tree')
+def distributions_after(model: Model, prompts, lengths, tokens, sampling: SamplingParams, *, tree: TokenTree):
+  """Distributions `[B, N + 1, V]` after prompts `[B, P]` of `lengths`, and the tokens `[B, N]` of a tree below each."""
   # The call starts with the prompt's last token, which gives the first distribution.
-  cache, _ = model.prefill(prompts, lengths - 1, cache)
+  cache, _ = model.prefill(prompts, lengths - 1, model.init_cache_fn(*prompts.shape))
   last = jnp.take_along_axis(prompts, lengths[:, None] - 1, axis=1)
-  called = jnp.concatenate([last, tokens[:, :-1]], axis=1)
-  positions = lengths[:, None] - 1 + jnp.arange(num_new)
-  causal = jnp.tril(jnp.ones((num_new, num_new), bool))
-  return logits_to_probs(model.apply(called, positions, causal, cache).logits, sampling)
+  positions = lengths[:, None] - 1 + jnp.asarray(tree.depths)
+  called = jnp.concatenate([last, tokens], axis=1)
+  return logits_to_probs(model.apply(called, positions, jnp.asarray(tree.ancestors), cache).logits, sampling)
 
 
-@jax.jit(static_argnames='num_new')
-def _probs_after(model: Model, prompts, lengths, tokens, sampling: SamplingParams, *, num_new: int) -> jax.Array:
-  """The probabilities `[B, num_new]` of the tokens themselves under `distributions_after`."""
-  probs = distributions_after(model, prompts, lengths, tokens, sampling, num_new=num_new)
+def _distributions_of(model: Model, prompts, lengths, tokens, sampling: SamplingParams) -> jax.Array:
+  """The distributions `[B, num_new, V]` of the tokens of a text `[B, num_new]`."""
+  chain = TokenTree(tuple(range(tokens.shape[1] - 1)))
+  return distributions_after(model, prompts, lengths, tokens[:, :-1], sampling, tree=chain)
+
+
+@jax.jit
+def _probs_of(model: Model, prompts, lengths, tokens, sampling: SamplingParams) -> jax.Array:
+  """The probabilities `[B, num_new]` of the tokens themselves."""
+  probs = _distributions_of(model, prompts, lengths, tokens, sampling)
   return jnp.take_along_axis(probs, tokens[..., None], axis=-1)[..., 0]
 
 
 def _along(function, workload: Workload, model: Model, rows: np.ndarray, tokens: np.ndarray) -> jax.Array:
-  """`distributions_after` or `_probs_after` on a batch of continuations."""
+  """`_distributions_of` or `_probs_of` on a batch of continuations."""
   if not isinstance(model, Model):
     draft = workload.options.draft
     raise ValueError(f'this needs the probabilities of a draft model along texts, and {draft} is not a model')
   written, sampling = np.maximum(tokens[rows], 0), workload.options.sampling.for_rows(len(rows))
-  return function(model, workload.tokens[rows], workload.lengths[rows], written, sampling, num_new=tokens.shape[1])
+  return function(model, workload.tokens[rows], workload.lengths[rows], written, sampling)
 
 
 def written_distributions(
@@ -54,7 +57,7 @@ def written_distributions(
   """
   size = workload.batch_size
   for rows in workload.batches:
-    probs = tuple(_along(distributions_after, workload, model, rows, tokens) for model in models)
+    probs = tuple(_along(_distributions_of, workload, model, rows, tokens) for model in models)
     kept = np.arange(size) < len(np.unique(rows))
     yield rows[kept], tuple(each[: kept.sum()] for each in probs)
 
@@ -70,7 +73,7 @@ def written_log_probs(workload: Workload, models: tuple[Model, ...], tokens: np.
   every = tuple(np.full(tokens.shape, np.nan) for _ in models)
   for rows in workload.batches:
     for model, own in zip(models, every):
-      own[rows] = fetch(_along(_probs_after, workload, model, rows, tokens))
+      own[rows] = fetch(_along(_probs_of, workload, model, rows, tokens))
   for probs in every:
     is_wrong = (np.isnan(probs) & is_there).any(axis=1)
     if is_wrong.any():

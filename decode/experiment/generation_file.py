@@ -11,7 +11,7 @@ import stat
 from collections.abc import Mapping
 from typing import Any
 
-from decode.experiment.records import Part, options_of
+from decode.experiment.records import OPTIONS
 from spectr_jax.io.new_files import lock, only_writer, resolved, write_file
 from spectr_jax.io.untrusted import (
   ANYTHING,
@@ -191,7 +191,7 @@ class GenerationFile:
     except ValueError as error:
       raise ValueError(f'{where}: no continuation of this command: {error}') from error
     if differences := _differences(entry, self._settings):
-      free = ', '.join([*options_of(Part.FREE), 'rounds_at_a_time'])
+      free = ', '.join([*OPTIONS['free'], 'rounds_at_a_time'])
       raise ValueError(f'{where}, has {"; ".join(differences[:4])}; only these may change: {free}')
     logprobs = entry.get('logprobs', [])
     num_logprobs = len(entry['tokens']) if self._settings.get('run', {}).get('logprobs') else 0

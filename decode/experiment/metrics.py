@@ -51,6 +51,20 @@ def half_width(value: float, interval: tuple[float, float] | None) -> float | No
   return (interval[1] - interval[0]) / 2
 
 
+def text_of(value: float, interval: tuple[float, float] | None, digits: int = 2) -> str:
+  """`2.35 ± 0.06` of a value whose interval is symmetric, `2.35 (2.31 to 2.41)` of others; the value without one."""
+  if interval is None:
+    return f'{value:.{digits}f}'
+  half, (low, high) = half_width(value, interval), interval
+  around = f' ({low:.{digits}f} to {high:.{digits}f})' if half is None else f' ± {half:.{digits}f}'
+  return f'{value:.{digits}f}{around}'
+
+
+def ratio_text(numerators: np.ndarray, denominators: np.ndarray) -> str:
+  """`ratio` with its interval, as `text_of`."""
+  return text_of(ratio(numerators, denominators), ratio_interval(numerators, denominators))
+
+
 def compare(first: tuple[np.ndarray, np.ndarray], second: tuple[np.ndarray, np.ndarray]) -> tuple[float, float, float]:
   """The factor first / second between two ratios on the same prompts, and the ends of its 95% interval.
 
@@ -65,6 +79,14 @@ def compare(first: tuple[np.ndarray, np.ndarray], second: tuple[np.ndarray, np.n
   half = _student_quantile(num_prompts - 1) * error
   factor = ratio(*first) / ratio(*second)
   return factor, factor * math.exp(-half), factor * math.exp(half)
+
+
+def comparison_text(
+  first: tuple[np.ndarray, np.ndarray], second: tuple[np.ndarray, np.ndarray], digits: int = 3
+) -> str:
+  """The factor of `compare` with the ends of its interval."""
+  factor, low, high = compare(first, second)
+  return f'{factor:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})'
 
 
 def acceptance_by_position(accepted_by_depth: np.ndarray, calls: np.ndarray) -> list[float]:

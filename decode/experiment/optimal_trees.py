@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -16,7 +16,7 @@ from etils import epath
 
 from common.json_file import read_json
 from decode.experiment.distributions import target_texts, written_log_probs
-from decode.experiment.settings import Setting
+from decode.experiment.settings import Setting, TreeSpec
 from decode.experiment.workload import Workload
 from spectr_jax import METHODS, Method, Statistics, TokenTree, optimal_factors
 from spectr_jax.auto.trial import Notify
@@ -141,10 +141,6 @@ def bound_kept(draft_log_probs: np.ndarray, target_log_probs: np.ndarray) -> Acc
   return table
 
 
-def _prefix_shape(factors: Sequence[int]) -> str:
-  return f'prefix:{",".join(map(str, factors))}'
-
-
 def choose_tree(setting: Setting, acceptance: Acceptance) -> Setting:
   """The setting with the best tree of its budget, by rates from `measure_acceptance` or `bound_kept`."""
   try:
@@ -162,14 +158,14 @@ def _best_tree(method: Method, budget: int, acceptance: Acceptance) -> tuple[Tok
     raise ValueError('too few positions visited to measure acceptance; decode more prompts or tokens')
   if is_chosen_by_bound(method):
     tree = TokenTree.optimal_chains(rates, budget, tolerance=TOLERANCE)
-    return tree, _prefix_shape((int(tree.num_children[0]), *[1] * (tree.max_depth - 1)))
+    return tree, str(TreeSpec('prefix', (int(tree.num_children[0]), *[1] * (tree.max_depth - 1))))
   if has_independent_children(method):
     # Below this depth nothing is measured or worth a sequential step of the draft.
     rates = np.concatenate([rates, np.repeat(rates[-1:], max(_MAX_DEPTH - len(rates), 0), 0), np.zeros_like(rates[:1])])
     factors = optimal_factors(rates, budget)
     if not factors:
       raise ValueError('nothing is ever accepted, so no tree is better than none')
-    return TokenTree.prefix(factors), _prefix_shape(factors)
+    return TokenTree.prefix(factors), str(TreeSpec('prefix', factors))
   tree = TokenTree.optimal(rates[~np.isnan(rates).any(axis=1)], budget, max_depth=_MAX_DEPTH)
   return tree, f'{",".join(map(str, np.bincount(tree.depths)[1:]))} nodes by depth'
 

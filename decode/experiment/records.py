@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import enum
 import hashlib
 import io
 import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -90,6 +90,11 @@ def to_csv(run: DecodeRun) -> str:
       else:
         row[name] = ' '.join(map(str, value)) if isinstance(value, list) else value
     rows.append(row | {role: models.get(role, {}).get('path', '') for role in ('target', 'draft')})
+  return csv_of(rows)
+
+
+def csv_of(rows: Sequence[Mapping[str, Any]]) -> str:
+  """A header and a line for each row; floats with all their digits, an empty cell for None."""
   text = io.StringIO()
   writer = csv.DictWriter(text, rows[0], lineterminator='\n')
   writer.writeheader()
@@ -170,34 +175,21 @@ def to_jsonl(run: DecodeRun) -> str:
 # Of `decode.bulk`.
 
 
-class Part(enum.Enum):
-  RUN = 'of the field `run` of a line'
-  SETTING = 'of the setting, which a line describes'
-  FIELD = 'a field of a line'
-  LINE = 'checked with every line'
-  FREE = 'changes no continuation, but for rounding, or only which there are'
-  REFUSED = 'not for decode.bulk'
-
-
-# Every option of `DecodeOptions`.
+# Every option of `DecodeOptions`, by what it is to a line.
 OPTIONS = {
-  'target': Part.RUN, 'draft': Part.RUN, 'lookup_max': Part.RUN, 'lookup_min': Part.RUN, 'lookup_corpus': Part.RUN,
-  'dtype': Part.RUN, 'weights': Part.RUN, 'growth_threshold': Part.RUN, 'gumbel': Part.RUN, 'logprobs': Part.RUN,
-  'regex': Part.RUN, 'json_schema': Part.RUN, 'choice': Part.RUN,
-  'method': Part.SETTING, 'num_drafts': Part.SETTING, 'draft_length': Part.SETTING, 'tree': Part.SETTING,
-  'children': Part.SETTING, 'epsilon': Part.SETTING, 'temperature': Part.SETTING,
-  'top_k': Part.FIELD, 'top_p': Part.FIELD, 'min_p': Part.FIELD, 'stop': Part.FIELD, 'max_new_tokens': Part.FIELD,
-  'chat': Part.FIELD, 'system': Part.FIELD,
-  'prompt': Part.LINE, 'prompts': Part.LINE,
-  'num_prompts': Part.FREE, 'skip_long': Part.FREE, 'num_samples': Part.FREE, 'num_seeds': Part.FREE, 'seed': Part.FREE,
-  'acceptance': Part.FREE, 'grid': Part.FREE, 'calibration': Part.FREE, 'calibration_prompts': Part.FREE,
-  'batch_size': Part.FREE, 'mesh': Part.FREE, 'draft_mesh': Part.FREE,
-  'share_of_optimum': Part.REFUSED, 'breakdown': Part.REFUSED, 'profile_dir': Part.REFUSED,
+  'run': (  # of its field `run`
+    'target', 'draft', 'lookup_max', 'lookup_min', 'lookup_corpus', 'dtype', 'weights', 'growth_threshold', 'gumbel',
+    'logprobs', 'regex', 'json_schema', 'choice',
+  ),
+  'setting': ('method', 'num_drafts', 'draft_length', 'tree', 'children', 'epsilon', 'temperature'),
+  'field': ('top_k', 'top_p', 'min_p', 'stop', 'max_new_tokens', 'chat', 'system'),
+  'checked': ('prompt', 'prompts'),  # with every line
+  'free': (  # changes no continuation, but for rounding, or only which there are
+    'num_prompts', 'skip_long', 'num_samples', 'num_seeds', 'seed', 'acceptance', 'grid', 'calibration',
+    'calibration_prompts', 'batch_size', 'mesh', 'draft_mesh',
+  ),
+  'refused': ('share_of_optimum', 'breakdown', 'profile_dir'),
 }  # fmt: skip
-
-
-def options_of(part: Part) -> list[str]:
-  return [name for name, its_part in OPTIONS.items() if its_part is part]
 
 
 def describe_run(work: Workload, setting: Setting) -> dict[str, Any]:
@@ -218,7 +210,7 @@ def describe_run(work: Workload, setting: Setting) -> dict[str, Any]:
     'logprobs': options.logprobs,
     **({'constraint': constraint} if (constraint := hash_constraint(options)) else {}),
   }
-  fields = {name: getattr(options, name) for name in options_of(Part.FIELD)}
+  fields = {name: getattr(options, name) for name in OPTIONS['field']}
   return {'run': run} | describe_setting(options, setting) | fields | {'stop': list(options.stop)}
 
 

@@ -36,13 +36,6 @@ def _range(interval: tuple[float, float] | None) -> str:
   return '-' if interval is None else f'{interval[0]:.2f} to {interval[1]:.2f}'
 
 
-def _with_interval(value: float, interval: tuple[float, float] | None) -> str:
-  if interval is None:
-    return f'{value:.2f}'
-  half = metrics.half_width(value, interval)
-  return f'{value:.2f} ± {half:.2f}' if half is not None else f'{value:.2f} ({_range(interval)})'
-
-
 _NUM_POSITIONS = 8  # of which the acceptance is shown, at most
 
 
@@ -91,7 +84,7 @@ def make_table(
 
   def share(summary: Summary) -> str:
     value = summary.share_of_optimum
-    return '-' if value is None else _with_interval(value, summary.share_interval)
+    return '-' if value is None else metrics.text_of(value, summary.share_interval)
 
   # Name, alignment, whether it is shown, and the cell of a setting with its results.
   columns = (
@@ -101,7 +94,7 @@ def make_table(
     ('L', 'right', True, lambda s, _: str(s.draft_length or '-')),
     ('nodes', 'right', has_trees and has_nodes, lambda s, _: str(s.tree.num_nodes or '-')),
     ('tree', 'left', has_trees, lambda s, _: s.tree_name),
-    ('tokens per\ntarget call', 'left', True, lambda _, r: _with_interval(r.block_efficiency, r.interval)),
+    ('tokens per\ntarget call', 'left', True, lambda _, r: metrics.text_of(r.block_efficiency, r.interval)),
     ('acceptance\nby position', 'left', num_positions, lambda _, r: _shares(r.acceptance_by_position, num_positions)),
     ('share of\noptimum', 'left', run.options.share_of_optimum, lambda _, r: share(r)),
     ('tokens/s', 'right', True, lambda _, r: f'{r.tokens_per_second:,.0f}'),

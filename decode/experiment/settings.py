@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 
 from common.command_line import parse_name_and_ints
 from decode.experiment.model_options import GROWTHS, MethodOptions
@@ -50,6 +51,21 @@ class TreeSpec:
 
   def __str__(self):
     return self.name + (':' + ','.join(map(str, self.numbers)) if self.numbers else '')
+
+
+def shape_name(factors: Sequence[int]) -> str:
+  """The name of a prefix tree with so many children by depth: `4 x 16` of chains, `prefix:2,2,1` of others."""
+  is_chains = set(factors[1:]) <= {1}
+  return f'{factors[0]} x {len(factors)}' if is_chains else str(TreeSpec('prefix', tuple(factors)))
+
+
+def parse_shape(text: str) -> tuple[int, ...]:
+  """The numbers of children by depth of a tree that `shape_name` names; a `ValueError` for another text."""
+  if chains := re.fullmatch(r'([1-9]\d*) x ([1-9]\d*)', text):
+    return (int(chains[1]),) + (1,) * (int(chains[2]) - 1)
+  if not re.fullmatch(r'prefix:[1-9]\d*(,[1-9]\d*)*', text):
+    raise ValueError(f'a shape is written as "4 x 16" or "prefix:2,2,1", got {text!r}')
+  return TreeSpec.parse(text).numbers
 
 
 @dataclasses.dataclass(frozen=True)

@@ -74,7 +74,6 @@ def _dtype_of(model: Model) -> str:
 
 
 def _load_model(options: DecodeOptions, path: str, mesh: Mesh | None) -> tuple[Model, TokenizerBase, dict[str, Any]]:
-  """A model, its tokenizer and its description."""
   has_blocks = path == options.target or path.endswith('.gguf')  # a draft of another format is as its files are
   weights = options.weights if has_blocks or options.weights != BLOCKS else ''
   model, tokenizer = spectr_jax.load_model(path, dtype=options.dtype or None, weights=weights or None, mesh=mesh)
@@ -90,7 +89,6 @@ def _load_model(options: DecodeOptions, path: str, mesh: Mesh | None) -> tuple[M
 
 
 def _load_head(options: DecodeOptions, head: HeadFiles, target: Model) -> tuple[Drafter, dict[str, Any]]:
-  """A head on the target, and its description."""
   drafter = head.load(target, dtype=options.dtype or None)
   leaves = jax.tree.leaves(drafter, is_leaf=is_quantized)
   wide = [leaf for leaf in leaves if not is_quantized(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)]
@@ -280,6 +278,10 @@ class Workload(Batches):
     firsts = {name: getattr(self, name)[:num_prompts] for name in ('prompts', 'tokens', 'lengths')}
     batch_size = _rows_of(self.options, len(firsts['prompts']), self.sharding)
     return dataclasses.replace(self, **firsts, batch_size=batch_size)
+
+  def at(self, temperature: float) -> Workload:
+    options = dataclasses.replace(self.options, temperature=temperature)
+    return dataclasses.replace(self, options=options, sampling=options.sampling)
 
   def keys(self, seed: int) -> jax.Array:
     """One key per prompt."""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from rich.console import Console
-
+from decode.experiment import metrics
 from decode.experiment.options import DecodeOptions, option, split_draft
 from decode.experiment.prompts import without_long
 from decode.experiment.settings import Setting
@@ -29,10 +27,9 @@ class Value:
 
   def __str__(self):
     digits = 2 if abs(self.number) >= 1 or not self.number else 1 - math.floor(math.log10(abs(self.number)))
-    text = f'{self.number:.{digits}f}'
     if self.spread is not None:
-      return f'{text} ± {self.spread:.{digits}f}'
-    return text if self.interval is None else f'{text} ({self.interval[0]:.{digits}f} to {self.interval[1]:.{digits}f})'
+      return f'{self.number:.{digits}f} ± {self.spread:.{digits}f}'
+    return metrics.text_of(self.number, self.interval, digits)
 
 
 # Cells by column. Tables hold `Value`s; figures hold plain numbers, with intervals in columns `low` and `high`.
@@ -104,8 +101,11 @@ class Results:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Exhibit(abc.ABC):
-  """A table or figure of a paper. Its rows are all that is kept: pictures can be drawn again from the file of data."""
+class Exhibit:
+  """A table or figure of a paper: `Table` or `Figure`, which say how rows are described, shown, written and drawn.
+
+  Rows are all that is kept: pictures can be drawn again from the file of data.
+  """
 
   kind: ClassVar[str]  # in messages
   data_format: ClassVar[str]  # extension of the file of data
@@ -152,39 +152,14 @@ class Exhibit(abc.ABC):
       _check_inputs(request)
     return self.measure(request, notify)
 
-  def files(self, name: str, request: Request, results: Results) -> dict[str, str | bytes]:
-    """Contents of the files to write, by file name: data, Markdown, and the picture twice."""
-    about = self.describe(request, results)
+  def files(self, name: str, request: Request, results: Results, about: Sequence[str]) -> dict[str, str | bytes]:
+    """Contents of the files to write, by file name: data, Markdown, and the picture twice; `about` is of `describe`."""
     return {
-      f'{name}.{self.data_format}': self.to_data(name, request, results),
+      f'{name}.{self.data_format}': self.to_data(name, request, results, about),
       f'{name}.md': self.to_markdown(name, results.rows, about),
       f'{name}.png': self.to_image(results.rows, about),
       f'{name}.svg': self.to_image(results.rows, about, kind='svg'),
     }
-
-  @abc.abstractmethod
-  def describe(self, request: Request, results: Results) -> list[str]:
-    """Lines on what the rows were measured on."""
-
-  @abc.abstractmethod
-  def show(self, console: Console, rows: Sequence[Row], about: Sequence[str]) -> None:
-    """Prints the rows, or what they show, and the lines of `describe`."""
-
-  @abc.abstractmethod
-  def to_data(self, name: str, request: Request, results: Results) -> str:
-    """The file of data."""
-
-  @abc.abstractmethod
-  def read_rows(self, data: str) -> list[Row]:
-    """The rows of a file of data."""
-
-  @abc.abstractmethod
-  def to_markdown(self, name: str, rows: Sequence[Row], about: Sequence[str]) -> str:
-    """The page of Markdown, with the lines of `describe`."""
-
-  @abc.abstractmethod
-  def to_image(self, rows: Sequence[Row], about: Sequence[str] = (), *, kind: str = 'png') -> bytes:
-    """The picture as `png` or `svg`; tables put the first lines of `describe` below it."""
 
 
 def _check_inputs(request: Request) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 from rich.console import Console
 
 from decode.experiment import metrics
+from decode.experiment.records import csv_of
 from decode.experiment.workload import portable
 from decode.papers import plots
 from decode.papers.exhibit import Exhibit, Request, Results, Row, describe_sizes
@@ -43,12 +44,9 @@ class Figure(Exhibit):
     for line in (self.title, '', self.tell(rows), '', *about):
       console.print(line, soft_wrap=True)
 
-  def to_data(self, name: str, request: Request, results: Results) -> str:
-    del name, request
-    return to_csv(results.rows)
-
-  def read_rows(self, data: str) -> list[Row]:
-    return from_csv(data)
+  def to_data(self, name: str, request: Request, results: Results, about: Sequence[str]) -> str:
+    del name, request, about
+    return csv_of(results.rows)
 
   def to_markdown(self, name: str, rows: Sequence[Row], about: Sequence[str]) -> str:
     """The picture, the paragraph, and the lines of `describe` as a list."""
@@ -58,15 +56,6 @@ class Figure(Exhibit):
   def to_image(self, rows: Sequence[Row], about: Sequence[str] = (), *, kind: str = 'png') -> bytes:
     del about
     return plots.to_image(self.draw(rows), title=self.title, kind=kind)
-
-
-def to_csv(rows: Sequence[Row]) -> str:
-  """A header and a line for each row; floats with all their digits, an empty cell for None."""
-  stream = io.StringIO()
-  writer = csv.DictWriter(stream, list(rows[0]), lineterminator='\n')
-  writer.writeheader()
-  writer.writerows(rows)
-  return stream.getvalue()
 
 
 def _parse(text: str) -> int | float | str | None:
@@ -79,7 +68,7 @@ def _parse(text: str) -> int | float | str | None:
 
 
 def from_csv(text: str) -> list[Row]:
-  """The rows that `to_csv` wrote; a text that reads as a number becomes one."""
+  """The rows that `csv_of` wrote; a text that reads as a number becomes one."""
   return [{name: _parse(cell) for name, cell in row.items()} for row in csv.DictReader(io.StringIO(text))]
 
 
@@ -104,9 +93,9 @@ def column(rows: Sequence[Row], name: str, **where: Any) -> list:
   return [row[name] for row in select(rows, **where)]
 
 
-def by_value(rows: Sequence[Mapping[str, Any]], name: str) -> dict[Any, list]:
-  """Rows by their value in a column, values in the order of the rows."""
+def by_value(rows: Sequence[Mapping[str, Any]], *names: str) -> dict[Any, list]:
+  """Rows by their value in a column, or by those in several, values in the order of the rows."""
   groups: dict[Any, list] = {}
   for row in rows:
-    groups.setdefault(row[name], []).append(row)
+    groups.setdefault(row[names[0]] if len(names) == 1 else tuple(row[name] for name in names), []).append(row)
   return groups

@@ -109,7 +109,6 @@ def _measure_comparison(find: Callable, request: Request, notify: Notify) -> Res
 
 
 def _averages(measured: Mapping[tuple[str, int, Setting], Mapping[str, Value]]) -> dict:
-  """The mean over sets of prompts, with equal weights."""
   groups = collections.defaultdict(list)
   for (_, length, setting), values in measured.items():
     groups[length, setting].append(values)
@@ -198,7 +197,6 @@ def _with_changes(by_method: Mapping[str, Row]) -> dict[str, Row]:
 
 
 def _measure_breakdown(request: Request, notify: Notify) -> Results:
-  """Seconds per prompt of draft, target, verification and the rest."""
   results = Results()
   options = {'method': DRAFTING_METHODS, 'temperature': _TEMPERATURE, 'breakdown': True}
   for prompts, run in decode_sets(request, notify, results, **options):

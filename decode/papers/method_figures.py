@@ -11,7 +11,7 @@ from decode.experiment import metrics
 from decode.experiment.distributions import written_log_probs
 from decode.experiment.optimal_trees import LONGEST_CHAIN, kept_bounds
 from decode.experiment.run import measure, run_decode
-from decode.experiment.settings import Setting, TreeSpec
+from decode.experiment.settings import Setting, TreeSpec, shape_name
 from decode.experiment.workload import Workload
 from decode.papers import plots
 from decode.papers.exhibit import Request, Results, Row, Sizes, method_label
@@ -66,7 +66,7 @@ def _draw_methods(rows: Sequence[Row]):
 
 def _tell_methods(rows: Sequence[Row]) -> str:
   parts = []
-  for (length, number), own in by_value([row | {'at': (row['L'], row['K'])} for row in rows], 'at').items():
+  for (length, number), own in by_value(rows, 'L', 'K').items():
     own = sorted(own, key=lambda row: -row['block efficiency'])
     lossless = [row for row in own if 'not lossless' not in row['method']]
     best = ', '.join(f'{row["method"]} {row["block efficiency"]:.2f}' for row in lossless[:3])
@@ -116,13 +116,9 @@ ALONE = {'spectr': 'speculative', 'race_block': 'block', 'traversal': 'block', '
 _BOUND_CHAINS = (1, 2, 3, 4, 5, 6, 8)
 
 
-def shape_name(tree: TokenTree) -> str:
-  """`K x L` for chains, and what `--tree` takes for other prefix trees."""
-  if tree.is_chains:
-    return f'{tree.num_children[0]} x {tree.max_depth}'
-  # All nodes of a depth have equally many children, so the first one tells.
-  factors = (tree.num_children[np.searchsorted(tree.depths, depth)] for depth in range(tree.max_depth))
-  return f'prefix:{",".join(map(str, factors))}'
+def factors_of(tree: TokenTree) -> Factors:
+  """The numbers of children by depth of a prefix tree: all nodes of a depth have as many as the first one."""
+  return tuple(int(tree.num_children[np.searchsorted(tree.depths, depth)]) for depth in range(tree.max_depth))
 
 
 def _setting(name: str, factors: Factors) -> Setting:
@@ -164,7 +160,7 @@ def _rows_of(method: str, num_nodes: int, yields: dict[TokenTree, tuple]) -> lis
   """A row for each tree of a method, or of `BOUND`, with tokens per call and their interval by tree."""
   best = max(yields, key=lambda tree: yields[tree][0])
   return [
-    {'method': method, 'nodes': num_nodes, 'shape': shape_name(tree), 'is best': int(tree == best)}
+    {'method': method, 'nodes': num_nodes, 'shape': shape_name(factors_of(tree)), 'is best': int(tree == best)}
     | {'tokens per call': tokens}
     | low_high(interval)
     for tree, (tokens, interval) in yields.items()

@@ -91,7 +91,7 @@ class Table(Exhibit):
     for line in about:
       console.print(line, soft_wrap=True)
 
-  def to_data(self, name: str, request: Request, results: Results) -> str:
+  def to_data(self, name: str, request: Request, results: Results, about: Sequence[str]) -> str:
     """JSON: rows with numbers as `{"number", "spread", "interval"}`, and all that is needed to run them again."""
 
     def plain(cell):
@@ -100,21 +100,12 @@ class Table(Exhibit):
     content = {
       'table': name,
       'title': self.title,
-      'about': self.describe(request, results),
+      'about': about,
       'sizes': request.sizes.used,
       'runs': results.runs,
       'rows': [{column: plain(cell) for column, cell in row.items()} for row in results.rows],
     }
     return json.dumps(content, indent=2, allow_nan=False) + '\n'
-
-  def read_rows(self, data: str) -> list[Row]:
-    def cell_of(plain):
-      if not isinstance(plain, dict):
-        return plain
-      interval = plain['interval']
-      return Value(plain['number'], plain['spread'], None if interval is None else tuple(interval))
-
-    return [{column: cell_of(plain) for column, plain in row.items()} for row in json.loads(data)['rows']]
 
   def to_markdown(self, name: str, rows: Sequence[Row], about: Sequence[str]) -> str:
     """The lines of `describe` as a list, and the table."""

@@ -55,7 +55,7 @@ def _bernoulli(ones) -> np.ndarray:
   return np.stack([1 - np.asarray(ones), np.asarray(ones)], axis=-1)
 
 
-def _acceptance_rows(draft, targets: dict[float, np.ndarray], variable: str, request: Request) -> Results:
+def _compute_acceptance(draft, targets: dict[float, np.ndarray], variable: str, request: Request, _) -> Results:
   """Acceptance by rule, target and number of candidates; targets `[V]` are by their value in the column `variable`."""
   probs = np.stack(list(targets.values()))
   accepted = {n: acceptances(np.broadcast_to(draft, probs.shape), probs, n) for n in request.sizes.num_drafts}
@@ -67,15 +67,9 @@ def _acceptance_rows(draft, targets: dict[float, np.ndarray], variable: str, req
   )  # fmt: skip
 
 
-def _compute_uniform(request: Request, notify: Notify) -> Results:
-  del notify
-  targets = {ratio: _uniform(round(UNIFORM_SIZE / ratio)) for ratio in _RATIOS}
-  return _acceptance_rows(_uniform(UNIFORM_SIZE), targets, 'r', request)
-
-
-def _compute_bernoulli(values: Sequence[float], request: Request, notify: Notify) -> Results:
-  del notify
-  return _acceptance_rows(_bernoulli(_DRAFT_BERNOULLI), {b: _bernoulli(b) for b in values}, 'b', request)
+def _compute_bernoulli(values: Sequence[float]) -> Callable:
+  targets = {value: _bernoulli(value) for value in values}
+  return functools.partial(_compute_acceptance, _bernoulli(_DRAFT_BERNOULLI), targets, 'b')
 
 
 def _draw_rules(x: str, by: str, x_name: str, by_name: str, rows: Sequence[Row]):
@@ -334,7 +328,9 @@ def _tell_optimum(rows: Sequence[Row]) -> str:
 FIGURES = {
   'spectr_fig1': Figure(
     title=f'{SPECTR}, Figure 1: acceptance of k candidates, uniform distributions',
-    measure=_compute_uniform,
+    measure=functools.partial(
+      _compute_acceptance, _uniform(UNIFORM_SIZE), {r: _uniform(round(UNIFORM_SIZE / r)) for r in _RATIOS}, 'r'
+    ),
     draw=functools.partial(_draw_rules, 'k', 'r', 'candidates k', 'target\nU(120/r), r ='),
     tell=_tell_uniform,
     sizes=Sizes(num_drafts=_MANY),
@@ -342,7 +338,7 @@ FIGURES = {
   ),
   'spectr_fig2': Figure(
     title=f'{SPECTR}, Figure 2: acceptance of k candidates, Ber(0.25) against Ber(b)',
-    measure=functools.partial(_compute_bernoulli, _TARGET_BERNOULLIS),
+    measure=_compute_bernoulli(_TARGET_BERNOULLIS),
     draw=functools.partial(_draw_rules, 'k', 'b', 'candidates k', 'target\nBer(b), b ='),
     tell=_tell_bernoulli,
     sizes=Sizes(num_drafts=_MANY),
@@ -350,7 +346,7 @@ FIGURES = {
   ),
   'spectr_fig3': Figure(
     title=f'{SPECTR}, Figure 3: acceptance over the target, Ber(0.25) against Ber(b)',
-    measure=functools.partial(_compute_bernoulli, tuple(np.linspace(0, 1, 41).round(3).tolist())),
+    measure=_compute_bernoulli(np.linspace(0, 1, 41).round(3).tolist()),
     draw=functools.partial(_draw_rules, 'b', 'k', 'target Ber(b): b', 'candidates k ='),
     tell=_tell_bernoulli,
     sizes=Sizes(num_drafts=(1, 2, 4, 8)),

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from spectr_jax.couplings.coupling import Explanation, ratio
 from spectr_jax.couplings.selection import Pick, Selection, check_selection, picked
 from spectr_jax.proposal import Independent, Proposal
-from spectr_jax.sampling import draw, positive_part
+from spectr_jax.sampling import positive_part
 from spectr_jax.tree import Tree
 from spectr_jax.verifiers.contexts import Position, next_position
-from spectr_jax.verifiers.verifier import Decisions, Record, RecordedVerifier, Verdict, run_steps, stop_at
+from spectr_jax.verifiers.verifier import Decisions, DepthVerifier, Record, Verdict, run_steps, stop_at
 
 
 @jax.tree_util.register_dataclass
@@ -28,7 +28,7 @@ class _Step:
 
 
 @dataclasses.dataclass(frozen=True)
-class Block(RecordedVerifier):
+class Block(DepthVerifier):
   """Picks a path by `selection`, then verifies it as a block, in which a later token can make up for an earlier one.
 
   From the root on, one candidate of each position is picked, and the nodes that spell the same stay active, until no
@@ -55,6 +55,7 @@ class Block(RecordedVerifier):
   selection: Selection
   proposal_rules = (Independent,)
   takes_grown = True
+  num_uniforms = 3  # for keeping a path down to a depth, for the pick below it, for the token after it
 
   def __post_init__(self):
     check_selection(self.selection)
@@ -111,10 +112,6 @@ class Block(RecordedVerifier):
     log_ratio = jnp.log(ratio(step.position.target_probs[token], step.pick.candidate_probs[slot]))
     return jnp.minimum(0, log_kept + log_ratio)
 
-  def _uniforms(self, keys, dtype):
-    """Uniforms `[L + 1, 3]`: for keeping a path down to a depth, for the pick below it, for the token after it."""
-    return jax.vmap(lambda key: jax.random.uniform(key, (3,), dtype))(keys)
-
   def _start(self, dtype):
     """The node, or -1 behind the path's end; its depth; log P; and the same three at the cut found so far."""
     zero, log_one = jnp.zeros((), jnp.int32), jnp.zeros((), dtype)
@@ -168,16 +165,11 @@ class Block(RecordedVerifier):
     )
     return picks, keeps
 
-  def without_candidates(self, keys, tree: Tree, target_probs, state) -> Verdict:
-    return Verdict.at(
-      tree, jnp.zeros((), jnp.int32), draw(self._uniforms(keys, target_probs.dtype)[0, 2], target_probs), state
-    )
-
   def decide(
     self, keys, tree: Tree, proposal: Proposal, target_probs, state, *, is_explained: bool
   ) -> tuple[Verdict, Record]:
     dtype = target_probs.dtype
-    uniforms = self._uniforms(keys, dtype)
+    uniforms = self.uniforms(keys, dtype)
     if tree.num_nodes == 0:
       return stop_at(tree, 0, target_probs[0], uniforms[0, 2], state, {})
 

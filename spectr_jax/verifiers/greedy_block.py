@@ -56,8 +56,10 @@ class GreedyBlock(RecordedVerifier):
   h. The longest accepted one is kept, and the next token has weights q (1 - min(1, p / (v q)))^K. After a round that
   stopped at tau < L, the distributions of the next L - tau - 1 positions are modified in the same way.
 
-  With K = 1 this is greedy block verification and lossless. With more it is not: the derivation treats each sub-block
-  as if the drafts did not compete for it.
+  With K = 1 this is greedy block verification, and lossless if the draft's distribution after a text is the same in
+  every round: the modifications take p at later contexts from the next round, where that of this one is meant. It is
+  for models, not for drafters that see more of a text once it is committed, such as heads. With K > 1 it is not
+  lossless: the derivation treats each sub-block as if the drafts did not compete for it.
 
   The tree must be chains of equal length, the same for all rows: the modifications last as long as the drafts.
 

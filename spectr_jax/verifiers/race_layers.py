@@ -15,11 +15,11 @@ from spectr_jax.couplings.race import Race
 from spectr_jax.kernels.class_sums import entries_of
 from spectr_jax.kernels.on_demand import map_needed
 from spectr_jax.proposal import Independent, Proposal
-from spectr_jax.sampling import draw, positive_part
+from spectr_jax.sampling import positive_part
 from spectr_jax.tree import Tree
 from spectr_jax.verifiers.contexts import Contexts, contexts_of, slots_of
 from spectr_jax.verifiers.credit_traversal import law_rows
-from spectr_jax.verifiers.verifier import Decisions, Record, RecordedVerifier, Verdict, stop_at
+from spectr_jax.verifiers.verifier import Decisions, DepthVerifier, Record, Verdict, stop_at
 
 
 class _Layers(NamedTuple):
@@ -37,7 +37,7 @@ class _Layers(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class RaceLayers(RecordedVerifier):
+class RaceLayers(DepthVerifier):
   """Layer verification by races: lossless on any tree with i.i.d. children; beyond the papers.
 
   Nodes that spell the same are one *context*. Every context c has a mass P(c), 1 at the root: the probability that c or
@@ -181,18 +181,10 @@ class RaceLayers(RecordedVerifier):
     is_left = (row >= 0) & (layers.number[row] > 0) & (jnp.sum(residual) > 0)
     return jnp.where(is_left, residual, q)
 
-  def without_candidates(self, keys, tree: Tree, target_probs, state) -> Verdict:
-    uniforms = self._uniforms(keys, target_probs.dtype)
-    return Verdict.at(tree, jnp.zeros((), jnp.int32), draw(uniforms[0, 1], target_probs), state)
-
-  def _uniforms(self, keys, dtype):
-    """Uniforms `[L + 1, 2]`: for keeping a context of a layer, and for the token after it."""
-    return jax.vmap(lambda key: jax.random.uniform(key, (2,), dtype))(keys)
-
   def decide(
     self, keys, tree: Tree, proposal: Proposal, target_probs, state, *, is_explained: bool
   ) -> tuple[Verdict, Record]:
-    uniforms = self._uniforms(keys, target_probs.dtype)
+    uniforms = self.uniforms(keys, target_probs.dtype)  # for keeping a context of a layer, and for the token after it
     if tree.num_nodes == 0:
       return stop_at(tree, 0, target_probs[0], uniforms[0, 1], state, {})
     contexts, layers = self._steps(tree, proposal, target_probs)

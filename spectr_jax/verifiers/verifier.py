@@ -233,6 +233,20 @@ class RecordedVerifier(Verifier):
     return self.decide(keys, tree, proposal, target_probs, state, is_explained=True)
 
 
+class DepthVerifier(RecordedVerifier):
+  """A verifier that draws uniforms at each depth: the last one is for the token after a path that ends there."""
+
+  num_uniforms = 2  # of a depth
+
+  def uniforms(self, keys: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Uniforms `[L + 1, num_uniforms]`."""
+    return jax.vmap(lambda key: jax.random.uniform(key, (self.num_uniforms,), dtype))(keys)
+
+  def without_candidates(self, keys: jax.Array, tree: Tree, target_probs: jax.Array, state: Any) -> Verdict:
+    uniform = self.uniforms(keys, target_probs.dtype)[0, -1]
+    return Verdict.at(tree, jnp.zeros((), jnp.int32), draw(uniform, target_probs), state)
+
+
 def _check_wide(proposal: Proposal, target_probs: jax.Array) -> None:
   for name, probs in (('proposal.probs', proposal.probs), ('target_probs', target_probs)):
     if not jnp.issubdtype(probs.dtype, jnp.floating) or probs.dtype.itemsize < 4:

@@ -13,10 +13,9 @@ from spectr_jax.couplings.given import Given
 from spectr_jax.kernels.dispatch import ACCELERATORS, operation
 from spectr_jax.kernels.on_demand import map_needed
 from spectr_jax.proposal import Independent, Proposal, ProposalRule
-from spectr_jax.sampling import draw
 from spectr_jax.tree import Tree
 from spectr_jax.verifiers.contexts import Position, next_position
-from spectr_jax.verifiers.verifier import Decisions, Record, RecordedVerifier, Verdict, run_steps, stop_at
+from spectr_jax.verifiers.verifier import Decisions, DepthVerifier, Record, Verdict, run_steps, stop_at
 
 _GIVEN = Given()
 # Positions whose thresholds an accelerator finds together; chains rarely have more with several candidates.
@@ -24,7 +23,7 @@ _THRESHOLDS_AT_ONCE = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class Walk(RecordedVerifier):
+class Walk(DepthVerifier):
   """Applies `coupling` at the root, then below each accepted node (SpecTr, Algorithm 3).
 
   Where there is no candidate, a bonus token comes from the target. A coupling with `takes_mixed` judges given
@@ -107,10 +106,6 @@ class Walk(RecordedVerifier):
       jnp.where(is_any, outcome.residual, position.target_probs),
     )
 
-  def _uniforms(self, keys, dtype):
-    """`[L + 1, 2]`: for the candidates of a depth, and for the token after it."""
-    return jax.vmap(lambda key: jax.random.uniform(key, (2,), dtype))(keys)
-
   def _start(self):
     """The node, its depth, and whether the walk goes on."""
     return jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), jnp.ones((), bool)
@@ -147,15 +142,10 @@ class Walk(RecordedVerifier):
       numbers={'draft_prob': p, 'target_prob': q, 'ratio': ratio(q, p)} | numbers,
     )
 
-  def without_candidates(self, keys, tree: Tree, target_probs, state) -> Verdict:
-    return Verdict.at(
-      tree, jnp.zeros((), jnp.int32), draw(self._uniforms(keys, target_probs.dtype)[0, 1], target_probs), state
-    )
-
   def decide(
     self, keys, tree: Tree, proposal: Proposal, target_probs, state, *, is_explained: bool
   ) -> tuple[Verdict, Record]:
-    uniforms = self._uniforms(keys, target_probs.dtype)
+    uniforms = self.uniforms(keys, target_probs.dtype)  # for the candidates of a depth, and for the token after it
     if tree.num_nodes == 0:
       return stop_at(tree, 0, target_probs[0], uniforms[0, 1], state, {})
 

@@ -29,6 +29,12 @@ def settings():
   return auto_choice.grid(_options())
 
 
+@pytest.mark.parametrize('temperature', [0.0, 1.0])
+def test_a_short_grid_has_the_same_settings(temperature):
+  options = _options(temperature=temperature)
+  assert auto_choice.grid(dataclasses.replace(options, grid='short')) == auto_choice.grid(options)
+
+
 def test_the_grid_has_every_lossless_method_and_no_setting_twice(settings):
   assert {setting.method.name for setting in settings} == {name for name, m in METHODS.items() if m.is_lossless}
   assert all(setting.method.is_lossless for setting in settings)
@@ -436,7 +442,7 @@ def test_an_interrupted_measurement_goes_on_where_it_was(tmp_path, pair, prompt_
 
   def notify(what, done, total):
     said.append(what)
-    if 'program 7' in what and not once:
+    if 'program 8' in what and not once:
       once.append(what)
       raise _Interrupted
 
@@ -444,13 +450,13 @@ def test_an_interrupted_measurement_goes_on_where_it_was(tmp_path, pair, prompt_
     run_decode(options, notify)
   kept = auto_choice.read_calibration(path)
   assert not kept.is_complete
-  assert (len(kept.target_seconds), len(kept.draft_seconds), list(kept.observations)) == (4, 1, ['autoregressive'])
+  assert (len(kept.target_seconds), len(kept.draft_seconds), list(kept.observations)) == (5, 1, ['autoregressive'])
   assert [each.name for each in tmp_path.iterdir()] == ['calibration.json']  # nothing unfinished
   said.clear()
   run = run_decode(options, notify)
-  numbers = [int(whole[1]) for each in said if (whole := re.match(r'auto: program (\d+) of 9, ', each))]
+  numbers = [int(whole[1]) for each in said if (whole := re.match(r'auto: program (\d+) of 10, ', each))]
   assert numbers == sorted(numbers)
-  assert numbers[0] == 7
+  assert numbers[0] == 8
   whole = auto_choice.read_calibration(path)
   assert whole.is_complete
   assert whole.target_seconds == kept.target_seconds

@@ -14,6 +14,11 @@ _TEXT = 'the quick brown fox jumps over the lazy dog while seven wise owls watch
 
 
 @pytest.fixture(scope='session')
+def tokenizer():
+  return Tokenizer.train(['an old oak tree and an old owl in the old oak tree, while a quick fox runs by'] * 3, 275)
+
+
+@pytest.fixture(scope='session')
 def save_tiny_model():
   """`(path, seed, text) -> path`: writes a fresh model of 320 tokens with a tokenizer of `text`."""
   # Enough tokens for every letter of a text: the trainer picks among rare letters at random, and tests would as well.

@@ -1,7 +1,10 @@
 """Requests for small exhibits, and checks that hold of every figure."""
 
-from decode.papers.exhibit import Request, Results
+import json
+
+from decode.papers.exhibit import Request, Results, Value
 from decode.papers.exhibits import EXHIBITS, FIGURES
+from decode.papers.figure import from_csv
 
 # Rows in JAX's float64, where K-SEQ's threshold is searched to within 1e-9.
 CLOSE = 1e-6
@@ -29,13 +32,27 @@ def request_of(name, pair=None, prompts='x', **sizes):
   )
 
 
+def rows_of(data):
+  """The rows of a file of data, CSV of a figure or JSON of a table."""
+  if not data.startswith('{'):
+    return from_csv(data)
+
+  def cell_of(plain):
+    if not isinstance(plain, dict):
+      return plain
+    return Value(plain['number'], plain['spread'], plain['interval'] and tuple(plain['interval']))
+
+  return [{column: cell_of(plain) for column, plain in row.items()} for row in json.loads(data)['rows']]
+
+
 def check_figure(name, request, rows):
   """Checks columns, files and paragraph of a figure, and that its picture follows from its data; returns the rows."""
   figure = FIGURES[name]
   assert len({tuple(row) for row in rows}) == 1
-  files = figure.files(name, request, Results(rows))
+  results = Results(rows)
+  files = figure.files(name, request, results, figure.describe(request, results))
   assert list(files) == [f'{name}.{kind}' for kind in ('csv', 'md', 'png', 'svg')]
-  again = figure.read_rows(files[f'{name}.csv'])
+  again = from_csv(files[f'{name}.csv'])
   assert again == rows
   picture = files[f'{name}.png']
   assert picture.startswith(b'\x89PNG')

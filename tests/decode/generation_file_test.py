@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from decode.experiment.generation_file import GenerationFile, check_parts, part_path, write_index
+from tests.hostile import refusal
 
 ROOT = pathlib.Path(__file__).parents[2]
 RUN = {'target': '0123456789abcdef', 'weights': '', 'logprobs': False}
@@ -77,10 +78,7 @@ def test_files_of_others_are_left_as_they_are(tmp_path, content):
   path = tmp_path / 'out.jsonl'
   for before in (b'', line_of(0).encode()):
     path.write_bytes(before + content)
-    with pytest.raises(ValueError, match=r'^generations: .*out\.jsonl, line ') as caught:
-      resume(path)
-    assert len(str(caught.value)) < 600
-    assert str(caught.value).isprintable()
+    refusal(lambda: resume(path), path, r'^generations: .*out\.jsonl, line ')
     assert path.read_bytes() == before + content
   with pytest.raises(ValueError, match='has continuations; --resume goes'), GenerationFile(path, resume=False):
     pass

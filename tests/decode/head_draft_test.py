@@ -5,7 +5,7 @@ import json
 
 import jax
 import pytest
-from exhibit_checks import SMALL_FIGURES, request_of
+from exhibit_checks import SMALL_FIGURES, request_of, rows_of
 from published_heads import write_head
 from small_head import CONFIG, save_one_pass
 
@@ -132,8 +132,8 @@ def test_exhibits_know_drafts_of_every_kind_before_they_measure(options):
 def test_exhibits_decode_with_a_head(options, name):
   sizes = SMALL_FIGURES.get(name, {'max_new_tokens': 6, 'num_drafts': (2,), 'draft_length': (2,), 'num_prompts': 3})
   results = EXHIBITS[name].run(_request(options, name, **sizes), lambda *_: None)
-  files = EXHIBITS[name].files(name, _request(options, name, **sizes), results)
-  assert EXHIBITS[name].read_rows(files[f'{name}.{EXHIBITS[name].data_format}']) == results.rows
+  data = EXHIBITS[name].to_data(name, _request(options, name, **sizes), results, [])
+  assert rows_of(data) == results.rows
 
 
 @pytest.mark.parametrize(

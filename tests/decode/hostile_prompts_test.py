@@ -11,7 +11,6 @@ from common.json_file import read_json
 from decode.experiment.auto_choice import read_calibration
 from decode.experiment.optimal_trees import read_acceptance
 from decode.experiment.prompts import encode_prompts, read_prompts
-from spectr_jax import Tokenizer
 
 _MESSAGES = {'messages': [{'role': 'system', 'content': 'be brief'}, {'role': 'user', 'content': 'the owl'}], 'id': 'c'}
 _LINES = [{'prompt': 'the owl', 'id': 3}, {'question': 'x'}, {'instruction': 'y', 'input': 'z'}, {'turns': ['a', 'b']}]
@@ -43,10 +42,7 @@ def _mutated(name, rng):
 
 
 @pytest.mark.slow
-def test_mutated_prompts(tmp_path):
-  tokenizer = Tokenizer.train(
-    ['an old oak tree and an old owl in the old oak tree, while a quick fox runs by'] * 3, 275
-  )
+def test_mutated_prompts(tmp_path, tokenizer):
   for name in (*_VALUES, *_BYTES):
     kind, _, ending = name.rpartition(':')
     path = tmp_path / f'{len(list(tmp_path.iterdir()))}-{ending}'

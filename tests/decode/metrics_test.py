@@ -15,6 +15,10 @@ def test_ratios_and_acceptance_of_known_counts():
   assert metrics.ratio_interval(np.array([5]), np.array([2])) is None
   counts = np.array([5, 9, 7]), np.array([4, 4, 5])
   assert metrics.compare(counts, counts) == (1, 1, 1)
+  assert metrics.comparison_text(counts, counts) == '1.000 (1.000 to 1.000)'
+  assert metrics.ratio_text(np.array([5]), np.array([2])) == '2.50'
+  texts = [metrics.text_of(1.0, interval) for interval in ((0.9, 1.1), (0.9, 1.5))]
+  assert texts == ['1.00 ± 0.10', '1.00 (0.90 to 1.50)']
   shares = metrics.acceptance_by_position(np.array([[3, 1], [1, 1]]), np.array([4, 4]))
   assert shares == [0.5, 0.25]
   assert metrics.acceptance_by_position(np.zeros((2, 0)), np.array([4, 4])) == []

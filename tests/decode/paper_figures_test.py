@@ -246,11 +246,8 @@ def test_a_ladder_has_trees_of_every_size_with_names():
   request = request_of('ladder', num_nodes=(64, 15))
   with pytest.raises(ValueError, match='no tree of at most 15 nodes is measured of speculative, spectr, '):
     FIGURES['ladder'].measure(request, None)
-  names = {
-    '1 x 3': TokenTree.chains(1, 3), '4 x 1': TokenTree.chains(4, 1), '3 x 2': TokenTree.prefix((3, 1)),
-    'prefix:3,2,1': TokenTree.prefix((3, 2, 1)), 'prefix:1,2': TokenTree.prefix((1, 2)),
-  }  # fmt: skip
-  assert {method_figures.shape_name(tree): tree for tree in names.values()} == names
+  for factors in ((1, 1, 1), (4,), (3, 1), (3, 2, 1), (1, 2)):
+    assert method_figures.factors_of(TokenTree.prefix(factors)) == factors
 
 
 def test_a_ladder_tells_the_best_shapes_and_their_ratios():
@@ -290,14 +287,14 @@ def test_a_ladder_is_measured(monkeypatch, pair, prompt_file):
   runs = []
   monkeypatch.setattr(method_figures, 'measure', lambda *what: runs.append(measure(*what)) or runs[-1])
   rows = measure_small('ladder', pair, prompt_file)
-  shapes = {key: [row['shape'] for row in own] for key, own in _by_method_and_nodes(rows).items()}
+  shapes = {key: [row['shape'] for row in own] for key, own in by_value(rows, 'method', 'nodes').items()}
   assert {key: own for key, own in shapes.items() if key[0] != method_figures.BOUND} == {
     ('speculative', 2): ['1 x 2'], ('speculative', 4): ['1 x 2'], ('block', 2): ['1 x 2'], ('block', 4): ['1 x 2'],
     ('race_traversal', 2): ['1 x 2'], ('race_traversal', 4): ['2 x 2', '1 x 2'],
   }  # fmt: skip
   assert shapes[method_figures.BOUND, 2] == ['1 x 2', '2 x 1']
   assert shapes[method_figures.BOUND, 4] == ['1 x 2', '2 x 2', '1 x 4', '3 x 1', '4 x 1']
-  for own in _by_method_and_nodes(rows).values():
+  for own in by_value(rows, 'method', 'nodes').values():
     [best] = select(own, **{'is best': 1})
     assert best['tokens per call'] == max(row['tokens per call'] for row in own)
   for row in rows:
@@ -326,7 +323,3 @@ def test_a_ladder_is_measured(monkeypatch, pair, prompt_file):
     num_calls += calls[:, 0].sum()
   [row] = select(rows, method=method_figures.BOUND, nodes=2, shape='2 x 1')
   assert row['tokens per call'] == pytest.approx(num_tokens / num_calls, rel=1e-5)
-
-
-def _by_method_and_nodes(rows):
-  return by_value([row | {'key': (row['method'], row['nodes'])} for row in rows], 'key')

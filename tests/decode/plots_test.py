@@ -8,6 +8,7 @@ import pytest
 
 from decode.papers import plots
 from decode.papers.exhibits import FIGURES
+from decode.papers.figure import from_csv
 from spectr_jax import METHODS
 from spectr_jax.methods import FURTHER_METHODS
 
@@ -50,8 +51,7 @@ def test_a_method_that_is_not_lossless_keeps_its_look():
 
 @pytest.mark.parametrize('name', ['ladder', 'methods', 'batch_fig2', 'spectr_fig5'])
 def test_a_legend_takes_no_width_from_its_panels(name):
-  exhibit = FIGURES[name]
-  figure = exhibit.draw(exhibit.read_rows((_FIGURES / f'{name}.csv').read_text()))
+  figure = FIGURES[name].draw(from_csv((_FIGURES / f'{name}.csv').read_text()))
   figure.canvas.draw()
   (legend,) = figure.legends
   box, whole = legend.get_window_extent(), figure.bbox

@@ -15,14 +15,8 @@ from decode.experiment import workload
 from decode.experiment.options import DecodeOptions
 from decode.experiment.prompt_sets import PROMPT_SETS, SPEC_BENCH_TASKS
 from decode.experiment.prompts import Prompt, as_conversations, encode_prompts, read_prompts, take_evenly, without_long
-from spectr_jax import Tokenizer
 from spectr_jax.io.hub.hub_tokenizer import HubTokenizer
 from spectr_jax.models import table
-
-
-@pytest.fixture(scope='module')
-def tokenizer():
-  return Tokenizer.train(['an old oak tree and an old owl in the old oak tree, while a quick fox runs by'] * 3, 275)
 
 
 def test_prompts_have_places_and_ids_and_controls_are_text(tmp_path, prompt_file):
@@ -299,8 +293,7 @@ def test_only_regular_files_are_read(tmp_path, kind, name):
 def test_what_unpacks_to_too_much_is_refused(tmp_path, unit, module):
   path = tmp_path / f'a.jsonl.{"gz" if module is gzip else "bz2"}'
   path.write_bytes(module.compress(unit * (2**20 // len(unit))) * 10_000)  # ten gigabytes
-  with hostile.time_limit(), pytest.raises(ValueError, match='more than 67,108,864 bytes of text'):
-    read_prompts(path)
+  hostile.refusal(lambda: read_prompts(path), path, 'more than 67,108,864 bytes of text')
 
 
 @pytest.mark.parametrize(
@@ -316,8 +309,7 @@ def test_what_unpacks_to_too_much_is_refused(tmp_path, unit, module):
 def test_the_number_of_prompts_is_bounded(tmp_path, name, content, message):
   path = tmp_path / name
   path.write_bytes(content)
-  with hostile.time_limit(), pytest.raises(ValueError, match=message):
-    read_prompts(path)
+  hostile.refusal(lambda: read_prompts(path), path, message)
 
 
 @pytest.mark.parametrize('name', ['spec_bench', 'humaneval', 'gsm8k', 'alpaca'])

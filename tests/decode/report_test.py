@@ -16,12 +16,6 @@ from decode.experiment.options import DecodeOptions
 from decode.experiment.prompts import Prompt
 from decode.experiment.results import DecodeRun, Measurement
 from decode.experiment.settings import expand
-from spectr_jax import Tokenizer
-
-
-@pytest.fixture(scope='module')
-def tokenizer():
-  return Tokenizer.train(['an old oak tree and an old owl in the old oak tree, while a quick fox runs by'] * 3, 275)
 
 
 @pytest.fixture

@@ -4,11 +4,12 @@ import json
 
 import pytest
 from commands import ROOT, refuse, run, succeed
-from exhibit_checks import SMALL_FIGURES, request_of
+from exhibit_checks import SMALL_FIGURES, request_of, rows_of
 
 from benchmarks import draw_shares
+from decode.experiment.records import csv_of
 from decode.papers.exhibits import EXHIBITS, FIGURES, TABLES
-from decode.papers.figure import from_csv, to_csv
+from decode.papers.figure import from_csv
 
 _FIGURES = (
   'spectr_fig1 spectr_fig2 spectr_fig3 spectr_fig5 batch_fig2 batch_fig3 pareto_fig4 batch_fig5 ersd_fig3 ersd_fig4'
@@ -28,7 +29,7 @@ def test_every_exhibit_is_there():
   decoded = {name for name in EXHIBITS if EXHIBITS[name].has_prompts}
   assert {name for name in EXHIBITS if EXHIBITS[name].is_random} == decoded | {'batch_fig2', 'batch_fig5'}
   rows = [{'a': 1, 'b': 0.1 + 0.2, 'c': "' 7'", 'd': None}, {'a': 2, 'b': 1e-300, 'c': 'x, "y"', 'd': 3}]
-  assert from_csv(to_csv(rows)) == rows
+  assert from_csv(csv_of(rows)) == rows
 
 
 @pytest.mark.parametrize(
@@ -56,11 +57,11 @@ def _exhibit_of(path):
 @pytest.mark.parametrize('path', _RECORDED, ids=lambda path: path.stem)
 def test_recorded_pages_follow_from_their_data(path):
   exhibit, data, page = _exhibit_of(path), path.read_text(), path.with_suffix('.md').read_text()
-  rows = exhibit.read_rows(data)
+  rows = rows_of(data)
   about = [line.removeprefix('- ') for line in page.splitlines() if line.startswith('- ')]
   assert exhibit.to_markdown(path.stem, rows, about) == page
   if exhibit.kind == 'figure':
-    assert to_csv(rows) == data
+    assert csv_of(rows) == data
   else:
     assert json.loads(data)['about'] == about
 
@@ -69,7 +70,7 @@ def test_recorded_pages_follow_from_their_data(path):
 @pytest.mark.parametrize('path', _RECORDED, ids=lambda path: path.stem)
 def test_recorded_pictures_can_be_drawn_again(path):
   exhibit = _exhibit_of(path)
-  assert exhibit.to_image(exhibit.read_rows(path.read_text()), ['prompts: $a_b$']).startswith(b'\x89PNG')
+  assert exhibit.to_image(rows_of(path.read_text()), ['prompts: $a_b$']).startswith(b'\x89PNG')
 
 
 # The command.
@@ -136,7 +137,8 @@ def test_the_command_writes_figures(tmp_path):
   request = request_of('batch_fig3', num_drafts=(1, 2))
   figure = FIGURES['batch_fig3']
   results = figure.run(request, None)
-  for name, content in figure.files('batch_fig3', request, results).items():
+  about = figure.describe(request, results)
+  for name, content in figure.files('batch_fig3', request, results, about).items():
     assert (tmp_path / name).read_bytes() == (content if isinstance(content, bytes) else content.encode())
   assert figure.tell(results.rows) in out
 

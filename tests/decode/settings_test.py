@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import pytest
 
 from decode.experiment.options import DecodeOptions
-from decode.experiment.settings import TreeSpec, expand
+from decode.experiment.settings import TreeSpec, expand, parse_shape, shape_name
 from spectr_jax import METHODS, Confident, Estimated, Likeliest, TokenTree
 from spectr_jax.models.table import table_model
 
@@ -36,6 +36,14 @@ def test_the_grid_has_every_tree_of_every_method_once():
   (setting,) = expand(DecodeOptions(method=('race_block',), tree=('optimal: 24',)))
   assert (setting.spec, setting.tree) == (TreeSpec('optimal', (24,)), TokenTree())
   assert str(setting) == 'race_block optimal:24'
+
+
+def test_shapes_are_named_and_read():
+  for name, factors in (('4 x 3', (4, 1, 1)), ('1 x 1', (1,)), ('prefix:2,2,1', (2, 2, 1))):
+    assert (shape_name(factors), parse_shape(name)) == (name, factors)
+  for text in ('4x3', '4 x 0', '0 x 4', 'prefix:', 'prefix:2,0'):
+    with pytest.raises(ValueError, match='a shape is written as'):
+      parse_shape(text)
 
 
 def test_grown_trees_have_widths_and_a_drafter_of_their_own(draft):

@@ -5,7 +5,7 @@ import json
 
 import numpy as np
 import pytest
-from exhibit_checks import request_of
+from exhibit_checks import request_of, rows_of
 
 from decode.experiment.options import DecodeOptions
 from decode.experiment.results import DecodeRun, Measurement
@@ -86,8 +86,8 @@ def test_speeds_are_means_over_prompts_beside_the_leaderboard(question_file, mon
   assert any(line.startswith('without a prompt: translation, summarization, mathematical') for line in about)
   assert any('other hardware, models and drafters' in line for line in about)
   assert any('num_prompts 3 instead of 480' in line for line in about)
-  files = exhibit.files('spec_bench', request, results)
-  assert exhibit.read_rows(files['spec_bench.json']) == results.rows
+  files = exhibit.files('spec_bench', request, results, about)
+  assert rows_of(files['spec_bench.json']) == results.rows
   assert files['spec_bench.png'].startswith(b'\x89PNG')
   monkeypatch.setattr(table, 'run_decode', _made_up_run)
   rows = TABLES['spec_bench'].measure(_request(question_file, num_prompts=6), None).rows

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from exhibit_checks import request_of
+from exhibit_checks import request_of, rows_of
 from matplotlib.figure import Figure
 
 from decode.experiment.options import DecodeOptions
@@ -36,7 +36,7 @@ def _check(name, request, results):
   table = TABLES[name]
   rows, about = results.rows, table.describe(request, results)
   assert {tuple(row) for row in rows} == {tuple(rows[0])}
-  files = table.files(name, request, results)
+  files = table.files(name, request, results, about)
   assert list(files) == [f'{name}.{kind}' for kind in ('json', 'md', 'png', 'svg')]
   text = files[f'{name}.md']
   assert text.startswith(f'# {table.title}\n')
@@ -51,7 +51,7 @@ def _check(name, request, results):
   content = json.loads(files[f'{name}.json'])
   assert content['about'] == about
   assert len(content['rows']) == len(rows)
-  assert table.read_rows(files[f'{name}.json']) == rows
+  assert rows_of(files[f'{name}.json']) == rows
   return content
 
 

@@ -150,13 +150,6 @@ def test_nothing_is_left_of_a_run_that_has_saved_nothing(half, config):
   refuse(config, half, 'config.seed is 0 and was 1')
 
 
-def test_a_checkpoint_without_checksums_is_said_to_be_unchecked(half, config, capfd):
-  (half / 'checkpoints' / '9' / 'checksums.json').unlink()
-  train(config, half)
-  (line,) = notes_of(capfd)
-  assert re.search('checkpoint .*/9 has no checksums: it is read without a check', line)
-
-
 def test_a_head_is_not_trained_where_a_model_was(half, config):
   with pytest.raises(ValueError, match="was begun by 'train.main', not by train.head: take another one"):
     RunRecord(epath.Path(half), config, 'train.head', {}).check()

@@ -11,16 +11,12 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from etils import epy
 
 from spectr_jax.io import untrusted
 from spectr_jax.io.hub.families import FAMILIES
 from spectr_jax.io.hub.gguf_config import ROPE_FREQS
 from spectr_jax.io.hub.gguf_header import GgufHeader, StoredTensor
 from spectr_jax.io.hub.tensors import Tensors
-
-with epy.lazy_imports():  # few read such files
-  import gguf
 
 _FREQUENCIES = re.compile(r'blk\.(\d+)\.attn_rot_embd(?:\.weight)?', re.ASCII)
 _MOST_AT_ONCE = 2**22  # numbers dequantized together
@@ -98,6 +94,8 @@ class GgufTensors(Tensors):
 @functools.cache
 def _module_names(family_name: str, architecture: str) -> dict[str, str]:
   """The hub's names of modules by llama.cpp's, as the package `gguf` converts them; `blk.0.` for the first block."""
+  import gguf
+
   family = FAMILIES[family_name]
   kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
   hub_names, stored_name = {'output': family.head_names[0]}, gguf.get_tensor_name_map(kind, 1).get_name
@@ -147,6 +145,8 @@ def _source(name: str, tensor: StoredTensor, header: GgufHeader, config: dict[st
 
 def _stored(tensor: StoredTensor, header: GgufHeader) -> tuple[np.ndarray, Any]:
   """The data of a tensor as it is in the file, and the type of its blocks if it has any."""
+  import gguf
+
   if len(tensor.shape) not in (1, 2):
     raise ValueError(f'{len(tensor.shape)} axes, expected 1 or 2')
   kind, dtype = _known_type(tensor.type_id)
@@ -166,6 +166,8 @@ def _stored(tensor: StoredTensor, header: GgufHeader) -> tuple[np.ndarray, Any]:
 
 def _known_type(type_id: int) -> tuple[Any, np.dtype | None]:
   """A type by its number, and its dtype if it is not quantized."""
+  import gguf
+
   types = gguf.GGMLQuantizationType
   plain = {types.F32: np.float32, types.F16: np.float16, types.BF16: ml_dtypes.bfloat16}
   kind = types(type_id) if type_id in {int(known) for known in types} else None
@@ -178,6 +180,8 @@ def _known_type(type_id: int) -> tuple[Any, np.dtype | None]:
 
 @functools.cache
 def _is_dequantizable(kind: Any) -> bool:
+  import gguf
+
   try:
     gguf.quants.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
   except NotImplementedError:
@@ -196,6 +200,8 @@ def _read(source: _Source, index: tuple[slice, ...]) -> np.ndarray:
 
 def _dequantized(source: _Source, rows: slice | np.ndarray, columns: slice) -> np.ndarray:
   """Some rows and columns of a quantized tensor, float32, from the blocks that they stand in."""
+  import gguf
+
   first, end, _ = columns.indices(source.shape[1])
   size = gguf.GGML_QUANT_SIZES[source.quantization][0]
   blocks = source.stored[rows, first // size : -(-end // size)]
