@@ -81,6 +81,11 @@ class Method:
     return self.verifier.takes_grown
 
   @property
+  def needs_constant_draft(self) -> bool:
+    """True if the draft's distribution after a text must be the same in every round, so that no heads will do."""
+    return self.verifier.needs_constant_draft
+
+  @property
   def is_token_level(self) -> bool:
     """True if each position is decided by itself."""
     return self.verifier.is_token_level

@@ -14,12 +14,13 @@ from decode.experiment.options import DecodeOptions
 from decode.experiment.records import hash_constraint
 from decode.experiment.settings import Setting, settings_of
 from decode.experiment.workload import Workload
-from spectr_jax import METHODS, Drafter
+from spectr_jax import METHODS
 from spectr_jax.auto.calibration import FORMAT, Calibration, Observation
 from spectr_jax.auto.measurement import KeysFn, predict_settings
 from spectr_jax.auto.prediction import Prediction
 from spectr_jax.auto.setting import GREEDY_WIDTHS, worth_comparing
 from spectr_jax.auto.trial import Notify
+from spectr_jax.draft import as_drafter
 from spectr_jax.io.untrusted import FLAG, check_object, list_of, map_of, object_of, real, whole
 from spectr_jax.sharding import is_primary
 
@@ -39,12 +40,13 @@ _FIELDS = {
 }
 
 
-def grid(options: DecodeOptions, max_depth: int | None = None) -> list[Setting]:
+def grid(options: DecodeOptions, max_depth: int | None = None, *, reads_features: bool = False) -> list[Setting]:
   """Autoregressive decoding, and every lossless method on every tree of the options that it takes.
 
   At temperature 0 all samples of a draft are equal, so that several keep no more than one: there are trees of likeliest
   guesses, and single drafts only. Trees that the user names stay as they are, and so do the guesses of lookup, which
   differ. Settings that are equal to others are left out, and trees deeper than `max_depth`; see `worth_comparing`.
+  Methods that need a constant draft are left out where the draft `reads_features`.
   """
   is_greedy = not options.temperature
   options = dataclasses.replace(options, grid='')  # a short grid may not be combined with the trees that follow
@@ -59,7 +61,7 @@ def grid(options: DecodeOptions, max_depth: int | None = None) -> list[Setting]:
   settings = [
     setting
     for method in METHODS.values()
-    if method.is_lossless and options.takes_guesses(method)
+    if method.is_lossless and options.takes_guesses(method) and not (reads_features and method.needs_constant_draft)
     for each in grids
     for setting in settings_of(method, each, skip_unfit=True)
   ]
@@ -113,6 +115,7 @@ def predict_all(workload: Workload, notify: Notify) -> list[Prediction]:
   measured under other conditions, is a `ValueError`.
   """
   options, path = workload.options, workload.options.calibration
+  drafter = as_drafter(workload.draft)
   known = read_calibration(path) if path and epath.Path(path).exists() else None
   # The file is opened before anything is measured, to find out whether it is writable. One process writes.
   is_written = is_primary() and not (known is not None and known.is_complete)
@@ -120,7 +123,7 @@ def predict_all(workload: Workload, notify: Notify) -> list[Prediction]:
   with OutputFiles(calibration=path if is_written else None).apart_from(inputs) as files:
     return predict_settings(
       *trial_of(workload),
-      grid(options, workload.draft.max_depth if isinstance(workload.draft, Drafter) else None),
+      grid(options, drafter and drafter.max_depth, reads_features=bool(drafter and drafter.feature_layers)),
       _conditions_of(workload),
       notify,
       is_short=options.has_short_grid,

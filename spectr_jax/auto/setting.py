@@ -130,7 +130,7 @@ def default_settings(draft: Model | Drafter | None, *, is_greedy: bool = False) 
   settings = [Setting(METHODS['autoregressive'])]
   for method in METHODS.values():
     takes = method.takes_mixed if drafter.mixes else method.takes_given or not drafter.gives
-    if method.max_drafts == 0 or not takes:
+    if method.max_drafts == 0 or not takes or (drafter.feature_layers and method.needs_constant_draft):
       continue
     counts = (1,) if may_grow else NUM_DRAFTS
     most = max(counts) if method.max_drafts is None else method.max_drafts

@@ -280,6 +280,11 @@ def _check_drafter(target: Model, drafter: Drafter | None, method: Method, tree:
     raise ValueError(f'this drafter guesses {drafter.max_depth} tokens ahead, and the tree is {tree.max_depth} deep')
   if drafter.gives and not method.takes_given:
     raise ValueError(f'{method.name} takes drawn candidates only, and this drafter gives some that are not drawn')
+  if drafter.feature_layers and method.needs_constant_draft:
+    raise ValueError(
+      f"{method.name} needs the draft's distribution after a text to be the same in every round, and this drafter's"
+      " changes with the target's hidden states; block takes it"
+    )
   if drafter.mixes and not method.takes_mixed:
     raise ValueError(
       f'{method.name} takes positions with given candidates or with drawn ones, and this drafter mixes them'

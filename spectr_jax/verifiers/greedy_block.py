@@ -72,6 +72,7 @@ class GreedyBlock(RecordedVerifier):
 
   num_levels_dropped: int = 0
   proposal_rules = (Independent,)
+  needs_constant_draft = True
   explanation = Explanation(
     'Every beginning of every draft is accepted with probability h; the longest accepted one is kept.',
     'q (1 − min(1, p/(vq)))ᴷ',

@@ -134,6 +134,8 @@ class Verifier(abc.ABC):
     takes_given: Whether candidates may be given (`Proposal.is_given`).
     takes_mixed: Whether given candidates may stand beside drawn ones at a position.
     takes_grown: Whether rows may have trees of their own (`Proposal.parents`).
+    needs_constant_draft: Whether the draft's distribution after a text must be the same in every round. It is not where
+      the draft reads the target's hidden states, which are there once a text is committed.
     tries_every_branch: Whether the next branch is tried after one that fails, so that chains beat trees that branch
       below the root.
     is_biased: Whether it deviates from the target's distribution on purpose, as configured.
@@ -145,6 +147,7 @@ class Verifier(abc.ABC):
   takes_given: bool = False
   takes_mixed: bool = False
   takes_grown: bool = False
+  needs_constant_draft: bool = False
   tries_every_branch: bool = False
   is_biased: bool = False
   explanation: Explanation = Explanation()

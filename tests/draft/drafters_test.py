@@ -16,6 +16,7 @@ from growing_drafter import GrowingDrafter, grow
 
 import spectr_jax
 from spectr_jax import METHODS, Decoder, TokenTree, lookup_drafter
+from spectr_jax.auto.setting import default_settings
 from spectr_jax.draft import DraftContext
 from spectr_jax.draft.lookup import Lookup
 from spectr_jax.testing import (
@@ -24,6 +25,7 @@ from spectr_jax.testing import (
   random_tables,
   tiny_transformers,
 )
+from spectr_jax.verifiers import GreedyBlock
 from tests.slow import slow_but
 
 pytestmark = pytest.mark.usefixtures('highest')
@@ -126,9 +128,22 @@ def test_features_in_the_loop(method):
   _assert_engine_is_exact(FeatureDrafter(5), method, TokenTree.chains(1, 3))
 
 
+@pytest.mark.parametrize('method', ['greedy_block', 'spectr_gbv'])
+def test_methods_that_need_a_constant_draft_refuse_one_that_reads_features(method):
+  with pytest.raises(ValueError, match='to be the same in every round'):
+    Decoder.make(
+      tiny_transformers()[0], FeatureDrafter(5), method=method, tree=TokenTree.chains(1, 2), max_new_tokens=4,
+      cache_size=8,
+    )  # fmt: skip
+  names = {setting.method.name for setting in default_settings(FeatureDrafter(5))}
+  assert method not in names
+  assert 'block' in names
+
+
 @pytest.mark.slow
-def test_greedy_block_needs_the_same_draft_in_every_round():
+def test_greedy_block_would_be_biased_with_features(monkeypatch):
   """What it carries over asks for the distributions of the round before, which features change."""
+  monkeypatch.setattr(GreedyBlock, 'needs_constant_draft', False)
   values = p_values(FeatureDrafter(5), 'greedy_block', TokenTree.chains(1, 3), prompts=_PROMPTS, num_tokens=4, seed=6)
   assert min(values) < 1e-3, values
 
