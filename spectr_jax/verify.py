@@ -80,6 +80,8 @@ def verify(
     is_given: bool `[B, N]`, the guesses that were not drawn but chosen by a rule, such as a matched n-gram; None if all
       were drawn, or all given where `draft_probs` is None.
     state: The state that the last round returned, for rows that go on; None for rows that begin.
+      Methods with `needs_constant_draft` are lossless over rounds only if the draft's distribution after a text is the
+      same in all of them, which that of a head is not.
 
   Raises:
     ValueError: A shape or dtype is wrong, or the method does not cover this tree or such guesses.

@@ -35,6 +35,13 @@ def test_a_short_grid_has_the_same_settings(temperature):
   assert auto_choice.grid(dataclasses.replace(options, grid='short')) == auto_choice.grid(options)
 
 
+def test_the_grid_of_a_head_has_no_method_that_needs_a_constant_draft(settings):
+  names, of_head = (
+    {each.method.name for each in own} for own in (settings, auto_choice.grid(_options(), reads_features=True))
+  )
+  assert names - of_head == {'greedy_block'}
+
+
 def test_the_grid_has_every_lossless_method_and_no_setting_twice(settings):
   assert {setting.method.name for setting in settings} == {name for name, m in METHODS.items() if m.is_lossless}
   assert all(setting.method.is_lossless for setting in settings)
