@@ -29,6 +29,7 @@ WIDEST_HEAD = 256  # numbers of a head of attention, as there
 # Inputs that stand beside each other in a panel, by the kernel's type.
 _TOGETHER = {jnp.dtype(jnp.float32): 1, jnp.dtype(jnp.bfloat16): 2, jnp.dtype(jnp.int8): 4}
 _TARGET, _BLOCK_TARGET, _ATTENTION_TARGET = 'spectr_product', 'spectr_block_product', 'spectr_attention'
+_NORM_TARGET = 'spectr_norm'
 _ATTENTION_SHAPES = (1, 3, 1, 16), (1, 1, 16, 6), (1, 1, 6, 16)  # of queries, keys and values that are compared
 _logger = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ def _load() -> ctypes.CDLL:
     raise _UnavailableError('this processor has neither AVX2 nor AVX-512')
   jax.local_devices(backend='cpu')  # a backend that begins later would fail as a whole where it refuses the library
   try:
-    for target in (_TARGET, _BLOCK_TARGET, _ATTENTION_TARGET):
+    for target in (_TARGET, _BLOCK_TARGET, _ATTENTION_TARGET, _NORM_TARGET):
       jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, target)), platform='cpu')
   except Exception as error:  # of any kind: XLA refuses in its own ways
     raise _UnavailableError(f'XLA refuses it: {error}') from None
@@ -85,7 +86,7 @@ def _check_products() -> None:
   @jax.jit
   def compute(packed):
     products = [product(rows, panels, 40) for rows, panels in packed]
-    operands = query, keys[..., :2], values[:, :, :2], masks[0], keys, values, masks[1]
+    operands = query, keys[..., :2], values[:, :, :2], masks[0], keys, values, masks[1], np.full((1, 3), 6, np.int32)
     return products, attention(*map(jnp.asarray, operands))
 
   try:
@@ -184,14 +185,22 @@ def attention(
   keys: jax.Array,
   values: jax.Array,
   visible: jax.Array,
+  places: jax.Array,
+  *,
+  soft_cap: float | None = None,
 ) -> jax.Array:
-  """`attention.tree_attention` on a CPU, float32 `[B, N, H, head_dim]`; scores are not bounded.
+  """`attention.tree_attention` on a CPU, float32 `[B, N, H, head_dim]`, added in the order of the text.
+
+  A result depends on nothing but the tokens before it, to the bit, as long as what a query sees of the pending tokens
+  is the end of its text.
 
   Args:
     query: In float32 or bfloat16, with a `head_dim` that is a multiple of 16 and at most `WIDEST_HEAD`.
     new_keys, new_values, keys, values: In float32.
     mask: The pending tokens that each query sees.
     visible: The slots that each query sees.
+    places: int32 `[B, N]`, the slot that each query's own token will take.
+    soft_cap: The bound of scores; None for none.
 
   Raises:
     RuntimeError: There is no library, or none for this processor.
@@ -199,4 +208,17 @@ def attention(
   _load()
   out = jax.ShapeDtypeStruct(query.shape, jnp.float32)
   call = jax.ffi.ffi_call(_ATTENTION_TARGET, out, vmap_method='sequential')
-  return call(query, new_keys, new_values, mask, keys, values, visible)
+  cap = np.float32(soft_cap or 0)
+  return call(query, new_keys, new_values, mask, keys, values, visible, places.astype(jnp.int32), soft_cap=cap)
+
+
+def norm(rows: jax.Array, gain: jax.Array, bias: jax.Array | None, *, epsilon: float) -> jax.Array:
+  """Root-mean-square norms, or with a bias layer norms, of rows `[N, D]` in float32 or bfloat16, which results have.
+
+  `gain` and `bias` are float32 `[D]`. The sums of a row have one order, whatever rows there are beside. RuntimeError
+  if there is no library, or none for this processor.
+  """
+  _load()
+  out = jax.ShapeDtypeStruct(rows.shape, rows.dtype)
+  bias = jnp.zeros(0, jnp.float32) if bias is None else bias
+  return jax.ffi.ffi_call(_NORM_TARGET, out, vmap_method='sequential')(rows, gain, bias, epsilon=np.float32(epsilon))

@@ -4,6 +4,7 @@
 
 #include "attention.h"
 #include "blocks.h"
+#include "norms.h"
 #include "steps.h"
 
 namespace spectr {
@@ -40,6 +41,8 @@ struct AttentionAvx2 {
   static void Store(float* at, Floats x) { _mm256_storeu_ps(at, x); }
   static Floats Add(Floats x, Floats y) { return _mm256_add_ps(x, y); }
   static Floats Multiply(Floats x, Floats y) { return _mm256_mul_ps(x, y); }
+  static Floats Divide(Floats x, Floats y) { return _mm256_div_ps(x, y); }
+  static Floats Root(Floats x) { return _mm256_sqrt_ps(x); }
   static Floats MultiplyAdd(Floats x, Floats y, Floats sums) { return _mm256_fmadd_ps(x, y, sums); }
   static Floats Round(Floats x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
   static Floats Scaled(Floats x, Floats n) {  // x 2^n
@@ -56,6 +59,8 @@ struct AttentionAvx2 {
 void Avx2Attention(const Attention& attention, int64_t first, int64_t last) {
   AttendOf<AttentionAvx2>(attention, first, last);
 }
+
+void Avx2Norm(const Norm& norm, int64_t first, int64_t last) { NormOf<AttentionAvx2>(norm, first, last); }
 
 void Avx2Float32(const Product& product, int64_t first, int64_t last) { Compute<Singles<Avx2>>(product, first, last); }
 

@@ -4,6 +4,7 @@
 
 #include "attention.h"
 #include "blocks_avx512.h"
+#include "norms.h"
 #include "steps.h"
 
 namespace spectr {
@@ -39,6 +40,8 @@ struct AttentionAvx512 {
   static void Store(float* at, Floats x) { _mm512_storeu_ps(at, x); }
   static Floats Add(Floats x, Floats y) { return _mm512_add_ps(x, y); }
   static Floats Multiply(Floats x, Floats y) { return _mm512_mul_ps(x, y); }
+  static Floats Divide(Floats x, Floats y) { return _mm512_div_ps(x, y); }
+  static Floats Root(Floats x) { return _mm512_sqrt_ps(x); }
   static Floats MultiplyAdd(Floats x, Floats y, Floats sums) { return _mm512_fmadd_ps(x, y, sums); }
   static Floats Round(Floats x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
   static Floats Scaled(Floats x, Floats n) {  // x 2^n
@@ -55,6 +58,8 @@ struct AttentionAvx512 {
 void Avx512Attention(const Attention& attention, int64_t first, int64_t last) {
   AttendOf<AttentionAvx512>(attention, first, last);
 }
+
+void Avx512Norm(const Norm& norm, int64_t first, int64_t last) { NormOf<AttentionAvx512>(norm, first, last); }
 
 void Avx512Float32(const Product& product, int64_t first, int64_t last) {
   Compute<Singles<Avx512>>(product, first, last);

@@ -48,8 +48,20 @@ struct Attention {
   const float* values;      // [batch, num_kv_heads, num_slots, width]
   const uint8_t* visible;   // [batch, num_visible_rows, num_slots]
   const int64_t* num_seen;  // [batch], slots up to the last that a query sees
+  const int32_t* places;    // [batch, num_queries], the slot that each query's own token will take
   float* out;               // like `query`
   int64_t num_queries, num_heads, num_kv_heads, width, num_new, num_slots, num_mask_rows, num_visible_rows;
+  float soft_cap;  // the bound of scores; 0 for none
+};
+
+// Root-mean-square norms, or with a bias layer norms.
+struct Norm {
+  const float* rows;  // [num_rows, width]
+  const float* gain;  // [width]
+  const float* bias;  // [width], or null
+  float* out;         // [num_rows, width]
+  int64_t width;
+  float epsilon;
 };
 
 constexpr int kItemRows = 16, kMostWidth = 256;  // rows of an item, and numbers of a head
@@ -59,6 +71,8 @@ using Panels = void(const Product&, int64_t first, int64_t last);
 using BlockPanels = void(const BlockProduct&, int64_t first, int64_t last);
 // Computes the items from `first` to `last`: of each row of the batch the heads of keys, and of each its rows of queries.
 using Items = void(const Attention&, int64_t first, int64_t last);
+// Computes the rows from `first` to `last`.
+using NormRows = void(const Norm&, int64_t first, int64_t last);
 
 // The loop of each kind of processor, in a file of its own, which is compiled for these processors and must be called on
 // them alone. Nothing of the standard library is used there: the linker keeps one copy of an inline function, perhaps
@@ -66,6 +80,7 @@ using Items = void(const Attention&, int64_t first, int64_t last);
 Panels Avx512Bfloat16, Avx512Bfloat16OfWideRows, Avx512Float32, Avx512Int8, Avx2Bfloat16, Avx2Float32, Avx2Int8;
 BlockPanels Avx512VnniBlocks, Avx512Blocks, Avx2Blocks;
 Items Avx512Attention, Avx2Attention;
+NormRows Avx512Norm, Avx2Norm;
 // Rounds rows [num_rows, num_blocks * block_size] to the inputs of a product.
 void RoundForBlocks(const float* rows, const BlockProduct& product);
 

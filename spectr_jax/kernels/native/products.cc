@@ -28,13 +28,17 @@ struct Form {
   Panels* of_pairs;     // a kernel in bfloat16, rows in bfloat16; null where they are widened
   BlockPanels* of_blocks;
   Items* attention;
+  NormRows* norm;
 };
 
 constexpr Form kForms[] = {  // the best first; a processor that has one has those after it
-    {"avx512_bf16", Avx512Float32, Avx512Bfloat16OfWideRows, Avx512Int8, Avx512Bfloat16, Avx512VnniBlocks, Avx512Attention},
-    {"avx512_vnni", Avx512Float32, Avx512Bfloat16OfWideRows, Avx512Int8, nullptr, Avx512VnniBlocks, Avx512Attention},
-    {"avx512", Avx512Float32, Avx512Bfloat16OfWideRows, Avx512Int8, nullptr, Avx512Blocks, Avx512Attention},
-    {"avx2", Avx2Float32, Avx2Bfloat16, Avx2Int8, nullptr, Avx2Blocks, Avx2Attention},
+    {"avx512_bf16", Avx512Float32, Avx512Bfloat16OfWideRows, Avx512Int8, Avx512Bfloat16, Avx512VnniBlocks, Avx512Attention,
+     Avx512Norm},
+    {"avx512_vnni", Avx512Float32, Avx512Bfloat16OfWideRows, Avx512Int8, nullptr, Avx512VnniBlocks, Avx512Attention,
+     Avx512Norm},
+    {"avx512", Avx512Float32, Avx512Bfloat16OfWideRows, Avx512Int8, nullptr, Avx512Blocks, Avx512Attention,
+     Avx512Norm},
+    {"avx2", Avx2Float32, Avx2Bfloat16, Avx2Int8, nullptr, Avx2Blocks, Avx2Attention, Avx2Norm},
 };
 
 const Form* FormOfThisProcessor() {
@@ -77,6 +81,17 @@ void RunOnThreads(ffi::ThreadPool& pool, std::shared_ptr<Work<AnyProduct>> work,
   for (int64_t i = 1; i < num_threads; ++i) pool.Schedule([work] { work->Run(); });
   work->Run();
   while (work->done.load(std::memory_order_acquire) < work->num_chunks) __builtin_ia32_pause();
+}
+
+// bfloat16 of `count` float32, the nearest, to even.
+void Narrow(const float* from, int64_t count, void* to) {
+  auto* halves = static_cast<uint16_t*>(to);
+  for (int64_t i = 0; i < count; ++i) {
+    uint32_t bits;
+    std::memcpy(&bits, &from[i], sizeof bits);
+    const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
+    halves[i] = static_cast<uint16_t>(is_nan ? bits >> 16 | 0x40 : (bits + 0x7fffu + (bits >> 16 & 1)) >> 16);
+  }
 }
 
 // float32 of `count` bfloat16.
@@ -188,7 +203,8 @@ int64_t NumSeen(const uint8_t* visible, int64_t num_rows, int64_t num_slots) {
 
 ffi::Error Attend(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::Buffer<ffi::F32> new_keys,
                   ffi::Buffer<ffi::F32> new_values, ffi::Buffer<ffi::PRED> mask, ffi::Buffer<ffi::F32> keys,
-                  ffi::Buffer<ffi::F32> values, ffi::Buffer<ffi::PRED> visible, ffi::Result<ffi::Buffer<ffi::F32>> out) {
+                  ffi::Buffer<ffi::F32> values, ffi::Buffer<ffi::PRED> visible, ffi::Buffer<ffi::S32> places, float soft_cap,
+                  ffi::Result<ffi::Buffer<ffi::F32>> out) {
   const Form* form = CurrentForm();
   if (form == nullptr) return ffi::Error::Internal("this processor has neither AVX2 nor AVX-512");
   const auto sizes = query.dimensions(), new_sizes = new_keys.dimensions(), old_sizes = keys.dimensions(),
@@ -206,7 +222,8 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::Buffer<ffi::F
       !(mask_sizes[0] == 1 || mask_sizes[0] == batch) || seen_sizes[0] != batch || seen_sizes[2] != num_slots ||
       !(seen_sizes[1] == 1 || seen_sizes[1] == num_queries) ||
       new_values.element_count() != new_keys.element_count() || values.element_count() != keys.element_count() ||
-      out->element_count() != query.element_count())
+      out->element_count() != query.element_count() ||
+      places.element_count() != static_cast<size_t>(batch * num_queries))
     return misfit;
   if (query.element_count() == 0) return ffi::Error::Success();
 
@@ -227,8 +244,8 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::Buffer<ffi::F
   }
   work->product = {queries, new_keys.typed_data(), new_values.typed_data(),
                    reinterpret_cast<const uint8_t*>(mask.typed_data()), keys.typed_data(), values.typed_data(), seen,
-                   num_seen, out->typed_data(), num_queries, num_heads, num_kv_heads, width, num_new, num_slots,
-                   mask_sizes[0], seen_sizes[1]};
+                   num_seen, places.typed_data(), out->typed_data(), num_queries, num_heads, num_kv_heads, width, num_new, num_slots,
+                   mask_sizes[0], seen_sizes[1], soft_cap};
   work->compute = form->attention;
   const int64_t num_rows = num_queries * (num_heads / num_kv_heads);
   const int64_t num_items = batch * num_kv_heads * ((num_rows + kItemRows - 1) / kItemRows);
@@ -236,8 +253,49 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::Buffer<ffi::F
   return ffi::Error::Success();
 }
 
+// Norms of rows [num_rows, width] in float32 or bfloat16, which the result has too; a bias of no numbers is none.
+ffi::Error Normalize(ffi::ThreadPool pool, ffi::AnyBuffer rows, ffi::Buffer<ffi::F32> gain, ffi::Buffer<ffi::F32> bias,
+                     float epsilon, ffi::Result<ffi::AnyBuffer> out) {
+  const Form* form = CurrentForm();
+  if (form == nullptr) return ffi::Error::Internal("this processor has neither AVX2 nor AVX-512");
+  const auto sizes = rows.dimensions();
+  const bool has_bfloat16 = rows.element_type() == ffi::BF16, has_bias = bias.element_count() > 0;
+  const int64_t count = rows.element_count();
+  if (!(has_bfloat16 || rows.element_type() == ffi::F32) || out->element_type() != rows.element_type() ||
+      sizes.size() != 2 || gain.element_count() != static_cast<size_t>(sizes[1]) ||
+      (has_bias && bias.element_count() != gain.element_count()) ||
+      out->element_count() != static_cast<size_t>(count))
+    return ffi::Error::InvalidArgument("rows, gain, bias and result do not fit each other");
+  if (count == 0) return ffi::Error::Success();
+
+  auto work = std::make_shared<Work<Norm>>();
+  const auto* wide = static_cast<const float*>(rows.untyped_data());
+  auto* results = static_cast<float*>(out->untyped_data());
+  if (has_bfloat16) {
+    work->owned.resize(2 * count * sizeof(float));
+    auto* widened = reinterpret_cast<float*>(work->owned.data());
+    Widen(rows.untyped_data(), count, widened);
+    wide = widened;
+    results = widened + count;
+  }
+  work->product = {wide, gain.typed_data(), has_bias ? bias.typed_data() : nullptr, results, sizes[1], epsilon};
+  work->compute = form->norm;
+  RunOnThreads(pool, work, sizes[0], count * sizeof(float));
+  if (has_bfloat16) Narrow(results, count, out->untyped_data());
+  return ffi::Error::Success();
+}
+
 }  // namespace
 }  // namespace spectr
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(spectr_norm, spectr::Normalize,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Attr<float>("epsilon")
+                                  .Ret<xla::ffi::AnyBuffer>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(spectr_attention, spectr::Attend,
                               xla::ffi::Ffi::Bind()
@@ -249,6 +307,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(spectr_attention, spectr::Attend,
                                   .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
                                   .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
                                   .Arg<xla::ffi::Buffer<xla::ffi::PRED>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                                  .Attr<float>("soft_cap")
                                   .Ret<xla::ffi::Buffer<xla::ffi::F32>>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(spectr_product, spectr::Multiply,
