@@ -13,9 +13,9 @@ from spectr_jax.kernels.dispatch import launch, operation
 from spectr_jax.kernels.products import accumulation_dtype
 from spectr_jax.sharding import dividing_axes
 
-# Keys `[B, K, head_dim, S]` and values `[B, K, S, head_dim]` of a committed prefix, and bool `[B, 1 or N, S]`, the
-# slots that each query sees.
-Prefix: TypeAlias = tuple[jax.Array, jax.Array, jax.Array]
+# Keys `[B, K, head_dim, S]` and values `[B, K, S, head_dim]` of a committed prefix, bool `[B, 1 or N, S]`, the slots that
+# each query sees, and int32 `[B, N]`, the slot that each query's own token will take.
+Prefix: TypeAlias = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 Rotation: TypeAlias = tuple[jax.Array, jax.Array]  # sines and cosines `[B, N, 1, F]`
 _BLOCK_SLOTS = 256  # slots of a cache that a CPU's attention of many queries visits at a time
 _MANY_QUERIES = 24
@@ -59,7 +59,7 @@ def attend(
     query: `[B, N, H, head_dim]`.
     new_keys, new_values: `[B, K, head_dim, M]` and `[B, K, M, head_dim]`, of pending tokens.
     mask: bool `[1 or B, N, M]`, the pending tokens that each query attends to.
-    prefix: None, or the keys, the values and the slots that each query attends to.
+    prefix: None, or the keys, the values, the slots that each query attends to, and the slots of the queries' tokens.
     scale: Factor of the queries; None for `head_dim ** -0.5`.
     soft_cap: The bound c of scores s, which become c tanh(s / c); None for no bound.
   """
@@ -106,7 +106,7 @@ def _attend_to_blocks(*arguments, soft_cap):
 
 
 def _is_native(query, new_keys, new_values, mask, prefix, *, soft_cap):
-  if prefix is None or soft_cap is not None or dividing_axes() or native.form() is None:
+  if prefix is None or dividing_axes() or native.form() is None:
     return False
   is_wide = all(array.dtype == jnp.float32 for array in (new_keys, new_values, *prefix[:2]))
   width = query.shape[-1]
@@ -115,8 +115,7 @@ def _is_native(query, new_keys, new_values, mask, prefix, *, soft_cap):
 
 @tree_attention.form('cpu', takes=_is_native)
 def _attend_natively(query, new_keys, new_values, mask, prefix, *, soft_cap):
-  del soft_cap
-  return native.attention(query, new_keys, new_values, mask, *prefix).astype(query.dtype)
+  return native.attention(query, new_keys, new_values, mask, *prefix, soft_cap=soft_cap).astype(query.dtype)
 
 
 @tree_attention.form('tpu', takes=_takes_one_query)
@@ -128,7 +127,8 @@ def _attend_as_eight(query, new_keys, new_values, mask, prefix, *, soft_cap):
 
 @tree_attention.form('gpu', takes=_takes_prefix)
 def _attend_by_kernel(query, new_keys, new_values, mask, prefix, *, soft_cap):
-  def plain(query, new_keys, new_values, mask, *prefix):
+  def plain(query, new_keys, new_values, mask, keys, values, visible):
+    prefix = keys, values, visible, jnp.zeros(query.shape[:2], jnp.int32)  # places are for forms that keep an order
     return tree_attention.plain(query, new_keys, new_values, mask, prefix, soft_cap=soft_cap)
 
   kernel = functools.partial(attention_kernel.attend_by_kernel, soft_cap=soft_cap)
@@ -147,7 +147,7 @@ def _by_heads(attend_fn, query, new_keys, new_values, mask, prefix, *, soft_cap)
     query = query.reshape(batch_size, num_queries * group, num_kv_heads, head_dim)
     mask = jnp.repeat(mask, group, axis=1)
     if prefix is not None and prefix[2].shape[1] > 1:
-      prefix = *prefix[:2], jnp.repeat(prefix[2], group, axis=1)
+      prefix = *prefix[:2], jnp.repeat(prefix[2], group, axis=1), prefix[3]
   mixed = attend_fn(query, new_keys, new_values, mask, prefix, soft_cap=soft_cap)
   if group > 1:
     mixed = jnp.swapaxes(mixed.reshape(batch_size, num_queries, group, num_kv_heads, head_dim), 2, 3)
@@ -178,7 +178,7 @@ def _attend_in_blocks(query, new_keys, new_values, mask, prefix, *, soft_cap):
 
   Products are those of the queries' type, to which a CPU's cache in float32 is converted block by block.
   """
-  keys, values, visible = prefix
+  keys, values, visible, _ = prefix
   dtype, num_slots = query.dtype, keys.shape[-1]
   size = min(_BLOCK_SLOTS, num_slots)
 
@@ -219,7 +219,7 @@ def _attend(query, new_keys, new_values, mask, prefix, *, soft_cap):
     # With queries before heads in the result, XLA's CPU backend would multiply several rows 8 times slower.
     return jnp.einsum('bhnm,bhmd->bhnd', weights.astype(values.dtype), values, preferred_element_type=wide)
 
-  keys, values, visible = prefix
+  keys, values, visible, _ = prefix
   old_scores = scores(keys, visible)
   top = jnp.maximum(new_scores.max(-1, keepdims=True), old_scores.max(-1, keepdims=True))
   new_weights, old_weights = jnp.exp(new_scores - top), jnp.exp(old_scores - top)

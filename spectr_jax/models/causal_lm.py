@@ -99,15 +99,15 @@ def project(params, config: CausalLMConfig, x: jax.Array, rotation: Rotation | N
 def mix(config: CausalLMConfig, layer: int, query, key, value, visible, cache: KVCache | None):
   """The mixed values `[B, N, H, head_dim]`, and the layer's pending keys and values.
 
-  `visible` are the pending tokens, bool `[1 or B, N, M]`, and the slots, bool `[B, 1 or N, S]`, that each token sees;
-  None for the slots if there is no cache or nothing is committed.
+  `visible` are the pending tokens, bool `[1 or B, N, M]`, and the slots, bool `[B, 1 or N, S]`, that each token sees,
+  and the tokens' positions, int32 `[B, N]`; None for the slots if there is no cache.
   """
-  pending_mask, slots = visible
+  pending_mask, slots, positions = visible
   if cache is None:
     (keys, values), prefix = slots_of(key, value), None
   else:
     keys, values = cache.append(layer, key, value, num_pending_slots=pending_mask.shape[-1])
-    prefix = None if slots is None else (cache.keys[layer], cache.values[layer], slots)
+    prefix = None if slots is None else (cache.keys[layer], cache.values[layer], slots, positions)
   options = {'scale': config.query_scale, 'soft_cap': config.attention_soft_cap}
   return attend(query, keys, values, pending_mask, prefix, **options), keys, values
 
@@ -166,7 +166,7 @@ def _streams(params, tokens, positions, mask, cache, *, config):
     # Padding may stand at any position; a missing one would embed as NaN.
     x += jnp.take(params['position_embedding'], positions, axis=0, mode='clip')
   visible = {
-    window: (visible_tokens(window, mask), None if cache is None else visible_slots(window, positions, cache))
+    window: (visible_tokens(window, mask), cache and visible_slots(window, positions, cache), positions)
     for window in {config.window(layer) for layer in range(config.num_layers)}
   }
   rotations = {rope: rotation_of(rope, positions) for rope in map(config.rope_of, range(config.num_layers))}

@@ -256,7 +256,7 @@ def apply(
   block = config.block
   mask = mask[None] if mask.ndim == 2 else mask
   window = block.window(0)
-  visible = causal_lm.visible_tokens(window, mask), causal_lm.visible_slots(window, positions, cache)
+  visible = causal_lm.visible_tokens(window, mask), causal_lm.visible_slots(window, positions, cache), positions
 
   def attend(query, key, value):
     mixed, keys, values = causal_lm.mix(block, 0, query, key, value, visible, cache)

@@ -28,7 +28,7 @@ from spectr_jax.model import KVCache
 from spectr_jax.models import causal_lm, layers
 from spectr_jax.models.one_pass_config import OnePassConfig
 
-Visible: TypeAlias = tuple[jax.Array, jax.Array | None]
+Visible: TypeAlias = tuple[jax.Array, jax.Array | None, jax.Array]
 
 
 def param_shapes(config: OnePassConfig) -> dict[str, Any]:
@@ -107,13 +107,13 @@ def _visible(config: OnePassConfig, window: int | None, positions: jax.Array, ca
   ahead = slots - slots[:, None]  # of the other slot over this one
   seen = jnp.ones(ahead.shape, bool)
   if window is None:
-    return seen[None], causal_lm.visible_slots(None, positions, cache)
+    return seen[None], causal_lm.visible_slots(None, positions, cache), positions
   if config.has_causal_windows:
     seen &= ahead <= 0
   if config.sees_from_root:
     with_root = min(window, 2**31 - 2) + 1  # the root counts itself
-    return seen[None], causal_lm.visible_slots(with_root, positions[:, :1], cache)
-  return (seen & (jnp.abs(ahead) < window))[None], causal_lm.visible_slots(window, positions, cache)
+    return seen[None], causal_lm.visible_slots(with_root, positions[:, :1], cache), positions
+  return (seen & (jnp.abs(ahead) < window))[None], causal_lm.visible_slots(window, positions, cache), positions
 
 
 def _convolve(x: jax.Array, base: jax.Array, dynamic: jax.Array) -> jax.Array:
