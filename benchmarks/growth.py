@@ -67,9 +67,7 @@ def _models(point: Point):
     lm1b_config(embed_dim=256, num_layers=6, num_heads=8, mlp_dim=1792, **sizes),
     lm1b_config(embed_dim=96, num_layers=2, num_heads=4, mlp_dim=384, **sizes),
   )
-  return [
-    causal_lm(init_params(jax.random.key(i), config), config).for_decoding() for i, config in enumerate(configs)
-  ]
+  return [causal_lm(init_params(jax.random.key(i), config), config).for_decoding() for i, config in enumerate(configs)]
 
 
 def make_decoder(point: Point, method: str, sharding: DecodeSharding | None = None) -> Decoder:

@@ -20,10 +20,10 @@ from spectr_jax.kernels import native
 from spectr_jax.kernels.int8 import BLOCKS
 from spectr_jax.methods import Method
 from spectr_jax.models import causal_lm, head, one_pass
+from spectr_jax.models.causal_lm import lm1b_config
 from spectr_jax.models.causal_lm_config import CausalLMConfig
 from spectr_jax.models.head import HeadConfig
 from spectr_jax.models.one_pass_config import OnePassConfig
-from spectr_jax.models.causal_lm import lm1b_config
 from spectr_jax.models.transformer import init_params
 from spectr_jax.proposal import Independent, Proposal
 from spectr_jax.sampling import draw

@@ -136,8 +136,9 @@ def analyse(
 ) -> Report:
   """Compiles the loop of a method and that of autoregressive decoding, on a mesh whose devices may be absent ones.
 
-  Prompt and new tokens determine the size of a cache; methods without a draft ignore it. `filters`, of `top_k`, `top_p` and `min_p`, are counted. A `ValueError` says what
-  cannot be sharded, does not fit into a context or the memory, or that the method does not take the tree.
+  Prompt and new tokens determine the size of a cache; methods without a draft ignore it. `filters`, of `top_k`,
+  `top_p` and `min_p`, are counted. A `ValueError` says what cannot be sharded, does not fit into a context or the
+  memory, or that the method does not take the tree.
   """
   cache_size = prompt_length + max_new_tokens
   model, small = abstract_pair(target, draft, sharding)

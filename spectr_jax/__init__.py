@@ -63,8 +63,8 @@ if TYPE_CHECKING:
   from spectr_jax.io.fit_draft import fit_draft
   from spectr_jax.io.heads.load import load_drafter
   from spectr_jax.io.heads.save import save_drafter
-  from spectr_jax.io.load import load_model
   from spectr_jax.io.hub.save import save_model
+  from spectr_jax.io.load import load_model
   from spectr_jax.io.text_stream import TextStream
   from spectr_jax.io.tokenizer import Tokenizer
   from spectr_jax.models import transformer

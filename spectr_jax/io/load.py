@@ -26,6 +26,7 @@ from spectr_jax.io.hub.load import load_hub_model, make_model, read_hub_config, 
 from spectr_jax.io.hub.redundant import settle_head
 from spectr_jax.io.hub.tensors import SafetensorsFolder, read_index
 from spectr_jax.io.tokenizer import Tokenizer, TokenizerBase
+from spectr_jax.io.untrusted import TEXT, map_of, read_object
 from spectr_jax.kernels.int8 import check_weights
 from spectr_jax.model import Model
 
@@ -118,6 +119,10 @@ class _Folder(ModelFiles):
     return Tokenizer.load(self.path / 'tokenizer.json') if is_own else load_hub_tokenizer(self.path)
 
   def load(self, *, dtype, weights, mesh) -> Model:
+    content = read_object(self.path / 'config.json', {'sha256': map_of(TEXT)})
+    for name, wanted in (content.get('sha256') or {}).items():  # of a model that was trained here
+      if name in _FILES and (self.path / name).exists() and file_hash(self.path / name) != wanted:
+        raise ValueError(f'{self.path / name} is damaged or of another model: its SHA-256 is not that of config.json')
     return load_hub_model(self.path, dtype=dtype, weights=weights, mesh=mesh)
 
 

@@ -1,7 +1,7 @@
 """The decoder of all models: of Llama, Mistral, Qwen, Gemma, GPT-NeoX and GPT-2, and of those that are trained here.
 
-`causal_lm_config` has its sizes and parameters, `transformer` trains it. A bias, a gate, an output head or a norm is applied where the
-parameters have it.
+`causal_lm_config` has its sizes and parameters, `transformer` trains it. A bias, a gate, an output head or a norm is
+applied where the parameters have it.
 """
 
 from __future__ import annotations

@@ -31,9 +31,7 @@ def tiny_transformers(seed: int = 12, *, vocab_size: int = 5, width: int = 16) -
   """
   from spectr_jax.models.transformer import init_params  # needs Flax, as nothing else of the proofs does
 
-  config = lm1b_config(
-    vocab_size, embed_dim=width, num_layers=2, num_heads=2, mlp_dim=2 * width, context_length=32
-  )
+  config = lm1b_config(vocab_size, embed_dim=width, num_layers=2, num_heads=2, mlp_dim=2 * width, context_length=32)
   params = init_params(jax.random.key(seed), config)
   # Freshly initialized blocks add little to the embedding, so that every token would predict itself. Larger ones make
   # the context count.

@@ -13,6 +13,7 @@ import numpy as np
 from etils import epath
 from safetensors.numpy import save
 
+from spectr_jax.io.checksums import file_hash
 from spectr_jax.io.hub.families import FAMILIES, OWN, Family, read_spec, source_of
 from spectr_jax.io.hub.hub_tokenizer import HubTokenizer
 from spectr_jax.io.new_files import new_folder
@@ -23,6 +24,7 @@ from spectr_jax.models import layers
 from spectr_jax.models.causal_lm import config_of
 from spectr_jax.models.causal_lm_config import CausalLMConfig, is_lm1b, param_shapes
 
+OWN_FILES = ('model.safetensors', 'tokenizer.json')  # whose checksums a model that is trained here has
 FILES = ('config.json', 'generation_config.json', 'model.safetensors', 'tokenizer.json', 'tokenizer_config.json')
 
 
@@ -121,7 +123,11 @@ def save_hub_model(
     raise ValueError('config.json would describe another model than the one to save')
   layers.check_params(model.params, param_shapes(config))
   spec = {name: value for name, value in spec.items() if name not in ('torch_dtype', 'transformers_version')}
-  spec |= {'dtype': config.dtype if is_own else param_dtype, 'bos_token_id': tokenizer.bos_id, 'eos_token_id': list(tokenizer.eos_ids)}
+  spec |= {
+    'dtype': config.dtype if is_own else param_dtype,
+    'bos_token_id': tokenizer.bos_id,
+    'eos_token_id': list(tokenizer.eos_ids),
+  }
   with new_folder(path, overwrite=overwrite, owned=lambda folder: FILES) as folder:
     tensors = _tensors(model.params, family, config, jnp.dtype(param_dtype))
     # `save_file` would let no one else read the file.
@@ -130,4 +136,6 @@ def save_hub_model(
       tokenizer.save(folder / 'tokenizer.json')
     elif isinstance(tokenizer, HubTokenizer):
       tokenizer.save(folder)
+    if is_own:
+      spec['sha256'] = {name: file_hash(folder / name) for name in OWN_FILES}
     (folder / 'config.json').write_text(json.dumps(spec | {'info': dict(info or {})}, indent=2) + '\n')
