@@ -27,7 +27,6 @@ from examples import copying_drafter, fading_model
 from spectr_jax import (
   METHODS,
   TokenTree,
-  causal_lm,
   couplings,
   draft,
   generate,
@@ -38,6 +37,7 @@ from spectr_jax import (
   verifiers,
 )
 from spectr_jax.methods import FURTHER_METHODS
+from spectr_jax.models import causal_lm
 from spectr_jax.testing import chi_square, prove
 
 _DOCS = ROOT / 'docs'

@@ -145,7 +145,9 @@ def test_damaged_file(copy, piece, damage):
     file.write_bytes(b'')
   else:
     file.unlink()
-  with pytest.raises(ValueError, match=f'{file.name}.* is {"missing" if damage == "remove" else "damaged"}'):
+  with pytest.raises(
+    ValueError, match=f'expected .*{file.stem}|no tokenizer at' if damage == 'remove' else f'{file.name} is damaged'
+  ):
     load_model(copy)
 
 
@@ -158,11 +160,11 @@ def test_missing_params_and_damaged_descriptions(copy):
 @pytest.mark.parametrize(
   ('changes', 'message'),
   [
-    ({'architectures': ['other']}, "architecture 'other' is unknown"),
+    ({'architectures': ['other']}, 'architecture other is unknown'),
     ({'sha256': [1]}, 'config.json: sha256 must be'),
-    ({'num_hidden_layers': 2}, 'config.json describes'),
+    ({'num_hidden_layers': 2}, 'the checkpoint lacks 8 tensors'),
     ({'num_hidden_layers': 10**6}, 'num_hidden_layers must be a whole number'),
-    ({'intermediate_size': 64}, 'has shape'),
+    ({'intermediate_size': 64}, 'must have shape (16, 64), got (16, 32)'),
     ({'num_attention_heads': 3}, 'embed_dim 16 must be an even multiple of num_heads 3'),
   ],
 )

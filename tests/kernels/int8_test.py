@@ -98,7 +98,7 @@ def _pair(name, seed=0):
 def _transformer_pair():
   config = lm1b_config(32, embed_dim=16, num_layers=1, num_heads=2, mlp_dim=24, context_length=32)
   params = quantized(transformer.init_params(jax.random.key(0), config))
-  return tuple(causal_lm(tree, config) for tree in (params, _dequantized(params)))
+  return causal_lm(params, dataclasses.replace(config, weights='int8')), causal_lm(_dequantized(params), config)
 
 
 @pytest.mark.parametrize('name', ['qwen2', 'transformer', *(slow(name) for name in ('llama', 'gpt_neox', 'gpt2'))])
