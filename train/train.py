@@ -134,7 +134,8 @@ class _Training(Run):
     return self.workdir / 'model'
 
   def check_result(self) -> bool:
-    check_new_folder(self.result, FILES, owned=lambda folder: FILES)
+    is_ours = (self.result / 'config.json').exists()  # others' folders are theirs
+    check_new_folder(self.result, FILES, owned=lambda folder: FILES if is_ours else ())
     return (self.result / 'config.json').exists()
 
   @property

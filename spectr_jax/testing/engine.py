@@ -21,7 +21,7 @@ from spectr_jax.theory import MarkovChains
 from spectr_jax.tree import TokenTree
 
 
-def tiny_transformers(seed: int = 12, *, vocab_size: int = 5, width: int = 16) -> tuple[Model, Model]:
+def tiny_transformers(seed: int = 16, *, vocab_size: int = 5, width: int = 16) -> tuple[Model, Model]:
   """A target of two layers with random parameters, and a draft that is the target without its second layer.
 
   The two differ enough that tokens are accepted, rejected and cut by top-k and top-p. With the default seed, a
