@@ -31,7 +31,8 @@ from spectr_jax.aot.hlo_report import Memory
 from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.sharding import DecodeSharding
 from spectr_jax.methods import METHODS, get_method
-from spectr_jax.models.transformer import TransformerConfig, init_params, transformer_model
+from spectr_jax.models.causal_lm import causal_lm, lm1b_config
+from spectr_jax.models.transformer import init_params
 from spectr_jax.sharding import make_mesh
 
 NUM_ROUNDS = 8  # per timed run
@@ -61,14 +62,12 @@ _MEMORY = {'memory': 'bytes', 'least memory': 'floor_bytes'}
 
 
 def _models(point: Point):
-  sizes = {'vocab_size': point.vocab_size, 'max_length': point.cache_length}
+  sizes = {'vocab_size': point.vocab_size, 'context_length': point.cache_length}
   configs = (
-    TransformerConfig(embed_dim=256, num_layers=6, num_heads=8, mlp_dim=1792, **sizes),
-    TransformerConfig(embed_dim=96, num_layers=2, num_heads=4, mlp_dim=384, **sizes),
+    lm1b_config(embed_dim=256, num_layers=6, num_heads=8, mlp_dim=1792, **sizes),
+    lm1b_config(embed_dim=96, num_layers=2, num_heads=4, mlp_dim=384, **sizes),
   )
-  return [
-    transformer_model(init_params(jax.random.key(i), config), config).for_decoding() for i, config in enumerate(configs)
-  ]
+  return [causal_lm(init_params(jax.random.key(i), config), config).for_decoding() for i, config in enumerate(configs)]
 
 
 def make_decoder(point: Point, method: str, sharding: DecodeSharding | None = None) -> Decoder:
