@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from spectr_jax.io.json_regex import (
   ANY_DEPTH,
+  CHARACTER,
   FORMATS,
   FRACTION,
   NATURAL,
@@ -30,6 +31,7 @@ from spectr_jax.io.json_regex import (
   escaped,
   integers,
   listed,
+  literal,
 )  # fmt: skip
 from spectr_jax.io.untrusted import shown
 
@@ -156,8 +158,7 @@ class _Writer:
       raise _refused(where, 'enum must be a list of values')
     types = _types_of(schema, where) if 'type' in schema else None
     kept = [each for each in values if types is None or _type_names(each) & set(types)]
-    texts = [json.dumps(each, ensure_ascii=False, allow_nan=False) for each in kept]
-    return either([escaped(text) for text in dict.fromkeys(texts)]) if texts else None
+    return either(list(dict.fromkeys(map(literal, kept)))) if kept else None
 
   def _alternatives(self, parts: Any, where: str, name: str) -> str | None:
     if not isinstance(parts, list) or not parts:
@@ -165,8 +166,14 @@ class _Writer:
     if name == 'allOf' and len(parts) > 1:
       raise _refused(where, 'allOf of several schemas is not supported')
     if name == 'oneOf':
-      # As far as types and listed values tell.
-      pairs = itertools.combinations([self._resolved(part, where) for part in parts], 2)
+      # As far as types and listed values tell. A tag is always written, also one that has a default.
+      resolved = [self._resolved(part, where) for part in parts]
+      for part in resolved:
+        properties = part.get('properties') if isinstance(part, dict) else None
+        if isinstance(properties, dict) and isinstance(required := part.get('required', []), list):
+          tags = [name for name, own in properties.items() if isinstance(own, dict) and _values(own)]
+          part['required'] = list(dict.fromkeys([*required, *tags])) if all(isinstance(n, str) for n in required) else required
+      pairs = itertools.combinations(resolved, 2)
       if not all(itertools.starmap(_are_apart, pairs)):
         raise _refused(where, 'oneOf is supported where types or constants tell the schemas apart; anyOf is')
     found = [self.value(part, f'{where}/{name}/{place}') for place, part in enumerate(parts)]
@@ -259,8 +266,7 @@ class _Writer:
       return STRING
     if least is not None and most is not None and least > most:
       return None
-    # Repeats of a choice between two would take the compiler of expressions exponential time.
-    return f'"{PLAIN}{{{least or 0},{"" if most is None else most}}}"'
+    return f'"{CHARACTER}{{{least or 0},{"" if most is None else most}}}"'
 
   def _pattern(self, pattern: Any, where: str) -> str:
     if not isinstance(pattern, str):
