@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import functools
 import importlib.util
 import json
@@ -16,8 +17,9 @@ import scipy.sparse
 
 from spectr_jax.constraint import Constraint
 from spectr_jax.io.bounded_process import BoundedProcess
-from spectr_jax.io.json_regex import any_object, either, escaped, whole
+from spectr_jax.io.json_regex import any_object, either, escaped
 from spectr_jax.io.json_schema import schema_regex
+from spectr_jax.io.pattern_syntax import whole
 from spectr_jax.io.tokenizer import TokenizerBase
 from spectr_jax.io.untrusted import named, one_line, parse_json, shown
 from spectr_jax.unicode import check_unicode
@@ -71,11 +73,11 @@ def compile_constraint(
   names = [name for name, value in given.items() if value is not None]
   if len(names) != 1:
     raise ValueError(f'a constraint is one of {", ".join(given)}; got {", ".join(names) or "none"}')
-  patterns: tuple[str, ...] = ()
+  narrower: tuple[str, ...] = ()
   if choices is not None:
     expression = _of_choices(choices)
   elif json_schema is not None:
-    expression, patterns = _of_schema(json_schema)
+    expression, narrower = _of_schema(json_schema)
   else:
     expression = _of_regex(regex)
   if vocab_size is not None and (not isinstance(vocab_size, int | np.integer) or vocab_size < 1):
@@ -85,13 +87,13 @@ def compile_constraint(
     raise ValueError(f'{names[0]} has {len(expression):,} characters, allowed are {_MOST_TEXT:,}')
   size = tokenizer.vocab_size if vocab_size is None else vocab_size
   with named(f'{names[0]} cannot be compiled'):
-    return _over_tokens(*_automaton(expression, patterns), tokenizer, size)
+    return dataclasses.replace(_over_tokens(*_automaton(expression), tokenizer, size), narrower=narrower)
 
 
 def _of_regex(regex: Any) -> str:
   if not isinstance(regex, str):
     raise ValueError(f'regex must be a text, got {shown(regex)}')
-  with named('regex cannot be compiled'):
+  with named(f'regex cannot be compiled, {shown(regex)}'):
     return whole(regex)
 
 
@@ -119,7 +121,7 @@ def _of_schema(schema: Any) -> tuple[str, tuple[str, ...]]:
   return schema_regex(value)
 
 
-def _automaton(regex: str, patterns: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+def _automaton(regex: str) -> tuple[np.ndarray, np.ndarray]:
   """The automaton of whole texts over bytes: int32 `[S, 256]`, -1 for no way on, and bool `[S]`, the final states."""
   if importlib.util.find_spec('outlines_core') is None:
     raise ValueError("constraints need the package outlines-core: pip install 'spectr_jax[grammar]'")
@@ -127,7 +129,7 @@ def _automaton(regex: str, patterns: Sequence[str]) -> tuple[np.ndarray, np.ndar
   try:
     process = BoundedProcess(_SCRIPT, ['outlines_core'], **bounds)
     try:
-      answer = process.ask({'regex': regex, 'patterns': list(patterns), 'most_states': _MOST_STATES})
+      answer = process.ask({'regex': regex, 'most_states': _MOST_STATES})
     finally:
       process.stop()
   except ValueError as error:

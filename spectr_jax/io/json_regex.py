@@ -30,9 +30,8 @@ _TIME = rf'{_HOUR}:[0-5][0-9](?:\.[0-9]+)?(?:[Zz]|[-+]{_HOUR})'
 # RFC 1123: labels of at most 63 characters, 253 together. To count both takes too large a table, so more than 3 labels
 # have at most 31, and more than 7 at most 15.
 _LABEL = '[A-Za-z0-9](?:[A-Za-z0-9-]{{0,{}}}[A-Za-z0-9])?'
-_HOST = '(?:' + '|'.join(
-  rf'{_LABEL.format(size - 2)}(?:\.{_LABEL.format(size - 2)}){{0,{most - 1}}}' for size, most in ((63, 3), (31, 7), (15, 15))
-) + ')'  # fmt: skip
+_LABELS = [(_LABEL.format(longest - 2), most) for longest, most in ((63, 3), (31, 7), (15, 15))]
+_HOST = f'(?:{"|".join(rf"{label}(?:[.]{label}){{0,{most - 1}}}" for label, most in _LABELS)})'
 _ATOM = "[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]+"
 _BYTE = '(?:25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])'
 _IPV4 = rf'{_BYTE}(?:\.{_BYTE}){{3}}'
@@ -62,10 +61,6 @@ FORMATS = {
   ),
   'uuid': f'{_HEX}{{8}}(?:-{_HEX}{{4}}){{3}}-{_HEX}{{12}}',
 }
-
-# Of an expression of JavaScript, and the ranges and characters of a class.
-_CLASS_OR_ESCAPE = re.compile(r'(?P<opening>\[\^?)(?P<content>\]?(?:\\.|[^\\\]])*)(?P<end>\]?)|\\.', re.DOTALL)
-_ITEM = re.compile(r'(?!\\[dDwWsS])(\\.|.)-(?!\\[dDwWsS])(\\.|.)|(\\.|.)', re.DOTALL)
 
 
 def escaped(text: str) -> str:
@@ -156,63 +151,3 @@ def integers(low: int | None, high: int | None) -> str | None:
   if low is None or low < 0:
     parts.append('-' + _naturals(max(1, -high if high is not None else 1), None if low is None else -low))
   return either(parts)
-
-
-def alternatives(regex: str) -> list[list[str]]:
-  """The alternatives of an expression of Rust's `regex`, each as a list of its characters, escapes and beginnings of
-  classes. In classes `^` is escaped, so that it is an assertion elsewhere.
-
-  Raises:
-    ValueError: A parenthesis or a bracket has no other half, or a backslash escapes nothing: with more around it such
-      an expression might have another meaning.
-  """
-  found, num_groups, num_classes = [[]], 0, 0
-  for part in re.findall(r'\\.|\[\^?\]?|.', regex, flags=re.DOTALL):
-    if part[0] == '[':
-      num_classes += 1
-    elif num_classes:
-      num_classes -= part == ']'
-    else:
-      num_groups += (part == '(') - (part == ')')
-    if part == '\\' or num_groups < 0:
-      break
-    if part == '|' and not num_groups and not num_classes:
-      found.append([])
-    else:
-      found[-1].append(r'\^' if part == '^' and num_classes else part)
-  else:
-    if not num_groups and not num_classes:
-      return found
-  raise ValueError('a parenthesis or a bracket has no other half, or a backslash escapes nothing')
-
-
-def _in_class(part: str) -> str:
-  return {r'\d': '0-9', r'\w': '0-9A-Za-z_'}.get(part, f'\\{part}' if part in '[]&~-' else part)
-
-
-def ecma(pattern: str) -> str:
-  r"""An expression of JavaScript, and so of JSON Schema, as one of Rust's `regex`.
-
-  `\d` and `\w` are ASCII alone. In a class of characters all but ranges and escapes stand for themselves.
-  """
-
-  def of_class(found: re.Match[str]) -> str:
-    return '-'.join(_in_class(each) for each in found.groups() if each is not None)
-
-  def spelled(found: re.Match[str]) -> str:
-    if found['content'] is None:
-      return {r'\d': '[0-9]', r'\w': '[0-9A-Za-z_]'}.get(found[0], found[0])
-    return f'{found["opening"]}{_ITEM.sub(of_class, found["content"])}{found["end"]}'
-
-  return _CLASS_OR_ESCAPE.sub(spelled, pattern)
-
-
-def whole(regex: str) -> str:
-  """An expression without the `^` that its alternatives may begin with, which says nothing of a whole text.
-
-  ValueError as of `alternatives`, and for such an assertion elsewhere.
-  """
-  found = [part[part[:1] == ['^'] :] for part in alternatives(regex)]
-  if any(each in ('^', r'\A') for part in found for each in part):
-    raise ValueError(r'^ may begin the whole or an alternative of it, and stand nowhere else; \A is not supported')
-  return '|'.join(map(''.join, found))
