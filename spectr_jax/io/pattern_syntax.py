@@ -47,6 +47,10 @@ _SHORT = {8: 'b', 9: 't', 10: 'n', 12: 'f', 13: 'r', 34: '"', 92: r'\\'}
 _LETTERS = {'t': 9, 'n': 10, 'v': 11, 'f': 12, 'r': 13, '0': 0}
 
 
+def _one(character: str) -> Ranges:
+  return [(ord(character), ord(character))]
+
+
 def _plain(ranges: Ranges) -> Ranges:
   return _complement([*_complement(ranges), *_NOT_PLAIN])
 
@@ -176,7 +180,7 @@ class _Parser:
       found = self._escape()
       return _of_ranges([], [found]) if isinstance(found, str) else _of_ranges(found)
     self._at += 1
-    return _of_ranges(_complement(_LINES) if pattern[at] == '.' else [(ord(pattern[at]),) * 2])
+    return _of_ranges(_complement(_LINES) if pattern[at] == '.' else _one(pattern[at]))
 
   def _group(self, depth: int) -> Terms:
     group = _GROUP.match(self._pattern, self._at)
@@ -243,7 +247,7 @@ class _Parser:
     if self._pattern[self._at] == '\\':
       return self._escape(in_class=True)
     self._at += 1
-    return [(ord(self._pattern[self._at - 1]),) * 2]
+    return _one(self._pattern[self._at - 1])
 
   def _escape(self, *, in_class: bool = False) -> Ranges | str:
     """The characters of an escape, or a property of Unicode."""
