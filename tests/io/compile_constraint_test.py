@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 import spectr_jax
-from spectr_jax import ConstraintBusyError, Tokenizer, TokenTree, compile_constraint
+from spectr_jax import Tokenizer, TokenTree, compile_constraint
 from spectr_jax.io import constraints as constraints_module
+from spectr_jax.io.constraints import ConstraintBusyError
 from tests.slow import slow
 
 pytest.importorskip('outlines_core', reason='needs the extra grammar')
