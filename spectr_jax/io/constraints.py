@@ -25,7 +25,7 @@ from spectr_jax.io.untrusted import named, one_line, parse_json, shown
 from spectr_jax.unicode import check_unicode
 
 _SECONDS, _MEMORY = 30, 2**30  # of the process that compiles an expression
-_MOST_STATES = 2**15  # of an automaton over bytes
+_MOST_STATES = 2**16  # of an automaton over bytes
 _OBJECT_DEPTH = 3  # levels of objects and lists in `json_schema=True`
 _MOST_CELLS = 2**25  # transitions of a table, 128 MiB
 _MOST_MERGING = 2**28  # transitions that are looked at to merge states

@@ -10,6 +10,7 @@ from typing import Any
 ANY_DEPTH = 2  # levels of objects and lists where a schema leaves all open
 SPACE = ' ?'
 PLAIN = r'[^"\\\x00-\x1f]'  # a character that JSON spells as itself
+SHORT = rf'(?:{PLAIN}|\\["\\/bfnrt])'  # or escapes by a letter
 _HEX = '[0-9a-fA-F]'
 # The last is any character of the basic plane by its number, halves of others left out.
 CHARACTER = rf'(?:{PLAIN}|\\(?:["\\/bfnrt]|u(?:[0-9a-cefA-CEF]{_HEX}|[dD][0-7]){_HEX}{{2}}))'

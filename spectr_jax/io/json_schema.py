@@ -20,6 +20,7 @@ from spectr_jax.io.json_regex import (
   FORMATS,
   FRACTION,
   NATURAL,
+  SHORT,
   SIMPLE,
   SPACE,
   STRING,
@@ -36,6 +37,7 @@ from spectr_jax.io.untrusted import shown
 _MOST_VISITS, _MOST_CHARACTERS = 20_000, 2**20  # of schemas that refer to themselves
 _MOST_NESTED = 3  # times that a reference may stand within itself
 _MOST_REPEATS = 1_000
+_MOST_NUMBERED = 64  # characters of a text of limited length that may be written by their numbers
 
 _ANNOTATIONS = frozenset((
   'title', 'description', 'default', 'examples', 'example', '$schema', '$id', '$comment', '$anchor', '$defs',
@@ -277,7 +279,9 @@ class _Writer:
       return STRING
     if least is not None and most is not None and least > most:
       return None
-    return f'"{CHARACTER}{{{least or 0},{"" if most is None else most}}}"'
+    # The number of a character needs states of its own for every place.
+    character = CHARACTER if max(least or 0, most or 0) <= _MOST_NUMBERED else SHORT
+    return f'"{character}{{{least or 0},{"" if most is None else most}}}"'
 
   def _pattern(self, pattern: Any, where: str) -> str:
     if not isinstance(pattern, str):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 
-from spectr_jax.io.json_regex import CHARACTER, either
+from spectr_jax.io.json_regex import CHARACTER, PLAIN, either
 
 _MOST_DEPTH = 100
 _MOST_REPEATS = 10_000
@@ -111,7 +111,7 @@ def _of_ranges(ranges: Ranges, properties: Sequence[str] = (), *, is_negated: bo
   """One character of a set, as JSON spells it; of a set with properties only those spelled as themselves."""
   if properties:
     inside = f'[{"^" if is_negated else ""}{_spelled(_plain(ranges))}{"".join(properties)}]'
-    return {_FREE: (rf'[{inside}&&[^"\\x00-\x1f]]', False)}
+    return {_FREE: (f'[{inside}&&{PLAIN}]', False)}
   ranges = _complement(ranges) if is_negated else ranges
   parts = [f'[{inner}]'] if (inner := _spelled(_plain(ranges))) else []
   for code in (*range(32), 34, 92):
