@@ -6,6 +6,7 @@ import asyncio
 import collections
 import concurrent.futures
 import json
+import sys
 from typing import Any
 
 from decode.serving.faults import FullError, RefusedError
@@ -70,6 +71,9 @@ class Compiler:
 def _compiled(tokenizer: TokenizerBase, vocab_size: int, kind: str, value: Any) -> Constraint | str:
   """The constraint, or why there is none."""
   try:
-    return compile_constraint(tokenizer, vocab_size=vocab_size, **{kind: value})
+    made = compile_constraint(tokenizer, vocab_size=vocab_size, **{kind: value})
   except ValueError as error:
     return str(error)
+  if made.narrower:
+    print(f'{kind} is followed more narrowly: {"; ".join(made.narrower)}', file=sys.stderr)
+  return made
