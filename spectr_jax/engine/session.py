@@ -135,9 +135,9 @@ class Session:
       NotFiniteError: A model's logits are not finite.
     """
     ids = checks.as_ids('the prompt', prompt, self.decoder.target.vocab_size, self.longest_prompt)
-    prompt, start = ids.tolist(), time.perf_counter()
-    self.num_read = len(prompt) - _num_shared(self.tokens, prompt)
-    state = jax.block_until_ready(self._begin(rng_key, prompt))
+    own, start = ids.tolist(), time.perf_counter()
+    self.num_read = len(own) - _num_shared(self.tokens, own)
+    state = jax.block_until_ready(self._begin(rng_key, own))
     self.prompt_seconds = time.perf_counter() - start
     num_seen, is_done = 0, False
     while not is_done:

@@ -49,8 +49,10 @@ def cache_programs(directory: str | os.PathLike | None = None) -> None:
     ValueError: The given directory cannot be written. For the user's, a line on stderr is enough.
   """
   if directory is None:
-    has_directory = jax.config.jax_compilation_cache_dir is not None or 'JAX_COMPILATION_CACHE_DIR' in os.environ
-    if has_directory or not jax.config.jax_enable_compilation_cache:
+    has_directory = (
+      jax.config.values['jax_compilation_cache_dir'] is not None or 'JAX_COMPILATION_CACHE_DIR' in os.environ
+    )
+    if has_directory or not jax.config.values['jax_enable_compilation_cache']:
       return
   if directory == '':
     jax.config.update('jax_enable_compilation_cache', False)
