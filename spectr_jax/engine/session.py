@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -100,13 +101,16 @@ class Session:
     decoder: The decoder; its `cache_size` bounds the text, the new tokens of a turn included.
     tokens: The text so far: the last prompt, and the new tokens that were taken from `stream`.
     sampling: The sampling parameters of the next prompt; scalars, as for `generate`. It may be replaced between two.
+    num_read: Tokens of the last prompt that the models read, which is what its text did not share with the one before.
+    prompt_seconds: How long they read, and compiled for it.
     constraint: Which of the decoder's constraints the next continuation follows, -1 for none. It may be replaced, too.
   """
 
   def __init__(self, decoder: Decoder, *, sampling: SamplingParams | None = None, constraint: int = -1):
     self.decoder, self.constraint = decoder, constraint
     self.tokens: list[int] = []
-    self.num_target_calls = 0
+    self.num_target_calls = self.num_read = 0
+    self.prompt_seconds = 0.0
     self.sampling = sampling
     self._state: DecodeState | None = None
 
@@ -131,7 +135,10 @@ class Session:
       NotFiniteError: A model's logits are not finite.
     """
     ids = checks.as_ids('the prompt', prompt, self.decoder.target.vocab_size, self.longest_prompt)
-    state = self._begin(rng_key, ids.tolist())
+    own, start = ids.tolist(), time.perf_counter()
+    self.num_read = len(own) - _num_shared(self.tokens, own)
+    state = jax.block_until_ready(self._begin(rng_key, own))
+    self.prompt_seconds = time.perf_counter() - start
     num_seen, is_done = 0, False
     while not is_done:
       state = self._state = decode_rounds(self.decoder, state, rounds_at_a_time)
@@ -145,8 +152,13 @@ class Session:
       if new:
         yield new
 
-  def compile(self, notify: Callable[[int, int], None] = lambda done, total: None) -> None:
-    """Compiles what a turn runs, and begins anew; `notify` is called with the programs done and their number."""
+  def compile(
+    self, notify: Callable[[int, int], None] = lambda done, total: None, prompt_length: int | None = None
+  ) -> None:
+    """Compiles what turns run, or only a first prompt of so many tokens, and begins anew.
+
+    `notify` is called with the programs done and their number.
+    """
     limits = self.longest_prompt, (self.decoder.context_length or _MANY) - int(self.decoder.max_new_tokens), _MANY
     long = max(1, min(limits))
 
@@ -155,6 +167,15 @@ class Session:
       self._state, self.tokens = state, []
       return state
 
+    if prompt_length is not None:
+      notify(0, 2)
+      self._state = None
+      state = read(prompt_length)
+      notify(1, 2)
+      jax.block_until_ready(decode_rounds(self.decoder, state, 1))
+      self._state = None
+      notify(2, 2)
+      return
     notify(0, 4)
     read(1)
     notify(1, 4)

@@ -80,7 +80,8 @@ def test_turns_continue_the_whole_conversation(decoder, target, tokenizer):
     assert ''.join(pieces) == tokenizer.decode(tokens)
     assert talk.messages == messages
     assert talk.answer.num_target_calls >= len(tokens) > 1
-    assert talk.answer.num_left_out == 0 < talk.answer.seconds
+    assert talk.answer.num_left_out == 0 < talk.answer.prompt_seconds < talk.answer.seconds
+    assert 0 < talk.answer.num_read <= len(talk.session.tokens) - talk.answer.num_tokens
 
 
 @pytest.mark.slow
@@ -142,7 +143,7 @@ def test_answers_are_printed_and_measured(decoder, tokenizer, monkeypatch, capsy
   answers = [message['content'] for message in talk.messages if message['role'] == 'assistant']
   assert out == ''.join(answer + '\n' for answer in answers)
   assert [message['content'] for message in talk.messages[::2]] == ['the owl', 'then?']
-  assert err.count('tokens/s, 1.00 per target call]') == 2
+  assert err.count('tokens/s, 1.00 per target call; prompt ') == 2
 
 
 def _fails(talk, text, message):
@@ -327,7 +328,7 @@ def test_a_conversation_in_a_terminal(terminal):
   talk = terminal('--max_new_tokens=8', context=_CONTEXT)
   talk.wait_for('Type a message')
   for typed, answer in (
-    ('the owx\x7fl\r', 'per target call]'),
+    ('the owx\x7fl\r', 'per target call; prompt'),
     ('/reset now\x03/stats\r', '1 answers'),
     ('/rest\r', 'did you mean /reset?'),
   ):

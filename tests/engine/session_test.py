@@ -10,6 +10,7 @@ import spectr_jax
 from spectr_jax import Confident, Decoder, SamplingParams, TokenTree, growing, lookup_beside, lookup_drafter
 from spectr_jax.engine import loop as engine_loop
 from spectr_jax.engine import session as engine_session
+from spectr_jax.engine import state as engine_state
 from spectr_jax.engine.session import Session, reprompt
 from tests.draft.feature_drafter import FeatureDrafter
 from tests.draft.tiny_heads import tiny_head, tiny_one_pass
@@ -122,6 +123,19 @@ def test_no_turn_compiles_after_the_programs_were_compiled(target, draft, monkey
     anew = Session(decoder)
     assert new == [token for part in anew.stream(jax.random.key(turn), prompt) for token in part]
     before, text = num_programs(), [*prompt, *new]
+
+
+def test_a_single_prompt_compiles_nothing_after_what_it_runs_was_compiled(target, draft):
+  decoder = Decoder.make(target, draft, method='block', tree=TokenTree.chains(1, 2), max_new_tokens=_NEW, cache_size=53)
+  session = Session(decoder)
+  session.compile(prompt_length=9)
+  programs = engine_loop.run_rounds, engine_state._prefill_target, engine_state._prefill_draft, engine_state.first_state
+  before = [each._cache_size() for each in programs]
+  new = [token for part in session.stream(jax.random.key(3), list(range(9))) for token in part]
+  assert before == [each._cache_size() for each in programs]
+  assert (session.num_read, session.tokens) == (9, [*range(9), *new])
+  assert session.prompt_seconds > 0
+  assert new == [token for part in Session(decoder).stream(jax.random.key(3), list(range(9))) for token in part]
 
 
 def test_a_stream_may_be_left(target):
