@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -39,6 +39,15 @@ class TargetSizes:
   width: int  # of hidden states
   embedding_dim: int | None  # of embedded tokens, or None if drafters cannot read them
   num_layers: int
+
+
+def check_layer_ids(layers: Sequence[int], sizes: TargetSizes) -> None:
+  """Refuses layers of which one is read twice, or does not stand before, between or behind the target's blocks."""
+  if min(layers) < 0 or max(layers) > sizes.num_layers or len(set(layers)) < len(layers):
+    raise ValueError(
+      f'the head reads layers {", ".join(map(str, layers))} of the target; possible are different ones from 0 to'
+      f' {sizes.num_layers}'
+    )
 
 
 @dataclasses.dataclass(frozen=True)
