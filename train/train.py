@@ -123,7 +123,9 @@ class _Training(Run):
     self.mesh = make_config_mesh(config)
     source = make_source(config)
     teacher = read_teacher(config, self.tokenizer)
-    like = jax.eval_shape(lambda: transformer_model(init_params(jax.random.key(0), self.model_config), self.model_config))
+    like = jax.eval_shape(
+      lambda: transformer_model(init_params(jax.random.key(0), self.model_config), self.model_config)
+    )
     start = read_start(config, self.tokenizer, like)
     origin = source.describe()
     content = {

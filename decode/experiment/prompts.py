@@ -130,10 +130,11 @@ def _decode_text(path: epath.Path, is_json: bool) -> str:
 def read_prompts(path: epath.PathLike) -> list[Prompt]:
   """The prompts of a file. The ending of its name determines the format; `.gz` or `.bz2` may follow.
 
-  `.jsonl` holds a JSON object per line, and may end in blank lines, `.json` the same or one array of objects. The text is in the field `prompt`,
-  else `question`, `instruction` (followed by `input` on a line of its own) or `turns` (the first). An object with
-  `messages` is a conversation; its text is what the messages say. `.tsv` has the text in the first column. Any other
-  file has one prompt per line. `SET:FILE` reads a published set of `prompt_sets.PROMPT_SETS`, whatever the ending.
+  `.jsonl` holds a JSON object per line, and may end in blank lines, `.json` the same or one array of objects. The text
+  is in the field `prompt`, else `question`, `instruction` (followed by `input` on a line of its own) or `turns` (the
+  first). An object with `messages` is a conversation; its text is what the messages say. `.tsv` has the text in the
+  first column. Any other file has one prompt per line. `SET:FILE` reads a published set of `prompt_sets.PROMPT_SETS`,
+  whatever the ending.
 
   Raises:
     ValueError: The file cannot be read, has more than 64 MiB of text or 2**19 prompts, is not UTF-8, or a line is not a

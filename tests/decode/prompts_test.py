@@ -186,7 +186,8 @@ def test_prompts_are_taken_evenly_over_groups():
   ('name', 'content', 'message'),
   [
     ('a.jsonl.gz', gzip.compress(b'{"prompt": "x"}\n' * 100, mtime=0)[:-9], 'cannot read prompts from .*a.jsonl.gz'),
-    ('empty.txt', b'', 'empty.txt holds no prompts'), ('blank.jsonl', b'\n \n', 'blank.jsonl holds no prompts'),
+    ('empty.txt', b'', 'empty.txt holds no prompts'),
+    ('blank.jsonl', b'\n \n', 'blank.jsonl holds no prompts'),
     ('latin.txt', b'x\n\xe9', 'latin.txt, line 2: not UTF-8'),
   ],
 )

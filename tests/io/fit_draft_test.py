@@ -98,7 +98,7 @@ def test_special_tokens_are_shared_by_their_roles():
 
 
 _LLAMA = (
-  "{{ '<|begin|>' }}{% for m in messages %}<|header|>{{ m['role'] }}<|/header|>\n\n{{ m['content'] }}<|eot|>{% endfor %}"
+  "<|begin|>{% for m in messages %}<|header|>{{ m['role'] }}<|/header|>\n\n{{ m['content'] }}<|eot|>{% endfor %}"
   '<|header|>assistant<|/header|>\n\n'
 )
 
@@ -125,7 +125,8 @@ def test_a_token_is_shared_by_name_where_one_of_both_calls_it_special():
   plain.add_tokens([tokenizers.AddedToken('<tool>', normalized=False, special=False)])
   plain, special = _hub(plain, eos_ids=()), _hub(special, eos_ids=())
   index = plain.encode('<tool>')
-  assert plain.special_token_names == {} and len(index) == 1
+  assert plain.special_token_names == {}
+  assert len(index) == 1
   for draft, target, own, other in ((plain, special, index[0], 300), (special, plain, 300, index[0])):
     vocabulary = _shared(draft, target)
     assert (own, other) in _pairs(vocabulary)

@@ -261,9 +261,9 @@ def load_hub_tokenizer(folder: epath.PathLike) -> HubTokenizer:
 
   The folder has `tokenizer.json`, and may have `tokenizer_config.json`, `special_tokens_map.json`,
   `generation_config.json`, `config.json` and `chat_template.jinja`. Text ends at the tokenizer's `eos_token` and at the
-  ids of `generation_config.json`, or of `config.json` if that says nothing; ids beyond the vocabulary are left out, with
-  a warning. Prompts begin with the token that the rules
-  of `tokenizer.json` put in front of a text, whatever `add_bos_token` says: Transformers 5 reads them so.
+  ids of `generation_config.json`, or of `config.json` if that says nothing; ids beyond the vocabulary are left out,
+  with a warning. Prompts begin with the token that the rules of `tokenizer.json` put in front of a text, whatever
+  `add_bos_token` says: Transformers 5 reads them so.
 
   A missing or damaged file raises a `ValueError` that names it.
   """

@@ -317,7 +317,7 @@ def test_medusa_heads_guess_one_token_further_each(tmp_path, target):
     ('dflash', {}, {'dflash_config': {'mask_token_id': MASK}}, 'the configuration of the head has no target_layer_ids'),
     ('dflash', {}, {'dflash_config': _DFLASH | {'target_layer_ids': []}}, 'feature_layers must be integers, at least'),
     ('dflash', {}, {'dflash_config': _DFLASH | {'target_layer_ids': [0, 4]}}, 'enters layer 5 of the target; possible'),
-    ('dflash', {}, {'dflash_config': _DFLASH | {'target_layer_ids': [3, 3]}}, 'possible are different ones from 0 to 5'),
+    ('dflash', {}, {'dflash_config': _DFLASH | {'target_layer_ids': [3, 3]}}, 'are different ones from 0 to 5'),
     ('dflash', {}, {'dflash_config': _DFLASH | {'mask_token_id': V}}, "mask_id 23 is not among the target's 23 tokens"),
     ('dflash', {}, {'dflash_config': _DFLASH | {'output_multiplier': 0.5}}, 'output_multiplier 0.5 is not supported'),
     ('dflash', {}, {'layer_types': ['full_attention', 'chunked']}, "layer_types: 'chunked' is not supported"),
