@@ -40,17 +40,15 @@ def _feature_layers(head: layout.Described) -> tuple[int, ...]:
     raise ValueError(f'the head reads {num_inputs} numbers of the target, whose hidden states have {sizes.width}')
   nested = head.spec['eagle_config'].get('eagle_aux_hidden_state_layer_ids')
   named = head.spec.get('eagle_aux_hidden_state_layer_ids') or head.spec.get('aux_hidden_state_layer_ids')
-  usual = 2, sizes.num_layers // 2, sizes.num_layers - 3
   if not named and not nested and sizes.num_layers < 3:
     raise ValueError(f'config.json does not say which layers the head reads, and the target has {sizes.num_layers}')
-  layers = tuple(named or nested or usual)
+  layers = tuple(named or nested or layout.usual_layers(sizes))
   if num_inputs != len(layers) * sizes.width:
     raise ValueError(
       f'the head reads {num_inputs // sizes.width} hidden states of the target, and the configuration names'
       f' {len(layers)} layers: {", ".join(map(str, layers))}'
     )
-  if layers != usual:  # of a small target two of these are equal
-    layout.check_layer_ids(layers, sizes)
+  layout.check_layer_ids(layers, sizes)
   if not named and nested and layers[0] == 1 and max(layers) < sizes.num_layers:
     return tuple(layer + 1 for layer in layers)
   return layers

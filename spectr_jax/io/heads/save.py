@@ -131,7 +131,7 @@ def one_pass_spec(config: OnePassConfig, vocab_size: int) -> dict[str, Any]:
       'enable_confidence_head': config.confidence is not None,
       'confidence_head_with_markov': config.confidence != 'hidden',
     }
-  sizes = TargetSizes(vocab_size, config.target_dim, backbone.embed_dim, 1 + max(config.feature_layers))
+  sizes = TargetSizes(vocab_size, config.target_dim, backbone.embed_dim, 3 + max(config.feature_layers))
   _check_spec('speculators', spec, config, sizes)
   return spec
 
