@@ -48,7 +48,7 @@ def usual_layers(sizes: TargetSizes) -> tuple[int, int, int]:
 
 def check_layer_ids(layers: tuple[int, ...], sizes: TargetSizes) -> None:
   """Refuses layers of which one is read twice, or does not stand before, between or behind the target's blocks."""
-  if layers == usual_layers(sizes):
+  if min(layers) >= 0 and layers == usual_layers(sizes):
     return
   if min(layers) < 0 or max(layers) > sizes.num_layers or len(set(layers)) < len(layers):
     raise ValueError(
