@@ -226,9 +226,14 @@ def make_update(optimizer: optax.GradientTransformation, differentiate: Callable
   return update
 
 
-def init_state(seed: int, optimizer: optax.GradientTransformation, model_config: TransformerConfig) -> dict[str, Any]:
-  """The initial state of a model: that of `new_state`, and the best held-out loss so far with its step."""
-  return new_state(init_params(jax.random.key(seed), model_config), optimizer) | {
+def init_state(
+  seed: int, optimizer: optax.GradientTransformation, model_config: TransformerConfig, params: Any = None
+) -> dict[str, Any]:
+  """The initial state of a model, of `params` or random ones: that of `new_state`, and the best held-out loss so far
+  with its step.
+  """
+  params = init_params(jax.random.key(seed), model_config) if params is None else params
+  return new_state(params, optimizer) | {
     'best_loss': jnp.asarray(jnp.finfo(jnp.float32).max),  # not inf, which would be a sign of trouble
     'best_step': jnp.zeros((), jnp.int32),
     # A part of every checkpoint. Without it a state has kernels `[out, in]`, some of the same shape, and does not fit.

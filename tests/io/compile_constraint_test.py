@@ -9,11 +9,13 @@ import jax
 import jsonschema
 import numpy as np
 import pytest
+import tiny_hub
 
 import spectr_jax
 from spectr_jax import Tokenizer, TokenTree, compile_constraint
 from spectr_jax.io import constraints as constraints_module
 from spectr_jax.io.constraints import ConstraintBusyError
+from spectr_jax.io.hub.hub_tokenizer import HubTokenizer
 from tests.slow import slow
 
 pytest.importorskip('outlines_core', reason='needs the extra grammar')
@@ -126,6 +128,17 @@ def test_accept_whole_texts(tokenizer, given, inside, outside):
   constraint = compile_constraint(tokenizer, **given)
   assert [text for text in inside if not accepts(constraint, tokenizer, text)] == []
   assert [text for text in outside if accepts(constraint, tokenizer, text)] == []
+
+
+def test_a_value_that_begins_another_may_go_on_where_tokens_are_bytes():
+  """outlines-core 0.2.14 ends each of these at `1`, which is complete."""
+  tokenizer = HubTokenizer.from_parts(tiny_hub.backend(merges=()), bos_id=None, eos_ids=(41,), add_bos=False)
+  texts = ['1', '12', '123']
+  for given in ({'choices': texts}, {'json_schema': {'enum': [1, 12, 123]}}):
+    constraint = compile_constraint(tokenizer, **given)
+    assert [text for text in (*texts, '', '13', '1234') if accepts(constraint, tokenizer, text)] == texts
+  number = compile_constraint(tokenizer, json_schema={'type': 'number'})
+  assert [text for text in ('1.5', '1.0', '1', '1.') if accepts(number, tokenizer, text)] == ['1.5', '1.0', '1']
 
 
 _PERSON = {

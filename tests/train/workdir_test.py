@@ -107,6 +107,49 @@ def test_another_teacher_in_the_same_place_is_refused(tmp_path, finished, make_c
     refuse(config, tmp_path / 'run', f"the content of config.distill_from is '{now}' and was '[0-9a-f]+'")
 
 
+def test_a_run_begins_with_the_parameters_of_a_model(tmp_path, finished, make_config):
+  """With a rate too small to change a number, the model that is written is the one that was read."""
+  config = make_config()
+  config.update(init_from=str(finished / 'model'), num_steps=2, warmup_steps=1, learning_rate=1e-30, weight_decay=0.0)
+  outcome = train(config, tmp_path / 'run')
+  before, after = (load_model(path / 'model')[0].params for path in (finished, tmp_path / 'run'))
+  jax.tree.map(np.testing.assert_array_equal, after, before)
+  random = make_config()
+  random.update(num_steps=2, warmup_steps=1, learning_rate=1e-30, weight_decay=0.0)
+  assert outcome.held_out['loss'] < train(random, tmp_path / 'random').held_out['loss'] - 0.1
+
+
+def test_another_beginning_in_the_same_place_is_refused(tmp_path, finished, make_config):
+  config, moved = make_config(), tmp_path / 'moved'
+  config.update(init_from=str(finished / 'model'), num_steps=4)
+  train(config, tmp_path / 'run')
+  shutil.copytree(finished / 'model', moved)
+  config.init_from = str(moved)
+  assert train(config, tmp_path / 'run').step == 4
+  for path, now in ((str(tmp_path / 'run' / 'model'), '[0-9a-f]+'), ('', '')):
+    config.init_from = path
+    refuse(config, tmp_path / 'run', f"the content of config.init_from is '{now}' and was '[0-9a-f]+'")
+
+
+def test_a_beginning_that_does_not_fit_is_one_line(tmp_path, finished, make_config, documents):
+  def check(message, **sizes):
+    config = make_config()
+    config.init_from = str(finished / 'model')
+    config.model.update(sizes)
+    refuse(config, tmp_path / 'run', f'^config.init_from: {re.escape(config.init_from)}: {message}')
+
+  check('.* has shape .*32.*, and in this configuration .*64', mlp_dim=64)
+  check('.* has shape None, and in this configuration', num_layers=2)
+  check('.* has shape .*2, 8.*, and in this configuration .*1, 16', num_heads=1)
+  config = make_config()
+  Tokenizer.train(documents[:200], config.vocab_size).save(tmp_path / 'other.json')
+  config.update(init_from=str(finished / 'model'), tokenizer=str(tmp_path / 'other.json'))
+  refuse(config, tmp_path / 'run', '^config.init_from: .*it has another tokenizer than .*other.json$')
+  config = make_config()
+  config.init_from = str(tmp_path / 'nowhere')
+  refuse(config, tmp_path / 'run', '^config.init_from: .*: no model at')
+
+
 def test_what_may_change_changes_nothing(half, finished, config, capfd):
   changes = dict(log_every=5, checkpoint_every=2, keep_checkpoints=5, eval_every=4, eval_batches=1, remat=True)
   config.update(changes, mesh='data:1')
