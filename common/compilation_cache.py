@@ -11,7 +11,7 @@ import sys
 import jax
 from etils import epath
 
-from spectr_jax.io.new_files import NewFile
+from spectr_jax.io.new_files import check_writable
 
 
 def _machine() -> str:
@@ -51,7 +51,7 @@ def keep_compiled(directory: str | None) -> None:
   try:
     path = epath.Path(directory or _default())
     path.mkdir(parents=True, exist_ok=True)
-    NewFile(path / 'writable').discard()
+    check_writable(path / 'writable')
   except Exception as error:  # remote file systems raise their own types
     if directory is None:  # the default; a warning is enough
       print(f'compiled programs are not kept: {error}', file=sys.stderr)
