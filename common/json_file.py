@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import types
 import typing
 from typing import Any, TypeVar
@@ -14,6 +15,7 @@ from typing import Any, TypeVar
 from etils import epath
 
 from spectr_jax.io import untrusted
+from spectr_jax.io.new_files import write_file
 
 _T = TypeVar('_T')
 
@@ -42,6 +44,11 @@ def load_ours(path: epath.PathLike, kind: type[_T], what: str, advice: str) -> _
     return _typed(kind, content)
   except (TypeError, ValueError) as error:
     raise ValueError(f'{path} is no {what} ({error}); {advice}') from error
+
+
+def save_ours(path: epath.PathLike, value: Any) -> None:
+  """Writes the fields of a dataclass as JSON, completely or not at all; `ValueError` if it cannot be written."""
+  write_file(path, (json.dumps(dataclasses.asdict(value), indent=2) + '\n').encode())
 
 
 def _typed(kind: Any, value: Any) -> Any:
