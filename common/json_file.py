@@ -35,9 +35,9 @@ def read_json(path: epath.PathLike, what: str, advice: str) -> Any:
 
 
 def load_ours(path: epath.PathLike, kind: type[_T], what: str, advice: str) -> _T:
-  """A dataclass from the JSON of its fields; a `ValueError` about `what`, which ends with `advice`, if the file is none.
+  """A dataclass from the JSON of its fields; a `ValueError` about `what`, which ends with `advice`, if there is none.
 
-  Fields with a default may be missing, and others may be there.
+  Fields with a default may be missing, and other fields may be there.
   """
   content = read_json(path, what, advice)
   try:

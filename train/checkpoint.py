@@ -1,6 +1,6 @@
-"""Training checkpoints: the newest few are kept. A checkpoint is complete or absent, and holds a checksum of its numbers.
+"""Training checkpoints: the newest few are kept. A checkpoint is complete or absent.
 
-The checksum is computed where the numbers are, before they are written and after they are read.
+It holds a checksum of its numbers, computed where the numbers are before they are written and after they are read.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ from spectr_jax.io.untrusted import is_remote, reading
 
 @jax.jit
 def checksum(tree) -> jax.Array:
-  """A uint32 of the bits of all arrays of a tree, the same on every mesh: a sum modulo 2^32, in which each number counts
-  by an odd factor of its place. One changed bit always changes it, other damage but for a chance of 2^-32.
+  """A uint32 of the bits of all arrays of a tree, the same on every mesh.
+
+  It is a sum modulo 2^32 in which a number counts by an odd factor that depends on its place. One changed bit always
+  changes it, and other damage does but for a chance of about 2^-32.
   """
   total = jnp.uint32(0)
   for leaf in jax.tree.leaves(tree):
