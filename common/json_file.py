@@ -41,7 +41,7 @@ def load_ours(path: epath.PathLike, kind: type[_T], what: str, advice: str) -> _
   """
   content = read_json(path, what, advice)
   try:
-    return _typed(kind, content)
+    return typed(kind, content)
   except (TypeError, ValueError) as error:
     raise ValueError(f'{path} is no {what} ({error}); {advice}') from error
 
@@ -51,20 +51,22 @@ def save_ours(path: epath.PathLike, value: Any) -> None:
   write_file(path, (json.dumps(dataclasses.asdict(value), indent=2) + '\n').encode())
 
 
-def _typed(kind: Any, value: Any) -> Any:
-  """A JSON value as a dataclass, a list, a dict, one of several types, or a plain one."""
+def typed(kind: Any, value: Any) -> Any:
+  """A JSON value as a dataclass, a list, a dict, one of several types, or a plain one; else `TypeError` or
+  `ValueError`.
+  """
   origin, args = typing.get_origin(kind) or kind, typing.get_args(kind)
   if origin is types.UnionType:
     for part in args:
       with contextlib.suppress(TypeError, ValueError):
-        return _typed(part, value)
+        return typed(part, value)
   elif dataclasses.is_dataclass(kind) and type(value) is dict:
     hints = typing.get_type_hints(kind)
-    return typing.cast(Any, kind)(**{name: _typed(hints[name], value[name]) for name in hints if name in value})
+    return typing.cast(Any, kind)(**{name: typed(hints[name], value[name]) for name in hints if name in value})
   elif origin is list and type(value) is list:
-    return [_typed(args[0], part) for part in value]
+    return [typed(args[0], part) for part in value]
   elif origin is dict and type(value) is dict:
-    return {args[0](key): _typed(args[1], part) for key, part in value.items()}
+    return {args[0](key): typed(args[1], part) for key, part in value.items()}
   elif kind is Any or type(value) is kind:
     return value
   elif kind is float and type(value) is int:
