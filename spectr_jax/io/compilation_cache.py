@@ -12,7 +12,7 @@ import jax
 from etils import epath
 from jax.experimental.compilation_cache import compilation_cache
 
-from spectr_jax.io.new_files import NewFile
+from spectr_jax.io.new_files import check_writable
 
 
 def _machine() -> str:
@@ -60,7 +60,7 @@ def cache_programs(directory: str | os.PathLike | None = None) -> None:
   try:
     path = epath.Path(directory or _default())
     path.mkdir(parents=True, exist_ok=True)
-    NewFile(path / 'writable').discard()
+    check_writable(path / 'writable')
   except Exception as error:  # remote file systems raise their own types
     if directory is None:
       print(f'compiled programs are not kept: {error}', file=sys.stderr)

@@ -15,7 +15,6 @@ from configs import base
 from spectr_jax import load_model
 from spectr_jax.io.new_files import only_writer
 from spectr_jax.io.tokenizer import Tokenizer
-from tests.hostile import NUM_MUTATIONS, Tally, mutated_json, rngs
 from train.metric_writer import MetricWriter
 from train.run_record import RunRecord, determining_fields
 from train.train import train
@@ -194,7 +193,7 @@ def test_nothing_is_left_of_a_run_that_has_saved_nothing(half, config):
 
 
 def test_a_head_is_not_trained_where_a_model_was(half, config):
-  with pytest.raises(ValueError, match="was begun by 'train.main', not by train.head: take another one"):
+  with pytest.raises(ValueError, match='was begun by train.main, not by train.head: take another one'):
     RunRecord(epath.Path(half), config, 'train.head', {}).check()
 
 
@@ -208,39 +207,13 @@ def test_a_record_of_an_earlier_version_is_continued(half, config, capfd):
 
 
 @pytest.mark.parametrize(('content', 'message'), [
-  ('{"mine": 1}', 'run.json is not the record of a training run'),
-  ('[1]', 'run.json must hold an object'),
-  ('', 'run.json is damaged'),
-  ('[' * 10**5, 'run.json is damaged: it is nested too deeply'),
-  ('a pipe', 'run.json is not a regular file'),
+  ('{"mine": 1}', 'run.json is no record of a training run'),
+  ('[1]', 'run.json is no record of a training run'),
+  ('', 'run.json is not JSON'),
 ])  # fmt: skip
 def test_a_record_that_is_none(half, config, content, message):
-  (half / 'run.json').unlink()
-  if content == 'a pipe':
-    os.mkfifo(half / 'run.json')
-  else:
-    (half / 'run.json').write_text(content)
-  refuse(config, half, message + '.*: move it away to train here')
-
-
-@pytest.mark.slow
-def test_hostile_records(half, config):
-  path, content = half / 'run.json', json.loads((half / 'run.json').read_text())
-  settings = {name: value for name, value in content['settings'].items() if not name.startswith('config.')}
-  tally = Tally(half)
-
-  def read():
-    record = RunRecord(epath.Path(half), config, 'train.main', settings)
-    record.check()
-    record.write(9)
-
-  for rng in rngs():
-    path.write_bytes(json.dumps(mutated_json(content, rng)).encode())
-    tally.read(read)
-  tally.check(NUM_MUTATIONS)
-  assert tally.num_read < NUM_MUTATIONS / 3
-  path.write_text(json.dumps(content))
-  read()
+  (half / 'run.json').write_text(content)
+  refuse(config, half, message + '.*; move it away to train here')
 
 
 # Files of users.
@@ -260,14 +233,9 @@ def file(path):
   path.write_text('mine')
 
 
-def link_to_itself(path):
-  path.symlink_to(path)
-
-
 @pytest.mark.parametrize(('put', 'message'), [
   (file, 'exists and is not a folder that can be replaced'),
   (link_to_a_file, 'elsewhere exists and is not a folder that can be replaced'),
-  (link_to_itself, 'model exists and is not a folder that can be replaced'),
   (folder_with_a_file_of_that_name, 'model/tokenizer.json is not replaced: it is no file of what is overwritten'),
 ])  # fmt: skip
 def test_a_model_that_could_not_be_written_is_said_at_once(half, config, put, message):
@@ -306,8 +274,8 @@ def test_what_no_run_wrote_there_stays(tmp_path, half, finished, config):
 
 
 def test_a_directory_is_of_one_run_which_gives_it_free(half, make_config):
-  with only_writer(half / 'checkpoints'):
-    refuse(make_config(), half, 'checkpoints is being written by another process')
+  with only_writer(half):
+    refuse(make_config(), half, 'run is being written by another process')
   config, manifest = make_config(), half / 'checkpoints' / '9' / 'default' / 'manifest.ocdbt'
   config.seq_len = 12
   for _ in range(2):
@@ -318,12 +286,11 @@ def test_a_directory_is_of_one_run_which_gives_it_free(half, make_config):
     refuse(make_config(), half, 'is damaged')
   manifest.write_bytes(content)
   train(make_config(), half)
-  assert not [path for path in half.iterdir() if path.name.endswith('.lock')]
 
 
 @pytest.mark.parametrize('name', ['metrics.jsonl', 'checkpoints', 'data'])
 def test_other_things_with_the_names_of_files_of_a_run(tmp_path, config, name):
-  for put in (file, os.mkfifo, link_to_itself, *([os.mkdir] if name == 'metrics.jsonl' else [])):
+  for put in (file, *([os.mkdir] if name == 'metrics.jsonl' else [])):
     workdir = tmp_path / put.__name__
     workdir.mkdir()
     put(workdir / name)
@@ -334,7 +301,7 @@ def test_other_things_with_the_names_of_files_of_a_run(tmp_path, config, name):
 def test_a_log_that_is_none_is_not_cut(half, config):
   log = (half / 'metrics.jsonl').read_text()
   for content in (
-    'hello', 'hello\n', '{"step": 3}\nhello\n', '{"step": -1}\n', '{"step": "3"}\n', '{"step": 1}\n\n[]',
+    'hello\n', '{"step": 3}\nhello\n', '{"step": "3"}\n', '{"step": 1}\n\n[]\n',
   ):  # fmt: skip
     (half / 'metrics.jsonl').write_text(content)
     refuse(config, half, r'line \d of .*metrics.jsonl is not of a training log: move the file to another place')
