@@ -112,7 +112,7 @@ def is_typed() -> bool:
 
 
 def _line_editor() -> Callable[[], str]:
-  """Reads a line that the user edits, with its end; empty at the end. Ctrl-C clears it, or else is an end."""
+  """Reads a line that the user edits, with its end; empty at the end. Ctrl-C clears it, or else interrupts."""
   from prompt_toolkit import PromptSession
   from prompt_toolkit.filters import Condition, is_searching
   from prompt_toolkit.key_binding import KeyBindings
@@ -129,7 +129,7 @@ def _line_editor() -> Callable[[], str]:
   def read_line():
     try:
       return editor.prompt() + '\n'
-    except (EOFError, KeyboardInterrupt):
+    except EOFError:
       return ''
 
   return read_line
@@ -147,7 +147,12 @@ def read_turns() -> Iterator[str]:
     sys.stdin.reconfigure(errors='surrogateescape')
   read_line = _line_editor() if is_typed() else lambda: sys.stdin.readline(_LONGEST_LINE)
   while True:
-    line = read_line()
+    try:
+      line = read_line()
+    except KeyboardInterrupt:
+      if not sys.stdin.isatty():
+        raise
+      line = ''
     if not line:
       return
     if len(line.removesuffix('\n')) >= _LONGEST_LINE:

@@ -122,6 +122,7 @@ if __name__ == '__main__':
   extras.need('serve', 'starlette', 'uvicorn')
   from decode.experiment.drafting import describe_in_help, with_default_drafting
   from decode.experiment.option_flags import read_values  # defines flags
+  from decode.serving.server import KEEP_ALIVE_SECONDS
 
   _HOST = flags.DEFINE_string('host', '127.0.0.1', 'Address to listen on; 0.0.0.0 for all of this machine.')
   _PORT = flags.DEFINE_integer('port', 8000, 'Port to listen on; 0 for a free one.', lower_bound=0, upper_bound=65535)
@@ -138,7 +139,10 @@ if __name__ == '__main__':
     'Names that requests may give as their Host, and whose pages may send some; * for all. Default: those of this'
     ' machine for itself, and any Host where --host lets others reach it.',
   )
-  help_text.in_group('Options', _HOST, _PORT, _NAME, _KEY, _KEY_FILE, _LONGEST, _WAITING, _ALLOWED)
+  _KEEP = flags.DEFINE_integer(
+    'keep_alive', KEEP_ALIVE_SECONDS, 'Seconds that a connection without a request stays open.', 0, 10**6
+  )
+  help_text.in_group('Options', _HOST, _PORT, _NAME, _KEY, _KEY_FILE, _LONGEST, _WAITING, _ALLOWED, _KEEP)
   flags.FLAGS.set_default('max_new_tokens', _MOST_NEW)
   flags.FLAGS['max_new_tokens'].help = 'New tokens per prompt, at most (default what the context leaves, up to 1024).'
   flags.FLAGS.set_default('batch_size', 8)
@@ -165,7 +169,7 @@ if __name__ == '__main__':
       worker, tokenizer, bounds = start_worker(options, **sizes, notify=notify)
     served = Served(worker, tokenizer, name, bounds.max_new_tokens, key, together=bounds.together, hosts=hosts)
     served.prepare()
-    server = Server(make_app(served), worker)
+    server = Server(make_app(served), worker, keep_alive=_KEEP.value)
     print(f'serving {printable(name)} at http://{address_of(sock)}/v1, {options.batch_size} rows', flush=True)
     try:
       server.run(sockets=[sock])

@@ -61,8 +61,8 @@ class Server(uvicorn.Server):
       os._exit(128 + sig)
     self.should_exit = True
     if number := self._worker.num_held:
-      answers = '1 answer' if number == 1 else f'{number} answers'
-      os.write(2, f'ending once {answers} in progress are complete; a second signal ends it at once\n'.encode())
+      answers = '1 answer in progress is' if number == 1 else f'{number} answers in progress are'
+      os.write(2, f'ending once {answers} complete; a second signal ends it at once\n'.encode())
 
   async def on_tick(self, counter: int) -> bool:
     return await super().on_tick(counter) or not self._worker.is_alive

@@ -1,5 +1,6 @@
 """Conversations: what is said is what the model continues, turn after turn, and it is shown as it comes."""
 
+import contextlib
 import dataclasses
 import io
 import os
@@ -303,6 +304,13 @@ class _Terminal:
       self._seen += os.read(self._master, 4096)
     before, _, self._seen = self._seen.partition(text.encode())
     return before.decode(errors='replace')
+
+  def rest(self):
+    """What is left of what was printed, once the process has ended."""
+    with contextlib.suppress(OSError):
+      while part := os.read(self._master, 4096):
+        self._seen += part
+    return self._seen.decode(errors='replace')
 
   def close(self):
     self.process.kill()
