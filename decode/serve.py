@@ -122,7 +122,6 @@ if __name__ == '__main__':
   extras.need('serve', 'starlette', 'uvicorn')
   from decode.experiment.drafting import describe_in_help, with_default_drafting
   from decode.experiment.option_flags import read_values  # defines flags
-  from decode.serving.server import KEEP_ALIVE_SECONDS
 
   _HOST = flags.DEFINE_string('host', '127.0.0.1', 'Address to listen on; 0.0.0.0 for all of this machine.')
   _PORT = flags.DEFINE_integer('port', 8000, 'Port to listen on; 0 for a free one.', lower_bound=0, upper_bound=65535)
@@ -140,13 +139,13 @@ if __name__ == '__main__':
     ' machine for itself, and any Host where --host lets others reach it.',
   )
   _KEEP = flags.DEFINE_integer(
-    'keep_alive', KEEP_ALIVE_SECONDS, 'Seconds that a connection without a request stays open.', 0, 10**6
+    'keep_alive', 75, 'Seconds that a connection without a request stays open.', lower_bound=0, upper_bound=10**6
   )
   help_text.in_group('Options', _HOST, _PORT, _NAME, _KEY, _KEY_FILE, _LONGEST, _WAITING, _ALLOWED, _KEEP)
   flags.FLAGS.set_default('max_new_tokens', _MOST_NEW)
   flags.FLAGS['max_new_tokens'].help = 'New tokens per prompt, at most (default what the context leaves, up to 1024).'
   flags.FLAGS.set_default('batch_size', 8)
-  describe_in_help()
+  describe_in_help(without_draft='autoregressive')
   help_text.leave_out(*_UNUSED, 'calibration_prompts')
 
   def main(argv):
@@ -185,6 +184,7 @@ if __name__ == '__main__':
     [
       '--target=ORG/NAME --draft=ORG/SMALL --dtype=bfloat16 --num_drafts=4 --draft_length=4',
       '--target=model.gguf --draft=HEAD --num_drafts=1 --draft_length=3 --batch_size=4 --port=8080',
+      '--target=model.gguf',
       '--target=pretrained/target --draft=pretrained/draft --api_key_file=key.txt',
     ],
   )

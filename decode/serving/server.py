@@ -12,7 +12,6 @@ from starlette.types import ASGIApp
 
 from decode.serving.worker import Worker
 
-KEEP_ALIVE_SECONDS = 75
 QUIET_SECONDS = 5.0  # in which nothing is decoded or read, after which the end waits for no client
 _TICK = 0.1  # seconds
 
@@ -47,7 +46,7 @@ def _config(app: ASGIApp, keep_alive: int) -> uvicorn.Config:
 class Server(uvicorn.Server):
   """The server. A signal ends it after the answers that have begun, a second one at once; so does the worker's end."""
 
-  def __init__(self, app: ASGIApp, worker: Worker, *, keep_alive: int = KEEP_ALIVE_SECONDS):
+  def __init__(self, app: ASGIApp, worker: Worker, *, keep_alive: int):
     """Connections without a request are closed after `keep_alive` seconds."""
     super().__init__(_config(app, keep_alive))
     self._worker = worker
