@@ -54,7 +54,7 @@ def options_of(values: Mapping[str, Any]) -> DecodeOptions:
     )
   if 'draft' not in values:
     options = DecodeOptions(**{'method': ('autoregressive',)} | values)
-    if options.needs_draft:
+    if options.needs_draft:  # also of the shipped target, whose draft is not meant here
       raise ValueError(f'{options.method[0]} needs a draft of the target: --draft=DRAFT, or --method=autoregressive')
     return options
   return DecodeOptions(**values if AUTO in values.get('method', ()) else with_default_drafting(values))
@@ -148,7 +148,12 @@ def read_turns() -> Iterator[str]:
     sys.stdin.reconfigure(errors='surrogateescape')
   read_line = _line_editor() if is_typed() else lambda: sys.stdin.readline(_LONGEST_LINE)
   while True:
-    line = read_line()
+    try:
+      line = read_line()
+    except KeyboardInterrupt:
+      if not sys.stdin.isatty():
+        raise
+      line = ''
     if not line:
       return
     if len(line.removesuffix('\n')) >= _LONGEST_LINE:

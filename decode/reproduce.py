@@ -12,6 +12,7 @@ from common import command_line
 from common.output_files import OutputFiles
 from decode import plots
 from decode.experiment.console import make_console, show_progress
+from decode.experiment.model_options import SHIPPED_DRAFT
 from decode.experiment.options import LOOKUP, SHIPPED_PROMPTS, DecodeOptions, split_draft
 from decode.experiment.prompt_sets import split_set
 from decode.papers.exhibit import Request, Sizes
@@ -30,7 +31,7 @@ _FIGURE = flags.DEFINE_list(
 _TARGET = flags.DEFINE_string('target', DecodeOptions.target, 'Directory of the target model.')
 _DRAFT = flags.DEFINE_list(
   'draft',
-  [DecodeOptions.draft],
+  [SHIPPED_DRAFT],
   'The draft as in decode.main, or NAME=DRAFT; several for spectr_table2 and 4 and spec_bench.',
 )
 _PROMPTS = flags.DEFINE_list(

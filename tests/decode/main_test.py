@@ -169,10 +169,6 @@ def _bad_inputs(directory, pair):
     ([f'--prompt={"owl " * 99}'], ['--prompt', 'too long', 'at most 60']),
     ([f'--target={directory / "none"}'], ['no model at', 'model.json']),
     ([f'--target={damaged}'], [largest.name, 'damaged']),
-    (
-      [f'--draft={DecodeOptions.draft}'],
-      ['tokenizer', 'the shipped one, since none is given: give --draft, or --method=autoregressive'],
-    ),
     ([f'--target={DecodeOptions.target}'], ['tokenizer', 'the shipped one, since none is given: give --target']),
     ([f'--output={directory / "none" / "o.json"}'], ['output', 'no directory']),
     ([f'--output={directory / "o"}', f'--generations={directory / "o"}'], ['same file']),

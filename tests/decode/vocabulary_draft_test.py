@@ -11,7 +11,6 @@ from rich.console import Console
 
 from decode.bulk import decode_bulk
 from decode.experiment import records, report
-from decode.experiment.options import DecodeOptions
 from decode.experiment.run import run_decode
 from decode.experiment.workload import load_models
 
@@ -44,11 +43,6 @@ def test_a_draft_of_nothing_in_common_is_refused(small_options, stranger, monkey
   monkeypatch.setattr('spectr_jax.io.fit_draft._roles', lambda tokenizer: [])
   with pytest.raises(ValueError, match='^[^ ]+ and [^ ]+: draft and target share no token: no guess'):
     load_models(options)
-
-
-def test_the_shipped_draft_is_for_targets_that_share_its_tokenizer(pair):
-  with pytest.raises(ValueError, match='different tokenizers; the draft is the shipped one, since none is given'):
-    load_models(DecodeOptions(target=pair['target'], method=('speculative',)))
 
 
 @pytest.mark.slow

@@ -129,7 +129,7 @@ def make_stub(tokenizer, *, batch_size=2, most_waiting=64):
   return Worker(decoder, tokenizer, batch_size=batch_size, longest_prompt=LONGEST, most_waiting=most_waiting)
 
 
-def serve(connection, folder, host, seconds, options):
+def serve(connection, folder, host, seconds, keep_alive, options):
   """The server in a process of its own: sends its port, prints into a folder, and ends as the command does."""
   for number in (1, 2):
     os.dup2(os.open(os.path.join(folder, str(number)), os.O_WRONLY | os.O_CREAT), number)
@@ -138,7 +138,7 @@ def serve(connection, folder, host, seconds, options):
   tokenizer = make_tokenizer()
   worker, sock = make_stub(tokenizer), listen(host, 0)
   worker.start()
-  server = Server(make_app_of(worker, tokenizer, **options), worker)
+  server = Server(make_app_of(worker, tokenizer, **options), worker, keep_alive=keep_alive)
   connection.send(sock.getsockname()[1])
   server.run(sockets=[sock])
   worker.stop()
