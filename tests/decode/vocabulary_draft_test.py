@@ -41,6 +41,7 @@ def test_a_draft_of_nothing_in_common_is_refused(small_options, stranger, monkey
   options = small_options('speculative', draft=stranger)
   monkeypatch.setattr('spectr_jax.io.tokenizer.TokenizerBase.token_bytes', lambda self, ids: [b''] * len(ids))
   monkeypatch.setattr('spectr_jax.io.fit_draft._roles', lambda tokenizer: [])
+  monkeypatch.setattr('spectr_jax.io.fit_draft._same_names', lambda *names: [])
   with pytest.raises(ValueError, match='^[^ ]+ and [^ ]+: draft and target share no token: no guess'):
     load_models(options)
 

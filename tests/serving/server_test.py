@@ -134,14 +134,17 @@ def test_refusals_reach_who_sends_much(start):
     assert _answer(client)[0] == 413
 
 
-def _is_counted(server, number):
-  def received():
+def _is_counted(server, number, *, num_held=0):
+  """Waits until so many requests were received, and so many continuations hold a row or wait for one."""
+
+  def total(pattern):
     text = httpx.get(f'http://127.0.0.1:{server.port}/metrics').text
-    return sum(map(int, re.findall(r'requests_received_total\{.*\} (\d+)', text)))
+    return sum(map(int, re.findall(pattern, text)))
 
   deadline = time.monotonic() + 20
-  while received() < number and time.monotonic() < deadline:
-    time.sleep(0.02)
+  for pattern, least in ((r'requests_received_total\{.*\} (\d+)', number), (r'_(?:rows|queue) (\d+)', num_held)):
+    while total(pattern) < least and time.monotonic() < deadline:
+      time.sleep(0.02)
 
 
 def test_the_end_waits_for_no_half_request(start):
@@ -173,7 +176,7 @@ def test_the_end_waits_for_answers(start):
   asked = [threading.Thread(target=ask, args=(stream,)) for stream in (True, False, True, False)]
   for each in asked:
     each.start()
-  _is_counted(server, 4)
+  _is_counted(server, 4, num_held=1)
   server.send(signal.SIGINT)
   code, err = server.end()
   assert code == 0
@@ -190,7 +193,7 @@ def test_a_second_signal_ends_it_at_once(start, numbers):
   with server.connect() as client, server.connect() as half:
     client.sendall(_request(stream=True))
     half.sendall(_head(500) + b'{"pr')
-    _is_counted(server, 2)
+    _is_counted(server, 2, num_held=1)
     server.send(numbers[0])
     time.sleep(0.5)
     assert server.process.is_alive()

@@ -47,10 +47,13 @@ def usual_layers(sizes: TargetSizes) -> tuple[int, int, int]:
 
 
 def check_layer_ids(layers: tuple[int, ...], sizes: TargetSizes) -> None:
-  """Refuses layers of which one is read twice, or does not stand before, between or behind the target's blocks."""
+  """Refuses layers of which one is read twice, or does not stand before, between or behind the target's blocks.
+
+  Negative ones count from the output of the final norm, -1, as in `Model.features_fn`.
+  """
   if min(layers) >= 0 and layers == usual_layers(sizes):
     return
-  if min(layers) < 0 or max(layers) > sizes.num_layers or len(set(layers)) < len(layers):
+  if min(layers) < -2 - sizes.num_layers or max(layers) > sizes.num_layers or len(set(layers)) < len(layers):
     raise ValueError(
       f'the head reads layers {", ".join(map(str, layers))} of the target; possible are different ones from 0 to'
       f' {sizes.num_layers}'
