@@ -23,7 +23,7 @@ from benchmarks import command
 from common import command_line
 from decode.experiment.options import DecodeOptions
 from spectr_jax import TokenTree
-from spectr_jax.engine.refill import Request
+from spectr_jax.engine.rows import Request
 
 _SHORTEST, _LONGEST = 16, 256
 

@@ -31,7 +31,7 @@ from decode.experiment.workload import Workload
 from spectr_jax import TokenTree, get_method, verify
 from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.loop import noise_keys, propose, score
-from spectr_jax.engine.state import init_decode
+from spectr_jax.engine.reading import init_decode
 from spectr_jax.sampling import logits_to_probs
 
 BASELINE = 'race_traversal'
