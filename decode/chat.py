@@ -112,7 +112,7 @@ def is_typed() -> bool:
 
 
 def _line_editor() -> Callable[[], str]:
-  """Reads a line that the user edits, with its end; empty at the end. Ctrl-C clears it, or else interrupts."""
+  """Reads a line that the user edits, with its end; empty at the end. Ctrl-C clears it, or else is an end."""
   from prompt_toolkit import PromptSession
   from prompt_toolkit.filters import Condition, is_searching
   from prompt_toolkit.key_binding import KeyBindings
@@ -129,7 +129,7 @@ def _line_editor() -> Callable[[], str]:
   def read_line():
     try:
       return editor.prompt() + '\n'
-    except EOFError:
+    except (EOFError, KeyboardInterrupt):
       return ''
 
   return read_line

@@ -59,7 +59,7 @@ from spectr_jax.verify import Verification, verify
 
 if TYPE_CHECKING:
   from spectr_jax import testing, theory
-  from spectr_jax.io.constraints import compile_constraint
+  from spectr_jax.io.constraints import ConstraintBusyError, compile_constraint
   from spectr_jax.io.fit_draft import fit_draft
   from spectr_jax.io.heads.load import load_drafter
   from spectr_jax.io.heads.save import save_drafter
@@ -77,7 +77,7 @@ __all__ = [
   'TextContinuation', 'Generation', 'Continuation', 'Request', 'SamplingParams', 'StopStrings', 'Stop', 'finish_reason',
   'ORIGIN_DRAFT', 'ORIGIN_CORRECTION', 'ORIGIN_BONUS', 'Statistics', 'NotFiniteError',
   'log_likelihood', 'LogLikelihood',
-  'compile_constraint', 'Constraint',
+  'compile_constraint', 'Constraint', 'ConstraintBusyError',
   # Models and files.
   'load_model', 'save_model', 'load_drafter', 'save_drafter', 'fit_draft', 'Tokenizer', 'TextStream',
   'Model', 'ModelOutput', 'KVCache', 'models', 'transformer', 'table',
@@ -99,6 +99,7 @@ _LAZY: dict[str, tuple[str, str | None]] = {
   'TextStream': ('spectr_jax.io.text_stream', 'TextStream'),
   'Tokenizer': ('spectr_jax.io.tokenizer', 'Tokenizer'),
   'compile_constraint': ('spectr_jax.io.constraints', 'compile_constraint'),
+  'ConstraintBusyError': ('spectr_jax.io.constraints', 'ConstraintBusyError'),
   'fit_draft': ('spectr_jax.io.fit_draft', 'fit_draft'),
   'load_drafter': ('spectr_jax.io.heads.load', 'load_drafter'),
   'load_model': ('spectr_jax.io.load', 'load_model'),

@@ -8,9 +8,9 @@ import concurrent.futures
 import json
 from typing import Any
 
-from decode.serving.faults import FullError, RefusedError
+from decode.serving.faults import BusyError, FullError, RefusedError
 from spectr_jax.constraint import Constraint
-from spectr_jax.io.constraints import compile_constraint
+from spectr_jax.io.constraints import ConstraintBusyError, compile_constraint
 from spectr_jax.io.tokenizer import TokenizerBase
 
 _MOST_KEPT, _MOST_BYTES = 64, 2**28  # constraints, and what they may take together
@@ -37,6 +37,7 @@ class Compiler:
 
     Raises:
       RefusedError: It cannot be compiled.
+      BusyError: There was too little time or memory to compile it.
       FullError: Too many wait.
     """
     if asked is None:
@@ -52,6 +53,8 @@ class Compiler:
         found = await asyncio.get_running_loop().run_in_executor(
           self._thread, _compiled, tokenizer, vocab_size, kind, value
         )
+      except (ConstraintBusyError, MemoryError) as error:  # no fault of what was asked: nothing is kept
+        raise BusyError(str(error) or 'there is not enough memory', field) from error
       finally:
         self._num_waiting -= 1
       self._kept[key] = found

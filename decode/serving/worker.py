@@ -39,6 +39,7 @@ class Piece:
   finish_reason: str | None  # `stop` or `length` in the last piece
   num_target_calls: int  # so far
   num_accepted: int  # so far
+  is_cut: bool = False  # a stop text ended it: the tokens go on behind the text
 
 
 @dataclasses.dataclass(eq=False)
@@ -49,7 +50,7 @@ class Job:
   max_tokens: int
   stop: StopStrings | None
   tell: Callable[[Piece | Exception], None]  # called by the thread, with the error if one ended it
-  is_cancelled: bool = False  # nobody waits for it any more
+  is_over: bool = False  # nobody waits for it any more
   begun: float = dataclasses.field(default_factory=time.monotonic)
   stream: TextStream | None = None  # the tokens that were handed out, once it has a row
   constraint: Constraint | None = None
@@ -78,6 +79,7 @@ def _next_piece(job: Job, result: Generation, row: int, eos_ids: Collection[int]
     reason,
     int(result.num_target_calls[row]),
     int((result.origins[row, :end] == 0).sum()),
+    job.stream.is_stopped,
   )
 
 
@@ -156,24 +158,55 @@ class Worker:
   def is_idle(self) -> bool:
     return not (self._growing or self._taken or self._waiting or self._tasks)
 
+  @property
+  def most_held(self) -> int:
+    """The most continuations that have rows or wait."""
+    return self._batch_size + self.most_waiting
+
+  @property
+  def num_held(self) -> int:
+    """The continuations that have rows or wait, and that somebody waits for."""
+    # One that moves from one place to the next is in both for a while.
+    held = {*list(self._waiting), *list(self._taken), *list(self._growing.values())}
+    return sum(not job.is_over for job in held)
+
   def submit(self, jobs: Sequence[Job]) -> None:
     """Lets continuations wait for rows; none of them is taken if that raises."""
     with self._ready:
-      self._check_room(len(self._waiting) + len(jobs) - 1)
+      self._check_room(self.num_held + len(jobs), self.most_held)
       self._waiting += jobs
       self._ready.notify()
 
-  def score(self, texts: Sequence[Sequence[int]], num_top: int, tell: Callable[[Any], None]) -> None:
-    """Lets the thread read texts between two rounds, and call `tell` with a `LogLikelihood`, or with the error."""
+  def leave(self, jobs: Collection[Job]) -> None:
+    """Forgets continuations that nobody waits for any more: their places are free at once, rows after the round."""
+    for job in jobs:
+      job.is_over = True
     with self._ready:
-      self._check_room(len(self._tasks))
-      self._tasks.append((functools.partial(self._read, texts, num_top), tell))
-      self._ready.notify()
+      kept = [job for job in self._waiting if job not in jobs]
+      self._waiting.clear()
+      self._waiting += kept
 
-  def _check_room(self, num_waiting: int) -> None:
+  def score(self, texts: Sequence[Sequence[int]], num_top: int, tell: Callable[[Any], None]) -> Callable[[], None]:
+    """Lets the thread read texts between two rounds, and call `tell` with a `LogLikelihood`, or with the error.
+
+    Returns:
+      What takes the texts back that nobody waits for any more.
+    """
+    task = functools.partial(self._read, texts, num_top), tell
+    with self._ready:
+      self._check_room(len(self._tasks) + 1, self.most_waiting)
+      self._tasks.append(task)
+      self._ready.notify()
+    return functools.partial(self._forget, task)
+
+  def _forget(self, task: tuple[Callable[[], Any], Callable[[Any], None]]) -> None:
+    with self._ready, contextlib.suppress(ValueError):  # it is done
+      self._tasks.remove(task)
+
+  def _check_room(self, number: int, most: int) -> None:
     if self._is_stopping:
       raise EndedError
-    if num_waiting >= self.most_waiting:
+    if number > most:
       raise FullError
 
   def _read(self, texts: Sequence[Sequence[int]], num_top: int) -> LogLikelihood:
@@ -213,7 +246,7 @@ class Worker:
       self._fail(job, error)
 
   def _fail(self, job: Job, error: BaseException) -> None:
-    job.is_cancelled = True
+    job.is_over = True
     self._tell(job.tell, failure(error))
 
   def _tell(self, tell: Callable[[Any], None], value: Any) -> None:
@@ -230,7 +263,7 @@ class Worker:
         self._ready.wait()
       num_free = len(self._pool.free)
       while self._waiting and len(self._taken) < num_free:
-        if not self._waiting[0].is_cancelled:
+        if not self._waiting[0].is_over:
           self._taken.append(self._waiting[0])
         self._waiting.popleft()
     if self._taken:
@@ -260,16 +293,16 @@ class Worker:
         self._place([job])
 
   def _do_task(self) -> None:
-    if not self._tasks:
-      return
-    do, tell = self._tasks[0]
+    with self._ready:
+      if not self._tasks:
+        return
+      do, tell = self._tasks[0]
     try:
       value = do()
     except BaseException as error:
       value = failure(error)
     self._tell(tell, value)
-    with self._ready:
-      self._tasks.popleft()
+    self._forget((do, tell))
 
   def _advance(self) -> None:
     if not self._growing:
@@ -297,13 +330,14 @@ class Worker:
 
   def _hand_out(self, job: Job, result: Generation, row: int) -> bool:
     """Tells a job its new tokens; returns whether its row is free now."""
-    piece = None if job.is_cancelled else _next_piece(job, result, row, self._tokenizer.eos_ids)
-    is_over = job.is_cancelled if piece is None else piece.finish_reason is not None
+    piece = None if job.is_over else _next_piece(job, result, row, self._tokenizer.eos_ids)
+    is_over = job.is_over if piece is None else piece.finish_reason is not None
     if is_over and job.stream is not None:
       self.metrics.add('tokens_total', len(job.stream.tokens))
       self.metrics.add('target_calls_total', int(result.num_target_calls[row]))
       for depth, number in enumerate(np.asarray(result.accepted_by_depth[row]).tolist(), 1):
         self.metrics.add('accepted_total', number, depth=str(depth))
     if piece is not None:
+      job.is_over = is_over  # before its client can ask for more
       self._tell(job.tell, piece)
     return is_over

@@ -48,7 +48,8 @@ def answer(request):
     raise
   except BaseException as error:  # a panic of the library is no Exception
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return {'refused': (lines[-1] if lines else type(error).__name__)[:1000]}
+    said = (lines[-1] if lines else type(error).__name__)[:1000]
+    return {'refused': said, 'is_bound': isinstance(error, ImportError)}  # the library needs memory, too
   numbers = {first: 0}
   for state, row in transitions.items():
     for each in (state, *(after for byte, after in row.items() if byte < 256)):

@@ -33,6 +33,10 @@ _SCRIPT = pathlib.Path(__file__).with_name('constraint_worker.py')
 _MOST_ANSWER = 2**26  # bytes
 
 
+class ConstraintBusyError(OSError):
+  """Compiling a constraint took too much time or memory, which depends on the machine and on what else it does."""
+
+
 def compile_constraint(
   tokenizer: TokenizerBase,
   *,
@@ -59,8 +63,9 @@ def compile_constraint(
     vocab_size: V, where the target has more logits than the tokenizer has ids; the ids beyond are never allowed.
 
   Raises:
-    ValueError: Not exactly one of the three is given; it cannot be compiled within the bounds, or has something that
+    ValueError: Not exactly one of the three is given; it cannot be compiled, or has something that
       is not supported; or no text of these tokens is allowed. One line says why.
+    ConstraintBusyError: Compiling took more than these seconds or bytes, and may not where the machine has less to do.
   """
   given = {'regex': regex, 'json_schema': json_schema, 'choices': choices}
   names = [name for name, value in given.items() if value is not None]
@@ -119,13 +124,18 @@ def _automaton(regex: str, patterns: Sequence[str]) -> tuple[np.ndarray, np.ndar
   if importlib.util.find_spec('outlines_core') is None:
     raise ValueError("constraints need the package outlines-core: pip install 'spectr_jax[grammar]'")
   bounds = {'seconds': _SECONDS, 'memory': _MEMORY, 'most': _MOST_ANSWER}
-  process = BoundedProcess(_SCRIPT, ['outlines_core'], **bounds)
   try:
-    answer = process.ask({'regex': regex, 'patterns': list(patterns), 'most_states': _MOST_STATES})
-  finally:
-    process.stop()
+    process = BoundedProcess(_SCRIPT, ['outlines_core'], **bounds)
+    try:
+      answer = process.ask({'regex': regex, 'patterns': list(patterns), 'most_states': _MOST_STATES})
+    finally:
+      process.stop()
+  except ValueError as error:
+    raise ConstraintBusyError(f'the constraint cannot be compiled within its bounds: {error}') from error
   if 'refused' in answer:
     said = one_line(answer['refused'])
+    if answer.get('is_bound'):
+      raise ConstraintBusyError(f'the constraint cannot be compiled within its bounds: {said}')
     raise ValueError(_SAID_OF_SYNTAX if said == 'Failed to build DFA error building NFA' else said)
   is_final = np.zeros(answer['num_states'], bool)
   is_final[answer['finals']] = True

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import spectr_jax
-from spectr_jax import Tokenizer, TokenTree, compile_constraint
+from spectr_jax import ConstraintBusyError, Tokenizer, TokenTree, compile_constraint
 from spectr_jax.io import constraints as constraints_module
 from tests.slow import slow
 
@@ -173,10 +173,20 @@ def test_hostile_expressions_and_schemas_are_bounded(tokenizer, monkeypatch):
     {'json_schema': {'properties': {f'p{i}': loops for i in range(200)}, '$defs': loops['$defs']}},
     {'json_schema': {'type': 'array', 'items': {'type': 'array', 'minItems': 1000, 'maxItems': 1000}, 'minItems': 999}},
   ):
-    with pytest.raises(ValueError, match='cannot be compiled|too large|more than') as caught:
+    with pytest.raises((ValueError, ConstraintBusyError), match='cannot be compiled|too large|more than') as caught:
       compile_constraint(tokenizer, **given)
     assert '\n' not in str(caught.value)
   assert time.monotonic() - start < 60
+
+
+def test_too_little_time_or_memory_is_no_property_of_a_schema(tokenizer, monkeypatch):
+  for name, value in (('_SECONDS', 0.01), ('_MEMORY', 2**24)):
+    with monkeypatch.context() as patch:
+      patch.setattr(constraints_module, name, value)
+      with pytest.raises(ConstraintBusyError, match='within its bounds: ') as caught:
+        compile_constraint(tokenizer, json_schema=_PERSON)
+    assert not isinstance(caught.value, ValueError)
+  compile_constraint(tokenizer, json_schema=_PERSON)
 
 
 def test_a_table_that_is_too_large_is_refused(tokenizer, monkeypatch):

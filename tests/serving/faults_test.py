@@ -138,14 +138,14 @@ def test_cancelled_jobs_free_their_rows(models, tokenizer):
   worker = make_worker(models, tokenizer, batch_size=1)
   never, second, current, last = (_AskedJob([1, 2], sampling=SamplingParams(0.5)) for _ in range(4))
   worker.submit([never, second])
-  never.is_cancelled = True  # while it waits: it never has a row
+  never.is_over = True  # while it waits: it never has a row
   with running(worker):
     assert len(second.result()) <= NEW
     assert never.told.empty()
     # In its row: the next one takes it.
     worker.submit([current])
     current.told.get(timeout=120)
-    current.is_cancelled = True
+    current.is_over = True
     worker.submit([last])
     assert last.told.get(timeout=120).tokens
 
