@@ -15,7 +15,7 @@ from decode.serving import gate
 from decode.serving.answer import Served
 from decode.serving.gate import host_of
 from decode.serving.worker import Worker
-from tests.serving.stub import LONGEST, NEW, StubPool, client_of, make_app_of
+from tests.serving.stub import LONGEST, NEW, StubRows, client_of, make_app_of
 
 _POST = '/v1/completions'
 _BODY = {'prompt': 'owl', 'max_tokens': 4}
@@ -173,7 +173,7 @@ def _asgi(path, body, *, leave_after=None):
 
 
 def test_metrics_add_up_whatever_comes(stub, tokenizer, monkeypatch):
-  monkeypatch.setattr(StubPool, 'seconds', 0.001)
+  monkeypatch.setattr(StubRows, 'seconds', 0.001)
   app, draws = make_app_of(stub, tokenizer), random.Random(0)
   expected = {'requests': collections.Counter(), 'continuations': collections.Counter()}
   stub.start()
