@@ -118,7 +118,8 @@ class Rows:
     """The request itself; ValueError if its prompt is empty or too long, or has an id that is not in the vocabulary."""
     checks.as_ids(f'prompt {request.name}', request.tokens, self.decoder.target.vocab_size, self._longest)
     if request.constraint is not None and isinstance(request.constraint, int) != self._is_numbered:
-      raise ValueError(f'prompt {request.name}: a constraint is a number where the decoder has some, else none')
+      what = "the number of one of the decoder's" if self._is_numbered else 'a Constraint, as the decoder has none'
+      raise ValueError(f'prompt {request.name}: its constraint must be {what}')
     return request
 
   def put(self, requests: Sequence[Request]) -> None:
