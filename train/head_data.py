@@ -20,7 +20,8 @@ import numpy as np
 
 from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.loop import decode_rounds
-from spectr_jax.engine.state import DecodeState, init_decode
+from spectr_jax.engine.reading import init_decode
+from spectr_jax.engine.state import DecodeState
 from spectr_jax.io.new_files import new_file
 from spectr_jax.io.tokenizer import TokenizerBase
 from spectr_jax.io.untrusted import one_line

@@ -21,8 +21,8 @@ from decode.serving.protocol import MOST_TOP
 from spectr_jax.constraint import Constraint
 from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.likelihood import CHUNK, LogLikelihood, log_likelihood
-from spectr_jax.engine.refill import Pool, Request, padded_lengths
-from spectr_jax.engine.result import Generation, NotFiniteError
+from spectr_jax.engine.result import Generation
+from spectr_jax.engine.rows import Request, Rows
 from spectr_jax.engine.stop import StopStrings
 from spectr_jax.io.text_stream import TextStream
 from spectr_jax.io.tokenizer import TokenizerBase
@@ -103,29 +103,23 @@ class Worker:
     self._ready = threading.Condition()
     self._is_stopping, self.fault = False, None
     self._thread = threading.Thread(target=self._run, name='decoding', daemon=True)
-    self._pool = self._make_pool()
+    self._rows = self._make_rows()
 
-  def _make_pool(self) -> Pool:
-    nothing = Request('nothing', [0], jax.random.key(0, impl='threefry2x32'), _EVERY_FILTER)
-    pool = Pool(self._decoder, [nothing], batch_size=self._batch_size, longest_prompt=self.longest_prompt)
-    pool.end([0])
-    pool.owners.clear()
-    return pool
+  def _make_rows(self) -> Rows:
+    sizes = {'batch_size': self._batch_size, 'longest_prompt': self.longest_prompt}
+    return Rows(self._decoder, **sizes, filters=_EVERY_FILTER)
 
   def compile(self, notify: Callable[[int, int], None]) -> None:
-    """Runs every program once: a prompt of each padded length, a round, and the reading of a text."""
-    key = jax.random.key(0, impl='threefry2x32')
-    requests = [Request('compiling', [0] * size, key, None, 1) for size in padded_lengths(self.longest_prompt)]
-    requests.append(Request('compiling', [0], key, _EVERY_FILTER))
-    for number, request in enumerate(requests):
-      notify(number, len(requests) + 1)
-      self._pool.put([request])
-      self._pool.advance(1)
-      self._pool.end(list(self._pool.owners))
-      self._pool.owners.clear()
-    notify(len(requests), len(requests) + 1)
+    """Runs every program once: a short prompt, a long one, a round, and the reading of a text."""
+    key, rows = jax.random.key(0, impl='threefry2x32'), self._rows
+    for number, size in enumerate((1, self.longest_prompt)):
+      notify(number, 3)
+      rows.put([Request('compiling', [0] * size, key)])
+      rows.step()
+      rows.end(list(rows.owners))
+    notify(2, 3)
     self._read([[0]], 0)
-    notify(len(requests) + 1, len(requests) + 1)
+    notify(3, 3)
 
   def start(self) -> None:
     self._thread.start()
@@ -238,8 +232,8 @@ class Worker:
     self._taken.clear()
     self._growing.clear()
     traceback.clear_frames(error.__traceback__)  # they hold the rows, for whose memory there may be no second place
-    del self._pool
-    self._pool = self._make_pool()
+    del self._rows
+    self._rows = self._make_rows()
 
   def _tell_all(self, error: Exception, more: Sequence[Job] = ()) -> None:
     for job in [*self._growing.values(), *self._taken, *more]:
@@ -261,7 +255,7 @@ class Worker:
     with self._ready:
       while self.is_idle and not self._is_stopping:
         self._ready.wait()
-      num_free = len(self._pool.free)
+      num_free = len(self._rows.free)
       while self._waiting and len(self._taken) < num_free:
         if not self._waiting[0].is_over:
           self._taken.append(self._waiting[0])
@@ -272,20 +266,18 @@ class Worker:
 
   def _place(self, jobs: Sequence[Job]) -> None:
     """Gives free rows to jobs, together. If that fails, one by one: those that fail alone are told."""
-    pool = self._pool
+    rows = self._rows
     try:
       for job in jobs:
         job.stream = TextStream(self._tokenizer, job.stop)
-      pool.put(
+      rows.put(
         [Request(job, job.tokens, job.key, job.sampling, job.max_tokens, constraint=job.constraint) for job in jobs]
       )
-      self._growing |= {row: own.name for row, own in pool.owners.items() if own.name in jobs}
+      self._growing |= {row: own.name for row, own in rows.owners.items() if own.name in jobs}
     except BaseException as error:
-      if any(array.is_deleted() for array in jax.tree.leaves(pool.state) if isinstance(array, jax.Array)):
+      if any(array.is_deleted() for array in jax.tree.leaves(rows.state) if isinstance(array, jax.Array)):
         raise  # the rows were given to a program that failed
-      for row in pool.owners.keys() - self._growing.keys():
-        del pool.owners[row]
-      pool.end(pool.free)
+      rows.end(rows.owners.keys() - self._growing.keys())
       if len(jobs) == 1:
         self._fail(jobs[0], error)
         return
@@ -307,26 +299,20 @@ class Worker:
   def _advance(self) -> None:
     if not self._growing:
       return
-    pool = self._pool
-    try:
-      pool.advance(1)
-    except NotFiniteError as error:
-      self._fail(self._growing[error.row], error)
-      pool.forgive(error.row)
-      del self._growing[error.row]
-    result = pool.result()
-    ended = []
-    for row, job in list(self._growing.items()):
+    rows, ended = self._rows, []
+    for piece in rows.step():
+      job = self._growing[piece.row]
       try:
-        is_over = self._hand_out(job, result, row)
+        if piece.error is not None:
+          raise piece.error
+        is_over = self._hand_out(job, rows.result, piece.row)
       except BaseException as error:
         self._fail(job, error)
         is_over = True
       if is_over:
-        ended.append(row)
-        del self._growing[row], pool.owners[row]
-    if ended:
-      pool.end(ended)
+        ended.append(piece.row)
+        del self._growing[piece.row]
+    rows.end(ended)
 
   def _hand_out(self, job: Job, result: Generation, row: int) -> bool:
     """Tells a job its new tokens; returns whether its row is free now."""

@@ -112,7 +112,7 @@ def test_what_fails_alone_is_told_alone(stub):
 
 def test_rows_that_a_failed_program_took_are_made_anew(models, tokenizer, monkeypatch):
   worker = make_worker(models, tokenizer)
-  put, failures = worker_module.Pool.put, [1]
+  put, failures = worker_module.Rows.put, [1]
 
   def put_once_badly(self, requests):
     if failures:
@@ -122,7 +122,7 @@ def test_rows_that_a_failed_program_took_are_made_anew(models, tokenizer, monkey
       raise RuntimeError('out of memory')
     put(self, requests)
 
-  monkeypatch.setattr(worker_module.Pool, 'put', put_once_badly)
+  monkeypatch.setattr(worker_module.Rows, 'put', put_once_badly)
   first, second = _AskedJob([1, 2]), _AskedJob([1, 2])
   worker.submit([first])
   with running(worker):
@@ -170,8 +170,8 @@ def test_a_thread_that_cannot_go_on_says_so(stub, monkeypatch, tokenizer):
   def fail(*_, **__):
     raise RuntimeError('the device is lost')
 
-  monkeypatch.setattr(stub._pool, 'advance', fail)
-  monkeypatch.setattr(worker_module, 'Pool', fail)
+  monkeypatch.setattr(stub._rows, 'step', fail)
+  monkeypatch.setattr(worker_module, 'Rows', fail)
   stub.start()
   results = [job.result() for job in waiting]
   assert [type(result) for result in results] == [FailedError, FailedError, EndedError]

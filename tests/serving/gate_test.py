@@ -16,7 +16,7 @@ from decode.serving.answer import Served
 from decode.serving.gate import host_of
 from decode.serving.worker import Job, Worker
 from spectr_jax.io.constraints import ConstraintBusyError
-from tests.serving.stub import LONGEST, NEW, StubPool, client_of, make_app_of, make_stub, patch
+from tests.serving.stub import LONGEST, NEW, StubRows, client_of, make_app_of, make_stub, patch
 
 _POST = '/v1/completions'
 _BODY = {'prompt': 'owl', 'max_tokens': 4}
@@ -175,7 +175,7 @@ def _asgi(path, body, *, leave_after=None):
 
 
 def test_metrics_add_up_whatever_comes(stub, tokenizer, monkeypatch):
-  monkeypatch.setattr(StubPool, 'seconds', 0.001)
+  monkeypatch.setattr(StubRows, 'seconds', 0.001)
   app, draws = make_app_of(stub, tokenizer), random.Random(0)
   expected = {'requests': collections.Counter(), 'continuations': collections.Counter()}
   stub.start()
@@ -327,13 +327,13 @@ def test_who_is_read_for_long_keeps_nobody_waiting(stub, tokenizer, monkeypatch)
 def held(monkeypatch, tokenizer):
   """Makes an endpoint of so many rows and places, whose rounds wait for an event."""
   patch(monkeypatch)
-  let_go, workers, advance = threading.Event(), [], StubPool.advance
+  let_go, workers, advance = threading.Event(), [], StubRows.advance
 
   def wait(self, num_rounds):
     assert let_go.wait(20)
     advance(self, num_rounds)
 
-  monkeypatch.setattr(StubPool, 'advance', wait)
+  monkeypatch.setattr(StubRows, 'advance', wait)
 
   def make(**sizes):
     workers.append(make_stub(tokenizer, **sizes))
