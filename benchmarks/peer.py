@@ -17,7 +17,7 @@ import transformers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
-from spectr_jax.models.transformer import TransformerConfig
+from spectr_jax.models.causal_lm_config import CausalLMConfig
 
 _DTYPES = {'float32': torch.float32, 'bfloat16': torch.bfloat16}
 
@@ -28,13 +28,13 @@ def check_device(device: str) -> None:
     raise ImportError('this torch finds no CUDA device')
 
 
-def make_model(config: TransformerConfig, dtype: str) -> LlamaForCausalLM:
+def make_model(config: CausalLMConfig, dtype: str) -> LlamaForCausalLM:
   """A model of the shape of a configuration of the project's transformer, with random weights of a type."""
   torch.set_num_threads(os.cpu_count())
   sizes = LlamaConfig(
     vocab_size=config.vocab_size, hidden_size=config.embed_dim, intermediate_size=2 * config.mlp_dim // 3,
     num_hidden_layers=config.num_layers, num_attention_heads=config.num_heads,
-    max_position_embeddings=config.max_length, hidden_act='gelu', tie_word_embeddings=True, bos_token_id=None,
+    max_position_embeddings=config.context_length, hidden_act='gelu', tie_word_embeddings=True, bos_token_id=None,
     eos_token_id=None, pad_token_id=None,
   )  # fmt: skip
   return LlamaForCausalLM(sizes).to(_DTYPES[dtype]).eval()

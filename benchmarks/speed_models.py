@@ -20,18 +20,19 @@ from spectr_jax.kernels import native
 from spectr_jax.kernels.int8 import BLOCKS
 from spectr_jax.methods import Method
 from spectr_jax.models import causal_lm, head, one_pass
+from spectr_jax.models.causal_lm import lm1b_config
 from spectr_jax.models.causal_lm_config import CausalLMConfig
 from spectr_jax.models.head import HeadConfig
 from spectr_jax.models.one_pass_config import OnePassConfig
-from spectr_jax.models.transformer import TransformerConfig, init_params, transformer_model
+from spectr_jax.models.transformer import init_params
 from spectr_jax.proposal import Independent, Proposal
 from spectr_jax.sampling import draw
 from spectr_jax.verifiers import Verdict, Verifier
 from train import eagle3_head, one_pass_head
 
 SHAPES = {
-  'A': TransformerConfig(32000, 768, num_layers=10, num_heads=12, mlp_dim=3072, max_length=512),
-  'B': TransformerConfig(32000, 144, num_layers=6, num_heads=4, mlp_dim=576, max_length=512),
+  'A': lm1b_config(32000, 768, num_layers=10, num_heads=12, mlp_dim=3072, context_length=512),
+  'B': lm1b_config(32000, 144, num_layers=6, num_heads=4, mlp_dim=576, context_length=512),
 }
 HEAD_TOKENS = 32000  # tokens that the head guesses, as EAGLE-3 has them
 
@@ -39,10 +40,10 @@ HEAD_TOKENS = 32000  # tokens that the head guesses, as EAGLE-3 has them
 def make_model(shape: str, dtype: str) -> Model:
   """A model of one of `SHAPES` with random weights of a type."""
   config = dataclasses.replace(SHAPES[shape], dtype=dtype)
-  return transformer_model(init_params(jax.random.key(0), config), config).for_decoding()
+  return causal_lm.causal_lm(init_params(jax.random.key(0), config), config).for_decoding()
 
 
-def read_config(name: str, dtype: str) -> TransformerConfig | CausalLMConfig:
+def read_config(name: str, dtype: str) -> CausalLMConfig:
   """The configuration of a name in `SHAPES`, or in a folder."""
   return dataclasses.replace(SHAPES[name], dtype=dtype) if name in SHAPES else read_hub_config(name, dtype=dtype)
 
@@ -63,10 +64,9 @@ def one_pass_config(target: CausalLMConfig, num_slots: int) -> OnePassConfig:
   return one_pass_head.one_pass_config(config, target, 0)
 
 
-def bytes_per_step(config: TransformerConfig | CausalLMConfig) -> int:
+def bytes_per_step(config: CausalLMConfig) -> int:
   """Bytes of the weights that a step reads; of an embedding that is no output head it reads a row per token."""
-  is_tied = not isinstance(config, CausalLMConfig) or config.is_tied
-  unread = 0 if is_tied else config.vocab_size * config.embed_dim
+  unread = 0 if config.is_tied else config.vocab_size * config.embed_dim
   return (config.num_params - unread) * jnp.dtype(config.dtype).itemsize
 
 
@@ -89,7 +89,7 @@ class Models:
     return spectr_jax.load_model(self.target, dtype=self.dtype, weights=self.weights)
 
   @functools.cached_property
-  def config(self) -> TransformerConfig | CausalLMConfig:
+  def config(self) -> CausalLMConfig:
     return causal_lm.config_of(self._loaded[0]) if self.draft is None else read_config(self.target, self.dtype)
 
   def _random(self, name: str, number: int, dtype: str) -> Model:

@@ -15,7 +15,7 @@ def get_config() -> ml_collections.ConfigDict:
   config.vocab_size = 4096
   config.cache_dir = ''  # directory for encoded text; WORKDIR/data if empty
 
-  # Network: spectr_jax.models.transformer.TransformerConfig. dtype is the type of activations and matmuls in training.
+  # Network: spectr_jax.models.causal_lm.lm1b_config. dtype is the type of activations and matmuls in training.
   config.model = ml_collections.ConfigDict(dict(embed_dim=96, num_layers=2, num_heads=3, mlp_dim=384, dtype='float32'))
 
   # The folder, file or name of a model of these sizes and this tokenizer, whose parameters a new run begins with;

@@ -47,15 +47,13 @@ from spectr_jax.methods import METHODS, Method, get_method
 from spectr_jax.model import Model
 from spectr_jax.models import head, one_pass
 from spectr_jax.models.causal_lm import causal_lm
-from spectr_jax.models.causal_lm_config import CausalLMConfig, param_shapes
+from spectr_jax.models.causal_lm_config import CausalLMConfig, lm1b_config, param_shapes
 from spectr_jax.models.head import HeadConfig
 from spectr_jax.models.one_pass_config import OnePassConfig
-from spectr_jax.models.transformer import TransformerConfig, init_params, transformer_model
 from spectr_jax.sharding import make_mesh
 from spectr_jax.tree import TokenTree
 
-Config: TypeAlias = TransformerConfig | CausalLMConfig
-DraftConfig: TypeAlias = Config | HeadConfig | OnePassConfig
+DraftConfig: TypeAlias = CausalLMConfig | HeadConfig | OnePassConfig
 # The kinds of heads that are compiled, of `configs/head.py`.
 _HEAD_FIELDS = {'eagle3': EAGLE3_FIELDS, 'dspark': ONE_PASS_FIELDS, 'dflash': ONE_PASS_FIELDS}
 
@@ -75,12 +73,9 @@ class Report(ProgramReport):
     return super().as_dict() | {'autoregressive_cycles': self.autoregressive.cycles}
 
 
-def abstract_model(config: Config) -> Model:
-  """A model whose parameters are shapes without values; a `TransformerConfig` gives one for contexts of any length."""
-  if isinstance(config, CausalLMConfig):
-    return jax.eval_shape(functools.partial(causal_lm, config=config), param_shapes(config))
-  model = jax.eval_shape(lambda key: transformer_model(init_params(key, config), config), jax.random.key(0))
-  return dataclasses.replace(model, context_length=None)
+def abstract_model(config: CausalLMConfig) -> Model:
+  """A model whose parameters are shapes without values."""
+  return jax.eval_shape(functools.partial(causal_lm, config=config), param_shapes(config))
 
 
 def abstract_head(config: HeadConfig | OnePassConfig, vocab_size: int) -> Drafter:
@@ -91,7 +86,7 @@ def abstract_head(config: HeadConfig | OnePassConfig, vocab_size: int) -> Drafte
 
 
 def abstract_pair(
-  target: Config, draft: DraftConfig | None, sharding: DecodeSharding
+  target: CausalLMConfig, draft: DraftConfig | None, sharding: DecodeSharding
 ) -> tuple[Model, Model | Drafter | None]:
   """A target and its draft without values, with as many copies of key-value heads as the sharding needs.
 
@@ -99,8 +94,7 @@ def abstract_pair(
   """
 
   def make(config, is_divided):
-    is_copied = is_divided and isinstance(config, CausalLMConfig)
-    return abstract_model(config.for_mesh(sharding.mesh) if is_copied else config)
+    return abstract_model(config.for_mesh(sharding.mesh) if is_divided else config)
 
   model = make(target, True)
   if draft is None:
@@ -132,7 +126,7 @@ def analyse(
   method: str | Method,
   tree: TokenTree,
   *,
-  target: Config,
+  target: CausalLMConfig,
   draft: DraftConfig | None,
   batch_size: int,
   prompt_length: int,
@@ -142,9 +136,9 @@ def analyse(
 ) -> Report:
   """Compiles the loop of a method and that of autoregressive decoding, on a mesh whose devices may be absent ones.
 
-  Prompt and new tokens determine the size of a cache; the longest context of a `TransformerConfig` is ignored, and so
-  is the draft by methods without one. `filters`, of `top_k`, `top_p` and `min_p`, are counted. A `ValueError` says what
-  cannot be sharded, does not fit into a context or the memory, or that the method does not take the tree.
+  Prompt and new tokens determine the size of a cache; methods without a draft ignore it. `filters`, of `top_k`,
+  `top_p` and `min_p`, are counted. A `ValueError` says what cannot be sharded, does not fit into a context or the
+  memory, or that the method does not take the tree.
   """
   cache_size = prompt_length + max_new_tokens
   model, small = abstract_pair(target, draft, sharding)
@@ -208,17 +202,18 @@ def describe(report: Report, block_efficiencies: tuple[float, ...]) -> str:
   )
 
 
-def read_config(path: str, dtype: str) -> Config:
+def read_config(path: str, dtype: str) -> CausalLMConfig:
   """The sizes that an option names: `FILE.py[:ARGUMENT]`, a folder with `config.json`, or `ORG/NAME` on the hub."""
   if path.partition(':')[0].endswith('.py'):
     config = config_file.load(path)
     if 'model' not in config:
       raise ValueError(f'{path} does not hold the sizes of a model')
-    return TransformerConfig(config.vocab_size, max_length=config.seq_len, **{**config.model, 'dtype': dtype})
+    # Files of training say how long its rows are, and not how long texts may be.
+    return lm1b_config(config.vocab_size, context_length=2**20, **{**config.model, 'dtype': dtype})
   return read_hub_config(hub_folder(path, files=('config.json',)), dtype=dtype)
 
 
-def read_draft(path: str, target: Config, dtype: str) -> DraftConfig:
+def read_draft(path: str, target: CausalLMConfig, dtype: str) -> DraftConfig:
   """The sizes of a draft: as of `read_config`, or of a head for the target by the kinds of `configs/head.py`."""
   experiment = config_file.load(path) if path.partition(':')[0].endswith('.py') else {}
   if 'kind' not in experiment:
@@ -227,8 +222,6 @@ def read_draft(path: str, target: Config, dtype: str) -> DraftConfig:
   if fields is None:
     raise ValueError(f'draft_config: {path} is not compiled here; of heads {", ".join(_HEAD_FIELDS)} are')
   check_fields(experiment, fields)
-  if not isinstance(target, CausalLMConfig):
-    raise ValueError(f'draft_config: {path} is for public models, and the target is not one')
   vocab_size = min(experiment.get('vocab_size', target.vocab_size), target.vocab_size)
   experiment.update(vocab_size=vocab_size, dtype=dtype, has_unembedding=False)
   if experiment.kind == 'eagle3':

@@ -64,8 +64,8 @@ if TYPE_CHECKING:
   from spectr_jax.io.fit_draft import fit_draft
   from spectr_jax.io.heads.load import load_drafter
   from spectr_jax.io.heads.save import save_drafter
+  from spectr_jax.io.hub.save import save_model
   from spectr_jax.io.load import load_model
-  from spectr_jax.io.model_files import save_model
   from spectr_jax.io.text_stream import TextStream
   from spectr_jax.io.tokenizer import Tokenizer
   from spectr_jax.models import transformer
@@ -106,7 +106,7 @@ _LAZY: dict[str, tuple[str, str | None]] = {
   'load_drafter': ('spectr_jax.io.heads.load', 'load_drafter'),
   'load_model': ('spectr_jax.io.load', 'load_model'),
   'save_drafter': ('spectr_jax.io.heads.save', 'save_drafter'),
-  'save_model': ('spectr_jax.io.model_files', 'save_model'),
+  'save_model': ('spectr_jax.io.hub.save', 'save_model'),
   'testing': ('spectr_jax.testing', None),
   'theory': ('spectr_jax.theory', None),
   'transformer': ('spectr_jax.models.transformer', None),

@@ -40,14 +40,6 @@ def _matrix(path: str, axes: tuple[str, str], *, channel_axis: int = 1) -> tuple
 # `model`: attention by heads, the MLP by hidden units, the embedding by tokens. The other dimension is sharded over
 # `data`, so that every parameter and its optimizer state is stored once.
 _EMBEDDINGS = (*_matrix('embedding', (MODEL, DATA), channel_axis=0), *_matrix('unembedding', (DATA, MODEL)))
-TRANSFORMER_RULES = (
-  *_EMBEDDINGS,
-  *_matrix('(qkv|mlp_in)/kernel', (DATA, MODEL)),
-  *_matrix('(attention_out|mlp_out)/kernel', (MODEL, DATA)),
-  (r'gain', ()),
-)
-
-# The same placement for the parameters of `spectr_jax.models.causal_lm`.
 CAUSAL_LM_RULES = (
   *_EMBEDDINGS,
   (r'position_embedding', (None, DATA)),
@@ -101,7 +93,7 @@ def divide_rows(mesh: Mesh, array: jax.Array) -> jax.Array:
   return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, axes))
 
 
-def shardings(mesh: Mesh, tree: Any, rules: Rules = TRANSFORMER_RULES) -> Any:
+def shardings(mesh: Mesh, tree: Any, rules: Rules = CAUSAL_LM_RULES) -> Any:
   """Chooses a `NamedSharding` for every array in a tree, or shape, by its path; scalars are replicated.
 
   A rule applies to every array whose path ends with its pattern, so also to an optimizer's moments. Sharding over

@@ -8,11 +8,11 @@ from benchmarks import auto, drafters, speed_models
 from decode.experiment.auto_choice import predict_all
 from decode.experiment.options import DecodeOptions
 from decode.experiment.workload import Workload
-from spectr_jax.models.transformer import TransformerConfig
+from spectr_jax.models.causal_lm import lm1b_config
 
 pytestmark = pytest.mark.slow
 
-TINY = TransformerConfig(32000, 16, num_layers=1, num_heads=2, mlp_dim=16, max_length=512)
+TINY = lm1b_config(32000, 16, num_layers=1, num_heads=2, mlp_dim=16, context_length=512)
 
 
 @pytest.fixture(autouse=True)

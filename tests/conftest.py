@@ -16,12 +16,10 @@ from loop_budget import LoopBudget
 
 from spectr_jax.io import compilation_cache
 from spectr_jax.kernels import native
-from spectr_jax.models import transformer
+from spectr_jax.models import causal_lm, transformer
 
 TEXT_SIZE = 32
-CONFIG = transformer.TransformerConfig(
-  vocab_size=17, embed_dim=32, num_layers=2, num_heads=2, mlp_dim=64, max_length=64
-)
+CONFIG = causal_lm.lm1b_config(vocab_size=17, embed_dim=32, num_layers=2, num_heads=2, mlp_dim=64, context_length=64)
 
 
 def pytest_configure(config):
@@ -155,17 +153,17 @@ def highest():
 @pytest.fixture(scope='session')
 def target():
   """A transformer of 2 layers, width 32, vocabulary 17."""
-  params = jax.jit(transformer.init_params, static_argnames='config')(jax.random.key(0), config=CONFIG)
+  params = transformer.init_params(jax.random.key(0), CONFIG)
   # Fresh blocks add little to the embedding and every token would predict itself: with larger ones the context counts.
   params = {k: jax.tree.map(lambda x: 3 * x, v) if k.startswith('layer') else v for k, v in params.items()}
-  return transformer.transformer_model(params, CONFIG)
+  return causal_lm.causal_lm(params, CONFIG)
 
 
 @pytest.fixture(scope='session')
 def draft(target):
   """The target without its second layer: probs overlap by 0.7, likeliest tokens are the same a third of the time."""
   params = {k: v for k, v in target.params.items() if k != 'layer_1'}
-  return transformer.transformer_model(params, dataclasses.replace(CONFIG, num_layers=1))
+  return causal_lm.causal_lm(params, dataclasses.replace(CONFIG, num_layers=1))
 
 
 @pytest.fixture(scope='session')
@@ -174,7 +172,7 @@ def uncached_logits():
 
   def forward(model, tokens):
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    network = transformer.Transformer(transformer.config_of(model))
+    network = transformer.Transformer(causal_lm.config_of(model))
     causal = jnp.tril(jnp.ones((tokens.shape[1],) * 2, bool))
     return network.apply({'params': model.params}, tokens, positions, causal)[0]
 

@@ -24,8 +24,20 @@ from documented import ROOT, Command
 import spectr_jax
 from benchmarks import tabulate
 from examples import copying_drafter, fading_model
-from spectr_jax import METHODS, TokenTree, couplings, draft, generate, table, testing, theory, transformer, verifiers
+from spectr_jax import (
+  METHODS,
+  TokenTree,
+  couplings,
+  draft,
+  generate,
+  table,
+  testing,
+  theory,
+  transformer,
+  verifiers,
+)
 from spectr_jax.methods import FURTHER_METHODS
+from spectr_jax.models import causal_lm
 from spectr_jax.testing import chi_square, prove
 
 _DOCS = ROOT / 'docs'
@@ -551,10 +563,10 @@ def _files_of_runs(directory):
   """Tiny models, texts, results and the log of a training, which stand for those of the commands."""
   words = 'the quick brown fox jumps over the lazy dog while seven wise owls watch from the old oak tree'
   tokenizer = spectr_jax.Tokenizer.train([words] * 4, 320)
-  config = transformer.TransformerConfig(320, embed_dim=16, num_layers=1, num_heads=2, mlp_dim=16, max_length=128)
+  config = causal_lm.lm1b_config(320, embed_dim=16, num_layers=1, num_heads=2, mlp_dim=16, context_length=128)
   for seed, role in enumerate(('target', 'draft')):
     params = transformer.init_params(jax.random.key(seed), config)
-    spectr_jax.save_model(directory / role, transformer.transformer_model(params, config), tokenizer)
+    spectr_jax.save_model(directory / role, causal_lm.causal_lm(params, config), tokenizer)
   (directory / 'prompts.txt').write_text('\n'.join([words] * 3) + '\n')
   (directory / 'text.txt').write_text('\n\n'.join(f'{number} {words}' for number in range(60)) + '\n')
   result = {'method': 'block', 'num_drafts': 1, 'draft_length': 4, 'tokens': 9, 'target_calls': 3}

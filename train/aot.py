@@ -27,9 +27,9 @@ from spectr_jax.aot.cost import COLLECTIVE_SECONDS
 from spectr_jax.aot.hlo_report import ProgramReport, measure
 from spectr_jax.aot.kernels import take_schedules
 from spectr_jax.aot.tpu_slices import describe_topology
-from spectr_jax.io.model_files import read_config
+from spectr_jax.io.hub.load import read_hub_config
 from spectr_jax.kernels.dispatch import tracing_for
-from spectr_jax.models.transformer import init_params, transformer_model
+from spectr_jax.models.causal_lm_config import param_shapes
 from spectr_jax.sharding import shardings
 from train import config_flag, plan
 from train.run import make_config_mesh
@@ -63,11 +63,10 @@ def _teacher(config, mesh: Mesh) -> Teacher | None:
   """
   if not config.distill_from:
     return None
-  sizes = read_config(config.distill_from)
+  sizes = read_hub_config(config.distill_from)
   check_teacher(config, sizes)
   sizes = dataclasses.replace(sizes, dtype=config.distill_dtype or sizes.dtype)
-  params = jax.eval_shape(lambda: transformer_model(init_params(jax.random.key(0), sizes), sizes).params)
-  return Teacher(_placed(mesh, params), sizes, config.distill_weight)
+  return Teacher(_placed(mesh, param_shapes(sizes)), sizes, config.distill_weight)
 
 
 def compile_step(config, mesh: Mesh, *, unroll: bool = False) -> tuple[jax.stages.Compiled, float]:
@@ -107,7 +106,7 @@ def analyse(config, mesh: Mesh, *, collective_seconds: float = COLLECTIVE_SECOND
   flops = plan.train_flops(model_config, *sizes, remat=config.remat)
   of_attention = (4 if config.remat else 3) * plan.attention_flops(model_config, *sizes)
   if config.distill_from:
-    teacher_config = read_config(config.distill_from)
+    teacher_config = read_hub_config(config.distill_from)
     flops += plan.forward_flops(teacher_config, *sizes)
     of_attention += plan.attention_flops(teacher_config, *sizes)
   # The compiler counts no operations of kernels, which are those of attention.

@@ -13,8 +13,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from common import command_line
 from common.text_files import Files
-from spectr_jax.io.model_files import load_transformer
-from spectr_jax.models.transformer import config_of
+from spectr_jax.io.load import load_own
+from spectr_jax.models.causal_lm import config_of
 from spectr_jax.sharding import DATA
 from train.input_pipeline import PackedText, encode_documents
 from train.step import Learner, Teacher, summed_losses, summed_overlaps
@@ -72,10 +72,10 @@ def evaluate_files(
     raise ValueError('no files to evaluate on')
   text = Files(patterns)
   text.paths  # noqa: B018 - refuses missing files before the model is loaded
-  model, tokenizer = load_transformer(model_path, dtype=dtype)
+  model, tokenizer = load_own(model_path, dtype=dtype)
   config = config_of(model)
   packed = encode_documents(tokenizer, text.documents())
-  seq_len = seq_len or config.max_length
+  seq_len = seq_len or config.context_length
   metrics = evaluate(model.params, packed, Learner(config, tokenizer.bos_id), seq_len=seq_len, batch_size=batch_size)
   return {**metrics, 'tokens': len(packed.tokens), 'bytes': packed.num_bytes}
 

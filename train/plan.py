@@ -9,7 +9,7 @@ import jax
 from jax.sharding import Mesh
 
 from spectr_jax.kernels.attention import CAUSAL_BLOCK
-from spectr_jax.models.transformer import TransformerConfig
+from spectr_jax.models.causal_lm_config import CausalLMConfig
 from spectr_jax.sharding import shardings
 from train.step import init_state, make_optimizer
 
@@ -25,7 +25,7 @@ class Entry:
   device_bytes: int  # of one device's shard
 
 
-def state_entries(config, model_config: TransformerConfig, mesh: Mesh) -> list[Entry]:
+def state_entries(config, model_config: CausalLMConfig, mesh: Mesh) -> list[Entry]:
   """Every array of an experiment's train state, with the size of its shards on the mesh."""
   state = jax.eval_shape(lambda: init_state(0, make_optimizer(config), model_config))
   places = jax.tree.leaves(shardings(mesh, state))
@@ -38,21 +38,21 @@ def state_entries(config, model_config: TransformerConfig, mesh: Mesh) -> list[E
   return entries
 
 
-def attention_flops(config: TransformerConfig, num_rows: int, seq_len: int) -> float:
+def attention_flops(config: CausalLMConfig, num_rows: int, seq_len: int) -> float:
   """Floating-point operations of attention's products in a forward pass, as `attend_causally` computes them."""
   ends = [min(start + CAUSAL_BLOCK, seq_len) for start in range(0, seq_len, CAUSAL_BLOCK)]
   num_keys = sum((end - start) * end for start, end in zip([0, *ends], ends)) / seq_len  # that a query reads
   return num_rows * seq_len * config.num_layers * 4 * num_keys * config.embed_dim
 
 
-def forward_flops(config: TransformerConfig, num_rows: int, seq_len: int) -> float:
+def forward_flops(config: CausalLMConfig, num_rows: int, seq_len: int) -> float:
   """Floating-point operations of the products of a forward pass, with attention as `attention_flops` counts it."""
   per_layer = 2 * (4 * config.embed_dim**2 + 2 * config.embed_dim * config.mlp_dim)
   of_tokens = num_rows * seq_len * (config.num_layers * per_layer + 2 * config.vocab_size * config.embed_dim)
   return of_tokens + attention_flops(config, num_rows, seq_len)
 
 
-def train_flops(config: TransformerConfig, num_rows: int, seq_len: int, *, remat: bool = False) -> float:
+def train_flops(config: CausalLMConfig, num_rows: int, seq_len: int, *, remat: bool = False) -> float:
   """Floating-point operations of the products of a training step: the backward pass has twice those of the forward
   pass, and with `remat` the forward pass of the blocks runs once more.
   """
@@ -61,7 +61,7 @@ def train_flops(config: TransformerConfig, num_rows: int, seq_len: int, *, remat
   return 3 * forward + (forward - head if remat else 0)
 
 
-def describe(config, model_config: TransformerConfig, mesh: Mesh) -> str:
+def describe(config, model_config: CausalLMConfig, mesh: Mesh) -> str:
   """The plan as lines of text: the mesh, a table of parameters, and bytes per device of the whole train state."""
   entries = state_entries(config, model_config, mesh)
   params = [entry for entry in entries if entry.path.startswith('params/')]

@@ -14,8 +14,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spectr_jax.aot import hlo_report as compiled
 from spectr_jax.kernels.packed_attention import arrange_packed, attend_packed
+from spectr_jax.models.causal_lm_config import CausalLMConfig
 from spectr_jax.models.layers import unembed
-from spectr_jax.models.transformer import Transformer, TransformerConfig, init_params
+from spectr_jax.models.transformer import Transformer, init_params
 from spectr_jax.sharding import DATA, divide_rows, replicated, shardings, shards_in_program
 from train.block_sums import sum_over_blocks
 
@@ -55,9 +56,9 @@ def make_optimizer(config) -> optax.GradientTransformation:
 
 @dataclasses.dataclass(frozen=True)
 class Learner:
-  """A transformer as it is trained: on packed documents, within which attention stays."""
+  """A decoder as it is trained: on packed documents, within which attention stays."""
 
-  config: TransformerConfig
+  config: CausalLMConfig
   bos_id: int  # begins a document and is never a target
   mesh: Mesh | None = None  # rows are sharded over it; None for one device
   remat: bool = False  # whether gradients recompute blocks, whose activations are then not stored
@@ -70,7 +71,7 @@ class Teacher:
   """A model of the learner's vocabulary, whose distributions the learner is taught."""
 
   params: Any
-  config: TransformerConfig = dataclasses.field(metadata={'static': True})
+  config: CausalLMConfig = dataclasses.field(metadata={'static': True})
   # Weight of the divergence from the teacher in the loss; the loss of the text's own tokens has the rest.
   weight: float = dataclasses.field(default=1.0, metadata={'static': True})
 
@@ -82,14 +83,12 @@ def _packed(params, inputs, learner: Learner, dropout_key: jax.Array | None = No
   mesh = learner.mesh
   network = Transformer(
     learner.config, learner.remat, dropout=0.0 if dropout_key is None else learner.dropout,
-    feature_layers=(learner.config.num_layers + 1,), attend_fn=functools.partial(attend_packed, mesh=mesh),
-    arrange_fn=functools.partial(arrange_packed, mesh=mesh),
+    attend_fn=functools.partial(attend_packed, mesh=mesh), arrange_fn=functools.partial(arrange_packed, mesh=mesh),
   )  # fmt: skip
   if mesh is not None:
     network = network.clone(constrain_fn=functools.partial(divide_rows, mesh))
   rngs = None if dropout_key is None else {'dropout': dropout_key}
-  logits, features, _ = network.apply({'params': params}, inputs, positions, documents, rngs=rngs)
-  return logits, features[:, :, 0]
+  return network.apply({'params': params}, inputs, positions, documents, rngs=rngs)
 
 
 def packed_logits(params, inputs, learner: Learner, dropout_key: jax.Array | None = None) -> jax.Array:
@@ -227,7 +226,7 @@ def make_update(optimizer: optax.GradientTransformation, differentiate: Callable
 
 
 def init_state(
-  seed: int, optimizer: optax.GradientTransformation, model_config: TransformerConfig, params: Any = None
+  seed: int, optimizer: optax.GradientTransformation, model_config: CausalLMConfig, params: Any = None
 ) -> dict[str, Any]:
   """The initial state of a model, of `params` or random ones: that of `new_state`, and the best held-out loss so far
   with its step.
@@ -236,8 +235,6 @@ def init_state(
   return new_state(params, optimizer) | {
     'best_loss': jnp.asarray(jnp.finfo(jnp.float32).max),  # not inf, which would be a sign of trouble
     'best_step': jnp.zeros((), jnp.int32),
-    # A part of every checkpoint. Without it a state has kernels `[out, in]`, some of the same shape, and does not fit.
-    'layout_in_out': jnp.ones((), jnp.int32),
   }
 
 

@@ -17,13 +17,15 @@ from rich import console
 
 from common.progress_bar import ProgressBar
 from spectr_jax.io.checksums import content_hash
-from spectr_jax.io.load import load_model
-from spectr_jax.io.model_files import files_of_model, load_transformer, save_model
+from spectr_jax.io.hub.save import FILES, save_model
+from spectr_jax.io.load import load_model, load_own
 from spectr_jax.io.new_files import check_new_folder
 from spectr_jax.io.tokenizer import Tokenizer, first_difference
 from spectr_jax.io.untrusted import Kind, whole
 from spectr_jax.model import Model
-from spectr_jax.models.transformer import TransformerConfig, config_of, init_params, transformer_model
+from spectr_jax.models.causal_lm import causal_lm, config_of
+from spectr_jax.models.causal_lm_config import CausalLMConfig, lm1b_config
+from spectr_jax.models.transformer import init_params
 from spectr_jax.sharding import is_primary, put, shardings
 from train import plan
 from train.checkpoint import reason_of
@@ -44,7 +46,7 @@ _FIELDS = {
 }
 
 
-def check_config(config) -> TransformerConfig:
+def check_config(config) -> CausalLMConfig:
   """The network's sizes; a `ValueError` names an invalid field, as far as that is known without reading a file."""
   check_fields(config, _FIELDS)
   if config.batch_size % config.num_microbatches:
@@ -52,20 +54,20 @@ def check_config(config) -> TransformerConfig:
       f'config.batch_size {config.batch_size} must be a multiple of config.num_microbatches {config.num_microbatches}'
     )
   try:
-    return TransformerConfig(config.vocab_size, max_length=config.seq_len, **config.model)
+    return lm1b_config(config.vocab_size, context_length=config.seq_len, **config.model)
   except (TypeError, ValueError) as error:
     raise ValueError(f'config.model: {error}') from error
 
 
-def check_teacher(config, teacher_config: TransformerConfig) -> None:
+def check_teacher(config, teacher_config: CausalLMConfig) -> None:
   """Refuses a teacher of another vocabulary or a shorter context than those of `config`, with a `ValueError`."""
   if teacher_config.vocab_size != config.vocab_size:
     raise ValueError(
       f'{config.distill_from} has {teacher_config.vocab_size} tokens, config.vocab_size is {config.vocab_size}'
     )
-  if teacher_config.max_length < config.seq_len:
+  if teacher_config.context_length < config.seq_len:
     raise ValueError(
-      f'{config.distill_from} was trained at {teacher_config.max_length} tokens, config.seq_len is {config.seq_len}'
+      f'{config.distill_from} was trained at {teacher_config.context_length} tokens, config.seq_len is {config.seq_len}'
     )
 
 
@@ -75,7 +77,7 @@ def read_teacher(config, tokenizer: Tokenizer) -> Model | None:
   """
   if not config.distill_from:
     return None
-  model, other = load_transformer(config.distill_from, dtype=config.distill_dtype or None)
+  model, other = load_own(config.distill_from, dtype=config.distill_dtype or None)
   if other.fingerprint != tokenizer.fingerprint:
     raise ValueError(f'{config.distill_from} has another tokenizer than {config.tokenizer}')
   check_teacher(config, config_of(model))
@@ -123,9 +125,7 @@ class _Training(Run):
     self.mesh = make_config_mesh(config)
     source = make_source(config)
     teacher = read_teacher(config, self.tokenizer)
-    like = jax.eval_shape(
-      lambda: transformer_model(init_params(jax.random.key(0), self.model_config), self.model_config)
-    )
+    like = jax.eval_shape(lambda: causal_lm(init_params(jax.random.key(0), self.model_config), self.model_config))
     start = read_start(config, self.tokenizer, like)
     origin = source.describe()
     content = {
@@ -167,8 +167,9 @@ class _Training(Run):
     return self.workdir / 'model'
 
   def check_result(self) -> bool:
-    check_new_folder(self.result, ('model.json', 'tokenizer.json', 'params'), owned=files_of_model)
-    return (self.result / 'model.json').exists()
+    is_ours = (self.result / 'config.json').exists()  # others' folders are theirs
+    check_new_folder(self.result, FILES, owned=lambda folder: FILES if is_ours else ())
+    return (self.result / 'config.json').exists()
 
   @property
   def is_over(self) -> bool:
@@ -224,7 +225,7 @@ class _Training(Run):
     """Writes the current model to `WORKDIR/model`."""
     params = multihost_utils.process_allgather(self.state['params'], tiled=True)
     if is_primary():
-      model = transformer_model(params, self.model_config)
+      model = causal_lm(params, self.model_config)
       info = {'text': self.origin, 'steps': step, 'held_out': held_out}
       try:
         save_model(self.result, model, self.tokenizer, info=info, overwrite=True)
@@ -245,7 +246,7 @@ class _Training(Run):
     """Evaluates the model on all held-out text and writes it. With `config.patience` this is the best model."""
     del held_out  # of some held-out text
     if self.config.patience and self.best_step:
-      best = load_transformer(self.result)[0].params
+      best = load_own(self.result)[0].params
       self.state['params'], self.step = put(best, self.sharding['params']), self.best_step
     final = self._evaluate()
     self.keep_model(self.step, final)

@@ -14,10 +14,10 @@ from typing import Any
 from etils import epath
 from jax.sharding import Mesh
 
-from spectr_jax.io import model_files, untrusted
+from spectr_jax.io import untrusted
 from spectr_jax.io.checksums import file_hash
 from spectr_jax.io.compilation_cache import cache_programs
-from spectr_jax.io.hub.families import read_spec
+from spectr_jax.io.hub.families import OWN, read_spec
 from spectr_jax.io.hub.gguf_config import architecture_of, hub_config, stop_ids
 from spectr_jax.io.hub.gguf_header import read_header
 from spectr_jax.io.hub.gguf_tensors import GgufTensors
@@ -27,13 +27,13 @@ from spectr_jax.io.hub.load import load_hub_model, make_model, read_hub_config, 
 from spectr_jax.io.hub.redundant import settle_head
 from spectr_jax.io.hub.tensors import SafetensorsFolder, read_index
 from spectr_jax.io.tokenizer import Tokenizer, TokenizerBase
+from spectr_jax.io.untrusted import TEXT, map_of, read_object
 from spectr_jax.kernels.int8 import check_weights
 from spectr_jax.model import Model
-from spectr_jax.sharding import MODEL, only_over, put, shardings
 
 # What a model or a head may be read from, beside the files that an index names.
 _FILES = (
-  'model.json', 'params', 'config.json', 'generation_config.json', 'tokenizer.json', 'tokenizer_config.json',
+  'config.json', 'generation_config.json', 'tokenizer.json', 'tokenizer_config.json',
   'special_tokens_map.json', 'chat_template.jinja', 'model.safetensors.index.json', 'model.safetensors',
   'medusa_lm_head.safetensors', 'medusa_lm_head.pt', 'pytorch_model.bin',
 )  # fmt: skip
@@ -48,8 +48,8 @@ def load_model(
   """Reads a model and its tokenizer. Programs that are compiled from now on are kept on disk, see `cache_programs`.
 
   Args:
-    path: A directory that `save_model` wrote, also remote (`gs://...`); a folder as the Hugging Face hub serves it,
-      with `config.json`, safetensors files and `tokenizer.json`; a `.gguf` file; or the name `ORG/NAME` of a model on
+    path: A folder that `save_model` wrote or as the Hugging Face hub serves it, also remote (`gs://...`), with
+      `config.json`, safetensors files and `tokenizer.json`; a `.gguf` file; or the name `ORG/NAME` of a model on
       the hub, which is downloaded to the hub's cache (needs the extra `hub`).
     dtype: The dtype to compute in, `float32` or `bfloat16`; None for the one that the model was saved with, or for
       float32 where that is another one.
@@ -70,6 +70,14 @@ def load_model(
   cache_programs()
   files = open_model(path)
   return files.load(dtype=dtype, weights=weights, mesh=mesh), files.tokenizer()
+
+
+def load_own(path: epath.PathLike, *, dtype: str | None = None) -> tuple[Model, Tokenizer]:
+  """`load_model` of a model that was trained here; `ValueError` for others."""
+  model, tokenizer = load_model(path, dtype=dtype)
+  if not isinstance(tokenizer, Tokenizer):
+    raise ValueError(f'{path} is not a model that was trained here')
+  return model, tokenizer
 
 
 class ModelFiles(abc.ABC):
@@ -95,29 +103,8 @@ class ModelFiles(abc.ABC):
 
 
 @dataclasses.dataclass(frozen=True)
-class _OwnFolder(ModelFiles):
-  """A directory that `save_model` wrote."""
-
-  path: epath.Path
-
-  @property
-  def context_length(self) -> int:
-    return model_files.read_config(self.path).max_length
-
-  def tokenizer(self) -> TokenizerBase:
-    return Tokenizer.load(self.path / 'tokenizer.json')
-
-  def load(self, *, dtype, weights, mesh) -> Model:
-    model, _ = model_files.load_transformer(self.path, dtype=dtype, weights=weights)
-    if mesh is None or model.sharding_rules is None:
-      return model
-    places = shardings(mesh, model.params, only_over(MODEL, model.sharding_rules))
-    return dataclasses.replace(model, params=put(model.params, places))
-
-
-@dataclasses.dataclass(frozen=True)
-class _HubFolder(ModelFiles):
-  """A folder as the hub serves it."""
+class _Folder(ModelFiles):
+  """A folder as the hub serves it, or as `save_model` writes it."""
 
   path: epath.Path
 
@@ -130,9 +117,14 @@ class _HubFolder(ModelFiles):
     return read_hub_config(self.path).context_length
 
   def tokenizer(self) -> TokenizerBase:
-    return load_hub_tokenizer(self.path)
+    is_own = read_json(self.path).get('architectures') == [OWN]
+    return Tokenizer.load(self.path / 'tokenizer.json') if is_own else load_hub_tokenizer(self.path)
 
   def load(self, *, dtype, weights, mesh) -> Model:
+    content = read_object(self.path / 'config.json', {'sha256': map_of(TEXT)})
+    for name, wanted in (content.get('sha256') or {}).items():  # of a model that was trained here
+      if name in _FILES and (self.path / name).exists() and file_hash(self.path / name) != wanted:
+        raise ValueError(f'{self.path / name} is damaged or of another model: its SHA-256 is not that of config.json')
     return load_hub_model(self.path, dtype=dtype, weights=weights, mesh=mesh)
 
 
@@ -177,13 +169,13 @@ def open_model(path: epath.PathLike) -> ModelFiles:
   if path.suffix == '.gguf':
     return GgufFile(path)
   path = hub_folder(path)
-  if (path / 'model.json').exists():
-    return _OwnFolder(path)
   if (path / 'config.json').exists():
-    return _HubFolder(path)
+    return _Folder(path)
+  if (path / 'model.json').exists():
+    raise ValueError(f'{path} is a model in the format of an older version: convert it by python -m train.convert')
   raise ValueError(
-    f'no model at {path}: {untrusted.gguf_files(path)}expected a directory with model.json or config.json, a .gguf'
-    ' file, or the name ORG/NAME of a model on the hub'
+    f'no model at {path}: {untrusted.gguf_files(path)}expected a directory with config.json, a .gguf file,'
+    ' or the name ORG/NAME of a model on the hub'
   )
 
 
@@ -235,13 +227,10 @@ def files_of(path: epath.PathLike) -> list[epath.Path]:
 def hash_content(path: epath.PathLike) -> str:
   """The first 16 hexadecimal digits of a SHA-256 of what a model or a head is read from, wherever it stands.
 
-  A folder that `save_model` wrote has the hashes of its files in `model.json`, which reading it checks, so that file
-  alone is hashed. Others are hashed by all cores at once, at 0.5 to 2 GB a second for each. A file that cannot be read
-  raises `ValueError`.
+  Files are hashed by all cores at once, at 0.5 to 2 GB a second for each. One that cannot be read raises `ValueError`.
   """
   path = epath.Path(path) if str(path).endswith('.gguf') else hub_folder(path)
-  files = [path / 'model.json'] if (path / 'model.json').exists() else files_of(path)
-  sizes = {file: file.stat().length for file in files if file.exists() and not file.is_dir()}
+  sizes = {file: file.stat().length for file in files_of(path) if file.exists() and not file.is_dir()}
   if not sizes:
     raise ValueError(f'no model at {path}: none of the files that one is read from is there')
   places = [(file, begin) for file, size in sizes.items() for begin in range(0, size, _PART)]

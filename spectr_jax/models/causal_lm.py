@@ -1,12 +1,12 @@
-"""One decoder that public checkpoints configure: Llama, Mistral, Qwen, Gemma, GPT-NeoX, GPT-2.
+"""The decoder of all models: of Llama, Mistral, Qwen, Gemma, GPT-NeoX and GPT-2, and of those that are trained here.
 
-`causal_lm_config` has its sizes and parameters. A bias, a gate, an output head or a norm is applied where the
-parameters have it.
+`causal_lm_config` has its sizes and parameters, `transformer` trains it. A bias, a gate, an output head or a norm is
+applied where the parameters have it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,13 +15,16 @@ import numpy as np
 
 from spectr_jax.kernels.attention import Rotation, attend, rotary_angles
 from spectr_jax.kernels.block_kernel import is_in_blocks
+from spectr_jax.kernels.dispatch import operation
 from spectr_jax.kernels.layouts import heads_in_order
 from spectr_jax.kernels.matrices import JOINED, matmul, params_for_decoding
 from spectr_jax.kernels.products import accumulation_dtype
+from spectr_jax.kernels.tpu import fused_layers
 from spectr_jax.model import KVCache, Model, ModelOutput, slots_of
 from spectr_jax.models import functions, layers
 from spectr_jax.models.causal_lm_config import ACTIVATIONS, CausalLMConfig, Rope, param_shapes
 from spectr_jax.models.causal_lm_config import init_params as init_params
+from spectr_jax.models.causal_lm_config import lm1b_config as lm1b_config
 from spectr_jax.models.functions import model_functions
 from spectr_jax.sharding import CAUSAL_LM_RULES
 
@@ -112,10 +115,12 @@ def mix(config: CausalLMConfig, layer: int, query, key, value, visible, cache: K
   return attend(query, keys, values, pending_mask, prefix, **options), keys, values
 
 
-def attention(params, config: CausalLMConfig, layer: int, x, rotation, visible, cache: KVCache | None):
+def attention(
+  params, config: CausalLMConfig, layer: int, x, rotation, visible, cache: KVCache | None, *, mix_fn: Callable = mix
+):
   """The output `[B, N, embed_dim]` for `x` `[B, N, in]`, and the layer's pending keys and values; see `mix`."""
   query, key, value = project(params, config, x, rotation)
-  mixed, keys, values = mix(config, layer, query, key, value, visible, cache)
+  mixed, keys, values = mix_fn(config, layer, query, key, value, visible, cache)
   return linear(params['out'], mixed.reshape(*x.shape[:2], -1)), keys, values
 
 
@@ -135,17 +140,33 @@ def mlp(params, config: CausalLMConfig, x: jax.Array) -> jax.Array:
   return linear(params['down'], hidden)
 
 
-def block(params, config: CausalLMConfig, layer: int, x, rotation, visible, cache: KVCache | None):
-  """The stream `[B, N, embed_dim]` after a block, given `x` before it, and the layer's pending keys and values."""
+def block(
+  params,
+  config: CausalLMConfig,
+  layer: int,
+  x,
+  rotation,
+  visible,
+  cache: KVCache | None,
+  *,
+  mix_fn: Callable = mix,
+  drop_fn: Callable[[str, jax.Array], jax.Array] = lambda part, out: out,
+):
+  """The stream `[B, N, embed_dim]` after a block, given `x` before it, and the layer's pending keys and values.
 
-  def post(name, out):
-    return norm(params[name], out, config) if config.has_post_norms else out
+  Training has another `mix`, and drops entries of what the parts `attention` and `mlp` add.
+  """
+
+  def post(part, out):
+    return drop_fn(part, norm(params[f'{part}_post_norm'], out, config) if config.has_post_norms else out)
 
   normed = norm(params['attention_norm'], x, config)
-  attended, keys, values = attention(params['attention'], config, layer, normed, rotation, visible, cache)
-  after = x + post('attention_post_norm', attended)
+  attended, keys, values = attention(
+    params['attention'], config, layer, normed, rotation, visible, cache, mix_fn=mix_fn
+  )
+  after = x + post('attention', attended)
   normed = norm(params['mlp_norm'], x if config.is_parallel else after, config)
-  return after + post('mlp_post_norm', mlp(params['mlp'], config, normed)), keys, values
+  return after + post('mlp', mlp(params['mlp'], config, normed)), keys, values
 
 
 def _embed(params, tokens, *, config):
@@ -159,9 +180,22 @@ def _unembed(params, features, *, config):
   return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
-def _streams(params, tokens, positions, mask, cache, *, config):
-  """The stream before and after every block and after the final norm, and the pending keys and values of all layers."""
-  x = _embed(params, tokens, config=config)
+def streams_of(
+  params: Mapping[str, Any],
+  config: CausalLMConfig,
+  tokens: jax.Array,
+  positions: jax.Array,
+  mask: jax.Array,
+  cache: KVCache | None = None,
+  *,
+  block_fn: Callable = block,
+  constrain_fn: Callable[[jax.Array], jax.Array] = lambda x: x,
+) -> tuple[list[jax.Array], list[tuple[jax.Array, jax.Array]]]:
+  """The stream before and after every block and after the final norm, and the pending keys and values of all layers.
+
+  Training has another `block`, and constrains activations to their sharding.
+  """
+  x = constrain_fn(_embed(params, tokens, config=config))
   if config.rope is None:
     # Padding may stand at any position; a missing one would embed as NaN.
     x += jnp.take(params['position_embedding'], positions, axis=0, mode='clip')
@@ -173,7 +207,8 @@ def _streams(params, tokens, positions, mask, cache, *, config):
   pending, streams = [], [x]
   for layer in range(config.num_layers):
     rotation, seen = rotations[config.rope_of(layer)], visible[config.window(layer)]
-    x, keys, values = block(params[f'layer_{layer}'], config, layer, x, rotation, seen, cache)
+    x, keys, values = block_fn(params[f'layer_{layer}'], config, layer, x, rotation, seen, cache)
+    x = constrain_fn(x)
     pending.append((keys, values))
     streams.append(x)
   return [*streams, norm(params['final_norm'], x, config)], pending
@@ -184,15 +219,19 @@ def hidden_states(params: Mapping[str, Any], config: CausalLMConfig, tokens: jax
   size = tokens.shape[1]
   positions = jnp.broadcast_to(jnp.arange(size), tokens.shape)
   causal = jnp.tril(jnp.ones((1, size, size), bool))
-  return _streams(params, tokens, positions, causal, None, config=config)[0][-1]
+  return streams_of(params, config, tokens, positions, causal)[0][-1]
 
 
+@operation
 def _apply(params, tokens, positions, mask, cache, *, config, feature_layers):
   mask = mask[None] if mask.ndim == 2 else mask
-  streams, pending = _streams(params, tokens, positions, mask, cache, config=config)
+  streams, pending = streams_of(params, config, tokens, positions, mask, cache)
   features = jnp.stack([streams[layer] for layer in feature_layers], axis=2) if feature_layers else None
   cache = cache.with_pending(pending, tokens.shape[1])
   return ModelOutput(_unembed(params, streams[-1], config=config), cache, features)
+
+
+fused_layers.register(_apply, _embed, _unembed)
 
 
 def _for_decoding(params, *, config):

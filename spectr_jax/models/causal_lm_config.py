@@ -51,14 +51,18 @@ class Rope:
       raise ValueError(f'the magnitude of rotary positions must be finite and above 0, got {self.magnitude!r}')
 
 
+def check_size(name: str, value: Any, most: int | None = None) -> None:
+  """Checks that a number is a positive integer, at most `most`; ValueError if it is not."""
+  if type(value) is not int or value < 1:
+    raise ValueError(f'{name} must be a positive integer, got {value!r}')
+  if most is not None and value > most:
+    raise ValueError(f'{name} must be at most {most}, got {value}')
+
+
 def check_sizes(config: Any, *names: str, most: int | None = None) -> None:
-  """Checks that fields are positive integers, at most `most`; ValueError if one is not."""
+  """`check_size` of fields."""
   for name in names:
-    value = getattr(config, name)
-    if type(value) is not int or value < 1:
-      raise ValueError(f'{name} must be a positive integer, got {value!r}')
-    if most is not None and value > most:
-      raise ValueError(f'{name} must be at most {most}, got {value}')
+    check_size(name, getattr(config, name), most)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,6 +217,55 @@ class CausalLMConfig:
     """The rotary positions of a layer, or None for learned ones."""
     has_own = self.window_rope is not None and self.window(layer) is not None
     return self.window_rope if has_own else self.rope
+
+
+def lm1b_config(
+  vocab_size: int,
+  embed_dim: int,
+  num_layers: int,
+  num_heads: int,
+  mlp_dim: int,
+  context_length: int,
+  dtype: str = 'float32',
+) -> CausalLMConfig:
+  """The decoder that is trained here, shaped as Flax's LM1B example: an MLP without a gate, and tied embeddings.
+
+  Whole heads are rotated, with base 10000. Inputs are scaled up to unit variance.
+
+  Raises:
+    ValueError: A size or the type is not allowed, or `embed_dim` is not an even multiple of `num_heads`.
+  """
+  for name, value in (('embed_dim', embed_dim), ('num_heads', num_heads)):
+    check_size(name, value)
+  if embed_dim % (2 * num_heads):
+    raise ValueError(f'embed_dim {embed_dim} must be an even multiple of num_heads {num_heads}')
+  head_dim = embed_dim // num_heads
+  half = head_dim // 2
+  return CausalLMConfig(
+    vocab_size,
+    embed_dim,
+    num_layers,
+    num_heads,
+    num_kv_heads=num_heads,
+    head_dim=head_dim,
+    mlp_dim=mlp_dim,
+    context_length=context_length,
+    dtype=dtype,
+    rope=Rope(tuple(10000.0 ** (-i / half) for i in range(half))),
+    is_gated=False,
+    activation='gelu_tanh',
+    embedding_scale=embed_dim**0.5,
+    is_tied=True,
+  )
+
+
+def is_lm1b(config: CausalLMConfig) -> bool:
+  """Whether a configuration is one of `lm1b_config`, whatever the type of its caches and the copies of its weights."""
+  if config.embed_dim % (2 * config.num_heads):
+    return False
+  names = ('vocab_size', 'embed_dim', 'num_layers', 'num_heads', 'mlp_dim', 'context_length', 'dtype')
+  plain = lm1b_config(*(getattr(config, name) for name in names))
+  return dataclasses.replace(config, cache_dtype=None, weights=None) == plain
 
 
 def param_shapes(config: CausalLMConfig) -> dict[str, Any]:

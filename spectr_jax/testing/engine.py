@@ -14,13 +14,14 @@ from spectr_jax.engine.generate import generate
 from spectr_jax.engine.result import ORIGIN_CORRECTION
 from spectr_jax.methods import Method
 from spectr_jax.model import Model
+from spectr_jax.models.causal_lm import causal_lm, lm1b_config
 from spectr_jax.models.table import table_model
 from spectr_jax.sampling import SamplingParams, logits_to_probs
 from spectr_jax.theory import MarkovChains
 from spectr_jax.tree import TokenTree
 
 
-def tiny_transformers(seed: int = 12, *, vocab_size: int = 5, width: int = 16) -> tuple[Model, Model]:
+def tiny_transformers(seed: int = 16, *, vocab_size: int = 5, width: int = 16) -> tuple[Model, Model]:
   """A target of two layers with random parameters, and a draft that is the target without its second layer.
 
   The two differ enough that tokens are accepted, rejected and cut by top-k and top-p. With the default seed, a
@@ -28,18 +29,16 @@ def tiny_transformers(seed: int = 12, *, vocab_size: int = 5, width: int = 16) -
   by .2 to .35 in total variation and have an entropy of about 1.4 bits. `width`, a multiple of 4, is that of the
   residual stream.
   """
-  from spectr_jax.models import transformer  # needs Flax, as nothing else of the proofs does
+  from spectr_jax.models.transformer import init_params  # needs Flax, as nothing else of the proofs does
 
-  config = transformer.TransformerConfig(
-    vocab_size, embed_dim=width, num_layers=2, num_heads=2, mlp_dim=2 * width, max_length=32
-  )
-  params = jax.jit(transformer.init_params, static_argnames='config')(jax.random.key(seed), config=config)
+  config = lm1b_config(vocab_size, embed_dim=width, num_layers=2, num_heads=2, mlp_dim=2 * width, context_length=32)
+  params = init_params(jax.random.key(seed), config)
   # Freshly initialized blocks add little to the embedding, so that every token would predict itself. Larger ones make
   # the context count.
   params = {k: jax.tree.map(lambda x: 3 * x, v) if k.startswith('layer') else v for k, v in params.items()}
-  target = transformer.transformer_model(params, config)
+  target = causal_lm(params, config)
   params = {k: v for k, v in params.items() if k != 'layer_1'}
-  return target, transformer.transformer_model(params, dataclasses.replace(config, num_layers=1))
+  return target, causal_lm(params, dataclasses.replace(config, num_layers=1))
 
 
 @jax.jit

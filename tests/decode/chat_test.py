@@ -23,7 +23,7 @@ from decode import chat, conversation
 from decode.experiment.options import DecodeOptions
 from spectr_jax import Decoder, SamplingParams, Session, TokenTree, lookup_beside
 from spectr_jax.io.hub.hub_tokenizer import HubTokenizer
-from spectr_jax.models import transformer
+from spectr_jax.models import causal_lm, transformer
 from tests.draft.tiny_heads import tiny_head
 
 _NEW, _CONTEXT = 10, 200
@@ -40,10 +40,10 @@ def tokenizer():
 
 @pytest.fixture(scope='module')
 def target(tokenizer):
-  config = transformer.TransformerConfig(
-    tokenizer.vocab_size, embed_dim=16, num_layers=1, num_heads=2, mlp_dim=16, max_length=_CONTEXT
+  config = causal_lm.lm1b_config(
+    tokenizer.vocab_size, embed_dim=16, num_layers=1, num_heads=2, mlp_dim=16, context_length=_CONTEXT
   )
-  return transformer.transformer_model(transformer.init_params(jax.random.key(0), config), config)
+  return causal_lm.causal_lm(transformer.init_params(jax.random.key(0), config), config)
 
 
 @pytest.fixture(scope='module')
@@ -169,8 +169,8 @@ def test_turns_that_cannot_be_answered_leave_the_conversation_as_it_was(decoder,
 
 def test_a_token_that_the_target_does_not_have_is_named(tokenizer):
   """The tokenizer has 301 ids, and `<pad>` is the last."""
-  config = transformer.TransformerConfig(300, embed_dim=16, num_layers=1, num_heads=2, mlp_dim=16, max_length=_CONTEXT)
-  target = transformer.transformer_model(transformer.init_params(jax.random.key(0), config), config)
+  config = causal_lm.lm1b_config(300, embed_dim=16, num_layers=1, num_heads=2, mlp_dim=16, context_length=_CONTEXT)
+  target = causal_lm.causal_lm(transformer.init_params(jax.random.key(0), config), config)
   decoder = Decoder.make(target, None, method='autoregressive', max_new_tokens=_NEW, cache_size=_CONTEXT, eos_id=41)
   padded = _tokenizer("<pad>{{ messages[0]['content'] }}")
   _fails(_chat(decoder, padded), 'x', "the token '<pad>' of id 300, and the target has ids from 0 to 299")

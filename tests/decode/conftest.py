@@ -8,7 +8,7 @@ import small_head
 
 from decode.experiment.options import DecodeOptions
 from spectr_jax import Tokenizer, save_model
-from spectr_jax.models import transformer
+from spectr_jax.models import causal_lm, transformer
 
 _TEXT = 'the quick brown fox jumps over the lazy dog while seven wise owls watch from the old oak tree ' * 4
 
@@ -27,9 +27,9 @@ def save_tiny_model():
 
   def save_tiny_model(path, seed, text=_TEXT):
     tokenizer = train(text)
-    config = transformer.TransformerConfig(320, embed_dim=16, num_layers=1, num_heads=2, mlp_dim=16, max_length=64)
+    config = causal_lm.lm1b_config(320, embed_dim=16, num_layers=1, num_heads=2, mlp_dim=16, context_length=64)
     params = init_params(jax.random.key(seed), config=config)
-    save_model(path, transformer.transformer_model(params, config), tokenizer)
+    save_model(path, causal_lm.causal_lm(params, config), tokenizer)
     return str(path)
 
   return save_tiny_model

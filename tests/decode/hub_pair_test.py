@@ -20,9 +20,9 @@ _QUESTION = 'the owl <|im_end|>'
 
 
 def _model(seed, vocab_size):
-  config = transformer.TransformerConfig(vocab_size, embed_dim=16, num_layers=1, num_heads=2, mlp_dim=16, max_length=96)
+  config = causal_lm.lm1b_config(vocab_size, embed_dim=16, num_layers=1, num_heads=2, mlp_dim=16, context_length=96)
   init_params = jax.jit(transformer.init_params, static_argnames='config')
-  return transformer.transformer_model(init_params(jax.random.key(seed), config=config), config)
+  return causal_lm.causal_lm(init_params(jax.random.key(seed), config=config), config)
 
 
 @pytest.fixture

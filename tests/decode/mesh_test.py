@@ -17,7 +17,7 @@ from small_head import save_head, save_one_pass
 from spectr_jax import Tokenizer, TokenTree, generate, save_model
 from spectr_jax.draft import model_drafter
 from spectr_jax.engine.sharding import DecodeSharding
-from spectr_jax.models import table, transformer
+from spectr_jax.models import causal_lm, table, transformer
 from spectr_jax.sharding import make_mesh
 from tests.slow import slow
 
@@ -37,10 +37,10 @@ def wide_pair(tmp_path_factory):
   directory = tmp_path_factory.mktemp('wide')
   tokenizer, paths = Tokenizer.train([_TEXT], 320), {}
   for seed, (role, num_layers) in enumerate({'target': 2, 'draft': 1}.items()):
-    config = transformer.TransformerConfig(320, 32, num_layers, num_heads=8, mlp_dim=32, max_length=64)
+    config = causal_lm.lm1b_config(320, 32, num_layers, num_heads=8, mlp_dim=32, context_length=64)
     params = jax.tree.map(lambda x: 2 * x, _init_params(jax.random.key(seed), config=config))
     paths[role] = directory / role
-    save_model(paths[role], transformer.transformer_model(params, config), tokenizer)
+    save_model(paths[role], causal_lm.causal_lm(params, config), tokenizer)
   prompts = directory / 'prompts.jsonl'
   prompts.write_text('\n'.join(json.dumps({'prompt': text}) for text in _PROMPTS))
   return [f'--{name}={path}' for name, path in {**paths, 'prompts': prompts}.items()]
@@ -193,8 +193,8 @@ def test_bad_meshes_are_refused(wide_pair, arguments, message):
 
 
 def _model(num_heads=2, vocab_size=6):
-  config = transformer.TransformerConfig(vocab_size, 8 * num_heads, 1, num_heads, 16, 32)
-  return transformer.transformer_model(_init_params(jax.random.key(0), config=config), config)
+  config = causal_lm.lm1b_config(vocab_size, 8 * num_heads, 1, num_heads, 16, 32)
+  return causal_lm.causal_lm(_init_params(jax.random.key(0), config=config), config)
 
 
 _MESH = AbstractMesh((2, 4), ('data', 'model'))

@@ -16,7 +16,7 @@ from spectr_jax import METHODS, Confident, TokenTree, growing, lookup_beside, vo
 from spectr_jax.draft import Commitment, DraftContext, DraftRequest
 from spectr_jax.draft.shared_vocabulary import SharedVocabulary
 from spectr_jax.draft.vocabulary_drafter import VocabularyDrafter
-from spectr_jax.models import table, transformer
+from spectr_jax.models import causal_lm, table, transformer
 from spectr_jax.proposal import Independent
 from spectr_jax.sampling import SamplingParams
 from spectr_jax.testing import ContextTables, enumeration_error, random_tables
@@ -26,16 +26,16 @@ from tests.slow import slow, slow_but
 
 pytestmark = pytest.mark.usefixtures('highest')
 
-_CONFIG = transformer.TransformerConfig(6, embed_dim=16, num_layers=1, num_heads=2, mlp_dim=16, max_length=96)
+_CONFIG = causal_lm.lm1b_config(6, embed_dim=16, num_layers=1, num_heads=2, mlp_dim=16, context_length=96)
 _TREES = {'chain': TokenTree.chains(1, 3), 'unequal': TokenTree((0, 0, 0, 0, 2, 2, 4, 6))}
 
 
 @functools.cache
 def _draft(max_length=96):
-  config = dataclasses.replace(_CONFIG, max_length=max_length)
-  params = jax.jit(transformer.init_params, static_argnames='config')(jax.random.key(3), config=config)
+  config = dataclasses.replace(_CONFIG, context_length=max_length)
+  params = transformer.init_params(jax.random.key(3), config)
   params = {k: jax.tree.map(lambda x: 3 * x, v) if k.startswith('layer') else v for k, v in params.items()}
-  return transformer.transformer_model(params, config)
+  return causal_lm.causal_lm(params, config)
 
 
 def _drafter(**options):

@@ -9,7 +9,7 @@ import pytest
 
 import spectr_jax
 from spectr_jax import METHODS, TokenTree, with_epsilon
-from spectr_jax.models.transformer import config_of, transformer_model
+from spectr_jax.models.causal_lm import causal_lm, config_of
 from tests.engine.runs import (
   KINDS,
   LENGTHS,
@@ -54,8 +54,7 @@ def test_temperature_zero_is_greedy(target, draft, method):
 def test_double_precision(target, draft, method):
   with jax.enable_x64(True):
     models = [
-      transformer_model(model.params, dataclasses.replace(config_of(model), dtype='float64'))
-      for model in (target, draft)
+      causal_lm(model.params, dataclasses.replace(config_of(model), dtype='float64')) for model in (target, draft)
     ]
     assert models[0].params['embedding'].dtype == np.float64
     results = [generate(models, name, make_keys(), temperature=0.0) for name in (method, 'autoregressive')]

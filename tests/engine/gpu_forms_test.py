@@ -11,9 +11,10 @@ import spectr_jax
 from spectr_jax import SamplingParams, TokenTree
 from spectr_jax.kernels import dispatch, on_demand
 from spectr_jax.methods import METHODS
-from spectr_jax.models.transformer import TransformerConfig, init_params, transformer_model
+from spectr_jax.models.causal_lm import causal_lm, lm1b_config
+from spectr_jax.models.transformer import init_params
 
-_CONFIG = TransformerConfig(vocab_size=300, embed_dim=32, num_layers=2, num_heads=2, mlp_dim=64, max_length=64)
+_CONFIG = lm1b_config(vocab_size=300, embed_dim=32, num_layers=2, num_heads=2, mlp_dim=64, context_length=64)
 _TREE = {1: TokenTree.chains(1, 3), 3: TokenTree.chains(3, 3)}
 
 
@@ -27,7 +28,7 @@ def vocabulary_is_large(monkeypatch):
 def models():
   def make(seed, num_layers):
     config = dataclasses.replace(_CONFIG, num_layers=num_layers)
-    return transformer_model(init_params(jax.random.key(seed), config), config)
+    return causal_lm(init_params(jax.random.key(seed), config), config)
 
   return make(0, 2), make(1, 1)
 

@@ -10,14 +10,14 @@ import pytest
 import spectr_jax
 from spectr_jax import NotFiniteError, log_likelihood
 from spectr_jax.engine import likelihood
-from spectr_jax.models import transformer
+from spectr_jax.models import causal_lm, transformer
 
-_CONFIG = transformer.TransformerConfig(17, embed_dim=32, num_layers=2, num_heads=2, mlp_dim=64, max_length=160)
+_CONFIG = causal_lm.lm1b_config(17, embed_dim=32, num_layers=2, num_heads=2, mlp_dim=64, context_length=160)
 
 
 @pytest.fixture(scope='module')
 def model():
-  return transformer.transformer_model(transformer.init_params(jax.random.key(0), _CONFIG), _CONFIG)
+  return causal_lm.causal_lm(transformer.init_params(jax.random.key(0), _CONFIG), _CONFIG)
 
 
 @pytest.fixture(scope='module')
@@ -88,7 +88,7 @@ def test_impossible_tokens_are_minus_infinity(model):
 
 
 def _apply_nan(params, tokens, positions, mask, cache):
-  output = transformer.transformer_model(params, _CONFIG).apply(tokens, positions, mask, cache)
+  output = causal_lm.causal_lm(params, _CONFIG).apply(tokens, positions, mask, cache)
   is_bad = (tokens == 7)[..., None]
   return dataclasses.replace(output, logits=jnp.where(is_bad, jnp.nan, output.logits))
 

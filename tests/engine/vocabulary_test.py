@@ -11,7 +11,7 @@ from spectr_jax import Session, TokenTree, vocabulary_drafter
 from spectr_jax.engine.generate import generate_many
 from spectr_jax.engine.rows import Request
 from spectr_jax.engine.sharding import DecodeSharding
-from spectr_jax.models import transformer
+from spectr_jax.models import causal_lm, transformer
 from spectr_jax.sharding import make_mesh
 from tests.conftest import CONFIG
 from tests.draft.toy_vocabularies import other_vocabulary
@@ -25,9 +25,9 @@ pytestmark = pytest.mark.usefixtures('highest')
 def drafter():
   """A draft of 23 tokens, of which 11 are among the target's 17."""
   config = dataclasses.replace(CONFIG, vocab_size=23, num_layers=1)
-  params = jax.jit(transformer.init_params, static_argnames='config')(jax.random.key(5), config=config)
+  params = transformer.init_params(jax.random.key(5), config)
   vocabulary = other_vocabulary(num_draft=23, num_target=CONFIG.vocab_size, num_shared=11)
-  return vocabulary_drafter(transformer.transformer_model(params, config), vocabulary)
+  return vocabulary_drafter(causal_lm.causal_lm(params, config), vocabulary)
 
 
 def _assert_same(found, wanted):

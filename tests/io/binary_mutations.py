@@ -8,7 +8,6 @@ import os
 import pathlib
 import pickle
 import random
-import shutil
 import struct
 import sys
 import zipfile
@@ -19,10 +18,8 @@ import hostile
 import ml_dtypes
 import numpy as np
 import safetensors.numpy
-import tensorstore as ts
 
 from spectr_jax.io.hub import gguf_header, gguf_tensors, tensors, torch_file
-from spectr_jax.io.stored_params import StoredParams
 
 
 def _read_all(found):
@@ -167,80 +164,7 @@ def _gguf(folder):
   return [path], mutate, lambda: read_gguf(path)
 
 
-# Parameters in Orbax's layout.
-
-SHAPES = {'embedding': (6, 4), 'layer_0.gain': (4,)}
-
-
-def _crc32c(content):
-  found = 0xFFFFFFFF
-  for byte in content:
-    found = _CRC32C[(found ^ byte) & 0xFF] ^ found >> 8
-  return found ^ 0xFFFFFFFF
-
-
-def _divided(byte):
-  for _ in range(8):
-    byte = byte >> 1 ^ (0x82F63B78 if byte & 1 else 0)
-  return byte
-
-
-_CRC32C = [_divided(byte) for byte in range(256)]
-
-
-def write_params(folder, compression=None, **changes):
-  """Writes arrays as Orbax does; `changes` replace fields of the description of one."""
-  config = {'compression': compression, 'max_inline_value_bytes': 0}
-  store = {'driver': 'ocdbt', 'base': {'driver': 'file', 'path': f'{folder}/'}, 'config': config}
-  for name, shape in SHAPES.items():
-    described = {'shape': shape, 'chunks': shape, 'dtype': '<f4', 'compressor': {'id': 'zstd', 'level': 1}}
-    described |= changes if name == 'embedding' else {}
-    array = ts.open({'driver': 'zarr', 'kvstore': {**store, 'path': f'{name}/'}, 'metadata': described}, create=True)
-    if not changes:
-      array.result().write(np.arange(np.prod(shape), dtype=np.float32).reshape(shape) + 1).result()
-    else:
-      array.result()
-
-
-def _params(folder):
-  kept = folder / 'kept'
-  write_params(kept / 'plain')
-  write_params(kept / 'compressed', {'id': 'zstd'})
-  path = shutil.copytree(kept / 'plain', folder / 'params')
-  files = sorted(file.relative_to(kept) for file in kept.rglob('*') if file.is_file())
-
-  def mutate(rng):
-    file = rng.choice(files)
-    shutil.rmtree(path, ignore_errors=True)
-    shutil.copytree(kept / file.parts[0], path)
-    content = (kept / file).read_bytes()
-    if content[:3] == b'\x0c\xdb:' and rng.random() < 0.9:  # with the right size and checksum
-      content = bytearray(content[:12] + hostile.mutated_bytes(content[12:-4], rng))
-      content[4:12] = struct.pack('<Q', len(content) + 4)
-      content += struct.pack('<I', _crc32c(content))
-    elif rng.random() < 0.9:
-      content = _mutated_nodes(content, rng)
-    else:
-      content = hostile.mutated_bytes(content, rng)
-    (path / pathlib.Path(*file.parts[1:])).write_bytes(content)
-
-  return [path], mutate, lambda: StoredParams(path).read(SHAPES, np.dtype(np.float32))
-
-
-def _mutated_nodes(content, rng):
-  """A file of data with one of its nodes mutated, of the same size and with the right checksum."""
-  places = [at for at in range(len(content) - 12) if content[at : at + 2] == b'\x0c\xdb']
-  if not places:
-    return hostile.mutated_bytes(content, rng)
-  at = rng.choice(places)
-  size = int.from_bytes(content[at + 4 : at + 12], 'little')
-  inner = bytearray(hostile.mutated_bytes(content[at + 12 : at + size - 4], rng))
-  inner = inner[: size - 16].ljust(size - 16, b'\0')
-  node = content[at : at + 12] + inner
-  return content[:at] + node + struct.pack('<I', _crc32c(node)) + content[at + size :]
-
-
-_KINDS = {'torch': _torch, 'safetensors': _safetensors, 'gguf': _gguf, 'params': _params}
+_KINDS = {'torch': _torch, 'safetensors': _safetensors, 'gguf': _gguf}
 
 
 def main(kind, folder, num):

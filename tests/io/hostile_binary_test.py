@@ -14,16 +14,15 @@ import hostile
 import numpy as np
 import pytest
 import safetensors.numpy
-from binary_mutations import SHAPES, write_gguf, write_params
+from binary_mutations import write_gguf
 
 from spectr_jax import load_drafter, load_model
 from spectr_jax.io.hub.gguf_header import read_header
 from spectr_jax.io.hub.tensors import SafetensorsFolder
-from spectr_jax.io.stored_params import StoredParams
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('kind', ['torch', 'safetensors', 'gguf', 'params'])
+@pytest.mark.parametrize('kind', ['torch', 'safetensors', 'gguf'])
 def test_mutations(kind, tmp_path):
   """In a process of its own, which must not end by a signal."""
   tests = pathlib.Path(__file__).parents[1]
@@ -177,41 +176,6 @@ def test_a_large_gguf_of_zeros(tmp_path):
     file.write(_gguf(_array(8, 2**22), b'\1\0\0\0\0\0\0\0x' * 2**21, struct.pack('<Q', 2**32)))
     file.truncate(2**33)
   assert 'its header is longer than 67,108,864 bytes' in hostile.refusal(lambda: read_header(path), path)
-
-
-# Parameters in Orbax's layout. Folders are in `io_test`.
-
-
-def test_params(tmp_path):
-  write_params(tmp_path)
-  found = StoredParams(tmp_path).read(SHAPES, np.dtype(np.float32))
-  assert {name: array.shape for name, array in found.items()} == SHAPES
-  np.testing.assert_array_equal(found['embedding'][0], [1, 2, 3, 4])
-
-
-@pytest.mark.parametrize(
-  ('changes', 'problem'),
-  [
-    ({'shape': [6, 4], 'chunks': [2**40, 4]}, 'has chunks of shape (1099511627776, 4)'),
-    ({'shape': [2**40, 4]}, 'parameter embedding is float32 of shape (1099511627776, 4), expected float32'),
-    ({'dtype': '<f8'}, 'is float64 of shape (6, 4)'),
-    ({'compressor': {'id': 'blosc'}}, 'is compressed in an unknown way'),
-    ({'compressor': None}, 'is compressed in an unknown way'),
-  ],
-)
-def test_descriptions_of_params(changes, problem, tmp_path):
-  write_params(tmp_path, **changes)
-  assert problem in hostile.refusal(lambda: StoredParams(tmp_path).read(SHAPES, np.dtype(np.float32)), tmp_path)
-
-
-def test_params_in_too_many_chunks(tmp_path):
-  write_params(tmp_path, shape=[2000, 4], chunks=[1, 4])
-  shapes = SHAPES | {'embedding': (2000, 4)}
-  message = hostile.refusal(lambda: StoredParams(tmp_path).read(shapes, np.dtype(np.float32)), tmp_path)
-  assert 'has too many chunks' in message
-
-
-# Paths.
 
 
 @pytest.mark.parametrize('path', ['hf://a/b', 'foo://x', 'foo://x.gguf', 'file:///tmp', 'http://a/b'])

@@ -13,9 +13,9 @@ from spectr_jax.kernels import products
 from spectr_jax.kernels.int8 import Int8Kernel, is_int8, quantize, quantized
 from spectr_jax.kernels.matrices import matmul
 from spectr_jax.models import layers, transformer
-from spectr_jax.models.causal_lm import causal_lm
+from spectr_jax.models.causal_lm import causal_lm, lm1b_config
 from spectr_jax.models.causal_lm_config import init_params, param_shapes
-from spectr_jax.sharding import CAUSAL_LM_RULES, TRANSFORMER_RULES, make_mesh, shardings
+from spectr_jax.sharding import make_mesh, shardings
 from tests.slow import slow
 
 pytestmark = pytest.mark.usefixtures('highest')
@@ -96,9 +96,9 @@ def _pair(name, seed=0):
 
 
 def _transformer_pair():
-  config = transformer.TransformerConfig(32, embed_dim=16, num_layers=1, num_heads=2, mlp_dim=24, max_length=32)
+  config = lm1b_config(32, embed_dim=16, num_layers=1, num_heads=2, mlp_dim=24, context_length=32)
   params = quantized(transformer.init_params(jax.random.key(0), config))
-  return tuple(transformer.transformer_model(tree, config) for tree in (params, _dequantized(params)))
+  return causal_lm(params, dataclasses.replace(config, weights='int8')), causal_lm(_dequantized(params), config)
 
 
 @pytest.mark.parametrize('name', ['qwen2', 'transformer', *(slow(name) for name in ('llama', 'gpt_neox', 'gpt2'))])
@@ -129,8 +129,8 @@ def test_a_model_without_weights_has_shapes(name):
 def test_scales_are_sharded_as_their_channels():
   mesh = make_mesh({}, jax.devices()[:1])
   config = dataclasses.replace(read_spec(SPECS['llama'])[1], weights='int8')
-  for params, rules in ((param_shapes(config), CAUSAL_LM_RULES), (_transformer_pair()[0].params, TRANSFORMER_RULES)):
-    places = jax.tree.leaves(shardings(mesh, params, rules), is_leaf=is_int8)
+  for params in (param_shapes(config), _transformer_pair()[0].params):
+    places = jax.tree.leaves(shardings(mesh, params), is_leaf=is_int8)
     kernels = [place for place in places if is_int8(place)]
     assert len(kernels) > 4
     for kernel in kernels:

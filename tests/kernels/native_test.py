@@ -12,7 +12,7 @@ import pytest
 from spectr_jax.kernels import native, products
 from spectr_jax.kernels.int8 import Int8Kernel, quantize, quantized
 from spectr_jax.kernels.matrices import PackedKernel, kernels_for_decoding, matmul, params_for_decoding
-from spectr_jax.models import transformer
+from spectr_jax.models import causal_lm, transformer
 from spectr_jax.models.layers import unembed
 from spectr_jax.sharding import make_mesh, shardings
 
@@ -137,8 +137,8 @@ def test_kernels_in_int8_are_packed_with_their_scales(channel_axis):
 @needs_native
 @pytest.mark.usefixtures('all_kernels_are_large')
 def test_a_tied_output_head_in_int8_is_packed_once():
-  config = transformer.TransformerConfig(40, 48, 1, 2, 96, 16)
-  params = quantized(jax.jit(transformer.init_params, static_argnames='config')(jax.random.key(0), config=config))
+  config = causal_lm.lm1b_config(40, 48, 1, 2, 96, 16)
+  params = quantized(transformer.init_params(jax.random.key(0), config))
   fast = params_for_decoding(params)
   assert isinstance(fast['unembedding'], PackedKernel)
   assert isinstance(fast['embedding'], Int8Kernel)
@@ -151,7 +151,7 @@ def test_a_tied_output_head_in_int8_is_packed_once():
 @pytest.mark.usefixtures('all_kernels_are_large')
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 def test_on_a_mesh_packed_kernels_are_whole(target, dtype):
-  model = transformer.transformer_model(target.params, dataclasses.replace(transformer.config_of(target), dtype=dtype))
+  model = causal_lm.causal_lm(target.params, dataclasses.replace(causal_lm.config_of(target), dtype=dtype))
   fast = model.for_decoding()
   places = shardings(make_mesh({}), fast.params, fast.sharding_rules)
   packed = [place for keys, place in jax.tree_util.tree_leaves_with_path(places) if 'panels' in str(keys)]

@@ -9,7 +9,7 @@ import pytest
 
 import spectr_jax
 from spectr_jax import Likeliest, NotFiniteError, TokenTree, growing, model_drafter
-from spectr_jax.models import table, transformer, uncached
+from spectr_jax.models import causal_lm, table, transformer, uncached
 from spectr_jax.models.cacheless import _fewest_texts
 from tests.slow import slow
 
@@ -30,8 +30,8 @@ def _whole_texts(config):
 
 
 def _without_cache(model):
-  config = transformer.config_of(model)
-  return uncached(_whole_texts(config), model.vocab_size, params=model.params, context_length=config.max_length)
+  config = causal_lm.config_of(model)
+  return uncached(_whole_texts(config), model.vocab_size, params=model.params, context_length=config.context_length)
 
 
 def test_fewest_texts():

@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from spectr_jax.models import transformer
+from spectr_jax.models import causal_lm, transformer
 from tests.serving.stub import LONGEST, NEW, client_of, make_stub, make_tokenizer, make_worker, patch, running
 
 
@@ -14,12 +14,10 @@ def tokenizer():
 
 @pytest.fixture(scope='session')
 def models(tokenizer):
-  config = transformer.TransformerConfig(
-    tokenizer.vocab_size, embed_dim=16, num_layers=1, num_heads=2, mlp_dim=16, max_length=LONGEST + NEW
+  config = causal_lm.lm1b_config(
+    tokenizer.vocab_size, embed_dim=16, num_layers=1, num_heads=2, mlp_dim=16, context_length=LONGEST + NEW
   )
-  return [
-    transformer.transformer_model(transformer.init_params(jax.random.key(seed), config), config) for seed in (0, 1)
-  ]
+  return [causal_lm.causal_lm(transformer.init_params(jax.random.key(seed), config), config) for seed in (0, 1)]
 
 
 @pytest.fixture(scope='session')

@@ -8,7 +8,7 @@ from commands import ROOT
 
 from spectr_jax import load_model
 from spectr_jax.io.tokenizer import Tokenizer
-from spectr_jax.models.transformer import config_of
+from spectr_jax.models.causal_lm import config_of
 from train import config_flag
 from train import main as train_main
 from train.evaluate import evaluate, evaluate_files

@@ -11,7 +11,8 @@ import pytest
 
 from spectr_jax import load_model, save_model
 from spectr_jax.io.tokenizer import Tokenizer
-from spectr_jax.models.transformer import Transformer, TransformerConfig, config_of, init_params, transformer_model
+from spectr_jax.models.causal_lm import causal_lm, config_of, lm1b_config
+from spectr_jax.models.transformer import Transformer, init_params
 from spectr_jax.sharding import make_mesh
 from train import step
 from train.block_sums import sum_over_blocks
@@ -33,7 +34,7 @@ def _close(tree, expected, **tolerance):
 
 @pytest.fixture(scope='module')
 def network(tokenizer):
-  network = TransformerConfig(tokenizer.vocab_size, max_length=24, **_SIZES)
+  network = lm1b_config(tokenizer.vocab_size, context_length=24, **_SIZES)
   return _init_params(jax.random.key(3), config=network), network
 
 
@@ -159,7 +160,7 @@ def test_totals_of_logits_of_any_size():
 
 @pytest.mark.parametrize('share', [None, 1.0, 0.25])
 def test_the_loss_of_training_is_the_sum_of_the_losses_of_tokens(share, monkeypatch):
-  config, bos = TransformerConfig(40, embed_dim=16, num_layers=1, num_heads=2, mlp_dim=32, max_length=24), 1
+  config, bos = lm1b_config(40, embed_dim=16, num_layers=1, num_heads=2, mlp_dim=32, context_length=24), 1
   params, other = (jax.tree.map(lambda x: 2 * x, _init_params(jax.random.key(i), config=config)) for i in (0, 1))
   learner = Learner(config, bos)
   rows = np.random.default_rng(0).integers(2, 40, (2, 14))
@@ -187,7 +188,7 @@ def test_the_loss_of_training_is_the_sum_of_the_losses_of_tokens(share, monkeypa
 
 
 def test_no_array_of_all_logits_is_made(monkeypatch):
-  config = TransformerConfig(1000, embed_dim=16, num_layers=1, num_heads=2, mlp_dim=32, max_length=64)
+  config = lm1b_config(1000, embed_dim=16, num_layers=1, num_heads=2, mlp_dim=32, context_length=64)
   params = _init_params(jax.random.key(0), config=config)
   rows = np.full((2, 65), 5)
   monkeypatch.setattr(step, '_BLOCK_LOGITS', 2 * 8 * 1000)
@@ -237,7 +238,7 @@ def test_a_distilled_draft_comes_nearer_to_its_target(tmp_path, config):
   # Sharper than what a few steps teach, so that there is something to learn.
   model, tokenizer = load_model(tmp_path / 'target' / 'model')
   params = {**model.params, 'final_norm': {'gain': 4 * model.params['final_norm']['gain']}}
-  save_model(tmp_path / 'sharp', transformer_model(params, config_of(model)), tokenizer)
+  save_model(tmp_path / 'sharp', causal_lm(params, config_of(model)), tokenizer)
   config.distill_from = str(tmp_path / 'sharp')
   config.model.update(embed_dim=12, mlp_dim=24)
   outcome = train(config, tmp_path / 'draft')
@@ -252,8 +253,8 @@ def test_a_distilled_draft_comes_nearer_to_its_target(tmp_path, config):
 
 def test_teachers_in_the_type_of_the_configuration_and_those_that_cannot_teach(tmp_path, config, documents, tokenizer):
   def save(name, tokenizer, max_length=24):
-    network = TransformerConfig(config.vocab_size, max_length=max_length, **_SIZES)
-    model = transformer_model(_init_params(jax.random.key(0), config=network), network)
+    network = lm1b_config(config.vocab_size, context_length=max_length, **_SIZES)
+    model = causal_lm(_init_params(jax.random.key(0), config=network), network)
     save_model(tmp_path / name, model, tokenizer)
 
   save('target', tokenizer)

@@ -178,7 +178,7 @@ def test_the_plan_counts_what_devices_hold(config):
   for copy in ('params', 'opt_state/1/0/mu', 'opt_state/1/0/nu'):
     assert held[f'{copy}/embedding'].axes == ('model', 'data')
     assert held[f'{copy}/embedding'].device_bytes == 4 * 304 * 20 / 8
-    assert held[f'{copy}/layer_0/mlp_out/kernel'].axes == ('model', 'data')
+    assert held[f'{copy}/layer_0/mlp/down/kernel'].axes == ('model', 'data')
     assert held[f'{copy}/final_norm/gain'].device_bytes == 4 * 20
   # A width that data:8 does not divide stays whole.
   config.mesh = 'data:8'
@@ -202,7 +202,7 @@ def test_operations_are_those_the_compiler_counts(config):
 
 def test_the_dry_run_prints_the_plan_and_trains_nothing(tmp_path, base):
   out = succeed(*base(mesh='data:4,model:2'), '--dry_run', f'--workdir={tmp_path}/run', num_devices=8)
-  assert all(part in out for part in ('mesh data 4 x model 2: 8 devices', 'layer_0/qkv/kernel', 'per device'))
+  assert all(part in out for part in ('mesh data 4 x model 2: 8 devices', 'layer_0/attention/q/kernel', 'per device'))
   assert not (tmp_path / 'run').exists()
 
 

@@ -80,7 +80,7 @@ def test_a_run_ends_with_a_model_and_its_metrics(straight):
   per_token = timed['teraflops_per_device'] * 1e12 / timed['tokens_per_second']
   assert 6 < per_token / 6896 < 7
   assert any('tfevents' in path.name for path in workdir.iterdir())
-  info = json.loads((workdir / 'model' / 'model.json').read_text())['info']
+  info = json.loads((workdir / 'model' / 'config.json').read_text())['info']
   assert (info['steps'], info['held_out'], list(info['text'])) == (12, final, ['files/corpus.txt', 'held_out'])
 
 
@@ -232,7 +232,7 @@ def test_patience_keeps_the_best_model_and_stops(tmp_path, monkeypatch, config):
   assert outcome.step == 8
   assert sorted(seen) == [4, 8, 12, 16]
   assert saved_state(tmp_path)[1][-1] == 16
-  info = json.loads((tmp_path / 'model' / 'model.json').read_text())['info']
+  info = json.loads((tmp_path / 'model' / 'config.json').read_text())['info']
   assert (info['steps'], info['held_out']) == (8, outcome.held_out)
   saved = load_model(tmp_path / 'model')[0].params
   jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y.astype(jnp.bfloat16)), saved, seen[8])

@@ -231,7 +231,7 @@ def _open_tensors(path: epath.PathLike, folder: epath.Path) -> Tensors:
 def open_head(path: epath.PathLike) -> HeadFiles | None:
   """The files of a published head, or None if there is none at the path; `ValueError` if a file is damaged."""
   folder = hub_folder(path, files=_DOWNLOADED)
-  if folder.suffix == '.gguf' or not (folder / 'config.json').exists() or (folder / 'model.json').exists():
+  if folder.suffix == '.gguf' or not (folder / 'config.json').exists():
     return None
   with named(folder):
     spec, tensors = read_json(folder), _open_tensors(path, folder)

@@ -97,6 +97,7 @@ def _llama_family(model_type, read_config, modules=LLAMA_MODULES, known=()):
 
 
 _GEMMA2_FIELDS = ('query_pre_attn_scalar', 'attn_logit_softcapping', 'final_logit_softcapping')
+OWN = 'SpectrLM1B'  # the architecture of models that are trained here
 FAMILIES = {
   'LlamaForCausalLM': _llama_family('llama', family_configs.llama),
   'MistralForCausalLM': _llama_family('mistral', family_configs.mistral),
@@ -129,6 +130,7 @@ FAMILIES = {
     buffers=('.attn.bias', '.attn.masked_bias'),
     num_layers='n_layer',
   ),
+  OWN: _llama_family('spectr_lm1b', family_configs.lm1b),
 }
 
 

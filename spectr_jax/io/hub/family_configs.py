@@ -10,7 +10,7 @@ from typing import Any
 
 from spectr_jax.io.hub.rope import context_length, read_rope, rope_parameters
 from spectr_jax.io.untrusted import shown
-from spectr_jax.models.causal_lm_config import CausalLMConfig
+from spectr_jax.models.causal_lm_config import CausalLMConfig, lm1b_config
 
 _ACTIVATIONS = {
   'silu': 'silu',
@@ -116,6 +116,19 @@ def llama_config(spec: Mapping[str, Any], **differences: Any) -> CausalLMConfig:
 
 def llama(spec: dict[str, Any]) -> CausalLMConfig:
   return llama_config(spec, windows=layer_windows(spec))
+
+
+def lm1b(spec: dict[str, Any]) -> CausalLMConfig:
+  """Of models that are trained here; `dtype` is the type that they compute in, whatever that of their tensors."""
+  return lm1b_config(
+    spec['vocab_size'],
+    spec['hidden_size'],
+    spec['num_hidden_layers'],
+    spec['num_attention_heads'],
+    spec['intermediate_size'],
+    spec['max_position_embeddings'],
+    _dtype(spec),
+  )
 
 
 def mistral(spec: dict[str, Any]) -> CausalLMConfig:

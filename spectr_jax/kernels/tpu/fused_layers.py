@@ -2,7 +2,8 @@
 
 A small draft scores some eight nodes of a tree at a time. As operations of XLA that is some twenty launches per layer,
 each of which takes longer than its work. Here the weights of a layer are read while the layer before is computed, and
-the tokens stay on the chip. The plain form is `transformer.Transformer`, which this equals up to rounding.
+the tokens stay on the chip. The plain form is that of `causal_lm`, which this equals up to rounding; it is
+for the sizes of `lm1b_config` alone.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import numpy as np
 from spectr_jax.kernels.dispatch import Operation, is_round_on_one_device
 from spectr_jax.kernels.products import inverse_root
 from spectr_jax.model import KVCache, ModelOutput
+from spectr_jax.models.causal_lm_config import is_lm1b
 
 _SUBLANES = 8
 _SLOTS = 16  # pending slots come in multiples: the rows of a bfloat16 tile
@@ -45,28 +47,27 @@ class FusedLayers:
 
 
 def fuse(params: Mapping[str, Any], config: Any) -> FusedLayers:
-  """The layers of a transformer's parameters in the kernel's form; their kernels are plain arrays."""
+  """The layers of a decoder's parameters in the kernel's form; their kernels are plain arrays."""
   num_heads, head_dim = config.num_heads, config.head_dim
   half = head_dim // 2
   by_layer = [params[f'layer_{i}'] for i in range(config.num_layers)]
 
   def projections(layer):
-    parts = layer['qkv']['kernel'].reshape(-1, num_heads, 3, head_dim)
-    query, key, value = (parts[:, :, part] for part in range(3))
+    query, key, value = (layer['attention'][part]['kernel'].reshape(-1, num_heads, head_dim) for part in 'qkv')
     exchanged = (jnp.concatenate([-x[..., half:], x[..., :half]], axis=-1) for x in (query, key))
     return jnp.stack([x.reshape(len(x), -1) for x in (query, key, value, *exchanged)])
 
-  def stacked(name):
-    return jnp.stack([layer[name]['kernel'] for layer in by_layer])
+  def stacked(part, name):
+    return jnp.stack([layer[part][name]['kernel'] for layer in by_layer])
 
   gains = [jnp.stack([layer[name]['gain'] for name in ('attention_norm', 'mlp_norm')]) for layer in by_layer]
   return FusedLayers(
     projections=jnp.stack([projections(layer) for layer in by_layer]),
-    attention_out=stacked('attention_out'),
-    mlp_in=stacked('mlp_in'),
-    mlp_out=jnp.swapaxes(stacked('mlp_out'), 1, 2),
-    gains=jnp.stack(gains),
-    final_gain=params['final_norm']['gain'][None],
+    attention_out=stacked('attention', 'out'),
+    mlp_in=stacked('mlp', 'up'),
+    mlp_out=jnp.swapaxes(stacked('mlp', 'down'), 1, 2),
+    gains=jnp.stack(gains).astype(jnp.float32),
+    final_gain=params['final_norm']['gain'][None].astype(jnp.float32),
   )
 
 
@@ -224,9 +225,7 @@ def apply_layers(
   batch_size, num_new, width = x.shape
   num_tokens = _padded_tokens(num_new)
   num_slots = cache.pending_keys.shape[2]
-  half = config.head_dim // 2
-  frequencies = 10000.0 ** (-np.arange(half, dtype=np.float32) / half)
-  frequencies = jnp.asarray(np.tile(frequencies, 2 * config.num_heads), jnp.float32)
+  frequencies = jnp.asarray(np.tile(config.rope.frequencies, 2 * config.num_heads), jnp.float32)
 
   def by_token(array, size=None):
     size = array.shape[-1] if size is None else size
@@ -280,7 +279,9 @@ def register(call: Operation, embed: Callable[..., jax.Array], unembed: Callable
   def takes(params, tokens, positions, mask, cache, *, config, feature_layers):
     if isinstance(cache, FusedCache):
       return True
-    if feature_layers or not is_round_on_one_device() or any(x.dtype == jnp.int8 for x in jax.tree.leaves(params)):
+    if feature_layers or not is_round_on_one_device() or not is_lm1b(config) or config.cache_dtype is not None:
+      return False
+    if any(x.dtype == jnp.int8 for x in jax.tree.leaves(params)):
       return False
     return fits(config, tokens.shape[0], mask.shape[-1], cache.keys[0].shape[-1])
 

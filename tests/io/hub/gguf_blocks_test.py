@@ -97,7 +97,7 @@ def test_what_has_no_blocks_is_refused(tmp_path):
     _load(path, weights='blocks')
   with pytest.raises(ValueError, match='those of a .gguf file, on one device'):
     _load(path, weights='blocks', mesh=make_mesh({'model': 1}))
-  with pytest.raises(ValueError, match='is not a .gguf file'):
+  with pytest.raises(ValueError, match='are those of a .gguf file'):
     load_model('pretrained/draft', weights='blocks')
   with pytest.raises(ValueError, match='weights must be int8, blocks, or None'):
     load_model('pretrained/draft', weights='int4')

@@ -12,7 +12,8 @@ from spectr_jax.kernels import dispatch
 from spectr_jax.kernels.dispatch import round_on_one_device, tracing_for
 from spectr_jax.kernels.int8 import quantized
 from spectr_jax.kernels.tpu import fused_layers
-from spectr_jax.models.transformer import TransformerConfig, config_of, init_params, transformer_model
+from spectr_jax.models.causal_lm import causal_lm, config_of, lm1b_config
+from spectr_jax.models.transformer import init_params
 from spectr_jax.tree import TokenTree
 
 
@@ -29,9 +30,9 @@ def calls(monkeypatch):
 
 
 def _model(dtype='float32', seed=0, **sizes):
-  sizes = dict(vocab_size=64, embed_dim=24, num_layers=3, num_heads=2, mlp_dim=40, max_length=64) | sizes
-  config = TransformerConfig(**sizes, dtype=dtype)
-  return transformer_model(init_params(jax.random.key(seed), config), config)
+  sizes = dict(vocab_size=64, embed_dim=24, num_layers=3, num_heads=2, mlp_dim=40, context_length=64) | sizes
+  config = lm1b_config(**sizes, dtype=dtype)
+  return causal_lm(init_params(jax.random.key(seed), config), config)
 
 
 @jax.jit
@@ -111,7 +112,7 @@ def test_what_does_not_fit_is_computed_by_the_plain_form(calls):
   assert not fused_layers.fits(config, 17, 6, 32)
   assert not fused_layers.fits(config, 3, 6, 2**20)
   model = _model()
-  model = transformer_model(quantized(model.params), config)
+  model = causal_lm(quantized(model.params), config)
   lengths = jnp.zeros(3, jnp.int32)
   plain, same = _both_rounds(model, model.init_cache_fn(3, 32), lengths)
   # The forms of other operations, such as products in int8, differ between platforms in the last bits.
