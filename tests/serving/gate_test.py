@@ -327,13 +327,13 @@ def test_who_is_read_for_long_keeps_nobody_waiting(stub, tokenizer, monkeypatch)
 def held(monkeypatch, tokenizer):
   """Makes an endpoint of so many rows and places, whose rounds wait for an event."""
   patch(monkeypatch)
-  let_go, workers, advance = threading.Event(), [], StubRows.advance
+  let_go, workers, step = threading.Event(), [], StubRows.step
 
-  def wait(self, num_rounds):
+  def wait(self):
     assert let_go.wait(20)
-    advance(self, num_rounds)
+    return step(self)
 
-  monkeypatch.setattr(StubRows, 'advance', wait)
+  monkeypatch.setattr(StubRows, 'step', wait)
 
   def make(**sizes):
     workers.append(make_stub(tokenizer, **sizes))
