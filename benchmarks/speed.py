@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import re
 import resource
 import sys
@@ -48,18 +47,16 @@ from benchmarks import command, timing
 from benchmarks.floor import floor_of
 from benchmarks.speed_models import SHAPES, UNVERIFIED, Models, bytes_per_step, read_config
 from common import command_line
-from common.output_files import OutputFiles
 from decode.experiment import latency
 from decode.experiment.workload import describe_machine
+from decode.study import Row, study
 from spectr_jax import TokenTree
 from spectr_jax.auto.timing import forward_calls, time_in_turns
-from spectr_jax.io.untrusted import LARGE, map_of, object_of, read_object
 
 PARTS = 'prompt', 'peer', 'steps', 'rounds', 'trees', 'profile'
 NUM_ROUNDS = 16  # of a timed run
 TREE_SIZES = 1, 2, 5, 9, 17, 33, 65, 128
 TREE_CACHE = 256
-Result = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +84,7 @@ def parse_shapes(texts: Sequence[str]) -> tuple[tuple[int, int], ...]:
   return tuple((int(match[1]), int(match[2])) for match in matches if match)
 
 
-def measure_prompt(models: Models, length: int) -> Result:
+def measure_prompt(models: Models, length: int) -> Row:
   """Seconds of the prefill of one prompt, without compilation, and the most memory of the process, which is to be its
   own: the peak includes loading and compilation.
   """
@@ -142,7 +139,7 @@ class Bench:
       calls['transformers, round'] = peer.counted(target, sample)
     return calls
 
-  def measure_peer(self, batch_size: int) -> Result:
+  def measure_peer(self, batch_size: int) -> Row:
     """Steps and rounds with prefill, of this library and of the peer, and how many times as fast ours are."""
     rows, result = self.models.prompts(batch_size), {}
     calls = self._own_calls(rows)
@@ -169,7 +166,7 @@ class Bench:
     measured = timing.rounds_in_turns(makers, self.sizes.num_runs, NUM_ROUNDS)
     return {name: timing.spread(seconds) for name, seconds in measured.items()}
 
-  def measure_steps(self, batch_size: int) -> Result:
+  def measure_steps(self, batch_size: int) -> Row:
     """Steps of autoregressive decoding, and their floor in milliseconds."""
     times = self._round_times(batch_size, {'step': (None, 'autoregressive', None)})
     rate, step = timing.read_rate(), times['step']['median']
@@ -177,7 +174,7 @@ class Bench:
     more = {'bytes_per_second': rate, 'floor': floor, 'floor_share': floor / step}
     return {'milliseconds': times, 'tokens_per_second': 1e3 * batch_size / step} | more
 
-  def measure_rounds(self, batch_size: int, draft: str, num_drafts: int, draft_length: int) -> Result:
+  def measure_rounds(self, batch_size: int, draft: str, num_drafts: int, draft_length: int) -> Row:
     """Rounds of K drafts by every method, and by none; their parts in ms, and the shares of verification."""
     drafter, tree = self.models.drafts[draft], TokenTree.chains(num_drafts, draft_length)
     cases = {name: (drafter, name, tree) for name in self.sizes.methods}
@@ -191,7 +188,7 @@ class Bench:
       result[f'{name}, verification / round, within the loop'] = 1 - without / whole
     return result
 
-  def measure_trees(self) -> Result:
+  def measure_trees(self) -> Row:
     """Calls of the target by their number of tokens, of the products in use and of XLA's, and relative to one token."""
     shapes = {size: (TokenTree.chains(1, size - 1) if size > 1 else TokenTree(), 1) for size in TREE_SIZES}
     calls = {
@@ -210,7 +207,7 @@ class Bench:
       | dataclasses.asdict(floor)
     )
 
-  def measure_profile(self, directory: epath.Path) -> Result:
+  def measure_profile(self, directory: epath.Path) -> Row:
     """Records some rounds of the first method with the first draft for one row, in a directory."""
     method, (num_drafts, draft_length) = self.sizes.methods[0], self.sizes.shapes[:2][-1]
     case = self.models.drafts['draft'], method, TokenTree.chains(num_drafts, draft_length)
@@ -218,7 +215,7 @@ class Bench:
     latency.profile(*self._begin(1, *case), directory, num_rounds=4)
     return {'directory': directory.name, 'method': method, 'num_drafts': num_drafts, 'draft_length': draft_length}
 
-  def measurements(self, directory: epath.Path) -> Iterator[tuple[str, Callable[[], Result]]]:
+  def measurements(self, directory: epath.Path) -> Iterator[tuple[str, Callable[[], Row]]]:
     """Everything that is measured, by name; a profile goes to the directory."""
     sizes = self.sizes
     for rows in sizes.batch_sizes:
@@ -237,7 +234,7 @@ class Bench:
       yield 'profile', functools.partial(self.measure_profile, directory)
 
 
-def measurements(sizes: Sizes, directory: epath.Path) -> Iterator[tuple[str, Callable[[], Result]]]:
+def measurements(sizes: Sizes, directory: epath.Path) -> Iterator[tuple[str, Callable[[], Row]]]:
   """Everything that is measured, by name. Prompts come first: a new process counts the peak of the one that
   starts it.
   """
@@ -249,7 +246,7 @@ def measurements(sizes: Sizes, directory: epath.Path) -> Iterator[tuple[str, Cal
       yield f'{name}, {dtype}', measure
 
 
-def describe(name: str, result: Result) -> str:
+def describe(name: str, result: Row) -> str:
   """Lines about a result: its times, and its other values."""
   lines = [f'{label:<44} {timing.in_words(times)}' for label, times in result.get('milliseconds', {}).items()]
   for label, value in result.items():
@@ -269,29 +266,11 @@ def describe_run(sizes: Sizes) -> dict[str, Any]:
 
 
 def run(sizes: Sizes, output: epath.PathLike) -> None:
-  """Measures what the file lacks and prints everything; a profile goes to a folder of its name. A `ValueError` if the
-  file holds results of other sizes or of another machine, or some measurements failed.
-  """
-  path, failed = epath.Path(output), 0
-  fields = {'run': object_of({}), 'results': map_of(object_of({}))}
-  kept = read_object(path, fields, LARGE) if path.exists() else {}
-  results: dict[str, Result] = kept.get('results') or {}
-  described = describe_run(sizes)
-  if kept and kept.get('run') != described:
-    raise ValueError(f'{path} holds results of another machine or of other flags: {kept.get("run")}')
-  with OutputFiles(output=output).apart_from({'target': [sizes.models.target], 'text': [sizes.models.text]}) as files:
-    for name, measure in measurements(sizes, path.parent / f'{path.stem}_profile'):
-      if name not in results:
-        try:
-          results[name] = measure()
-        except RuntimeError as error:  # such as too little memory: the others are measured all the same
-          failed += 1
-          print(f'{name}: FAILED, {str(error).splitlines()[0]}', flush=True)
-          continue
-        files.write(output=json.dumps({'run': described, 'results': results}, indent=2) + '\n')
-      print(describe(name, results[name]), flush=True)
-  if failed:
-    raise ValueError(f'{failed} measurements failed')
+  """Measures what the file lacks and prints everything; a profile goes to a folder of its name. See `study`."""
+  path, models = epath.Path(output), sizes.models
+  cells = dict(measurements(sizes, path.parent / f'{path.stem}_profile'))
+  inputs = {'target': [models.target], 'text': [models.text]}
+  study(cells, lambda *cell: print(describe(*cell), flush=True), output=path, run=describe_run(sizes), inputs=inputs)
 
 
 if __name__ == '__main__':

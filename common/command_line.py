@@ -15,8 +15,8 @@ from absl import app, flags, logging
 from etils import epath
 
 from common import extras, help_text
-from common.compilation_cache import keep_compiled
 from common.printable import printable
+from spectr_jax.io.compilation_cache import cache_programs
 
 _NAME_AND_INTS = re.compile(r'\s*([a-z][\w-]*)\s*(?::(\s*[+-]?\d+\s*(?:,\s*[+-]?\d+\s*)*))?', re.ASCII | re.IGNORECASE)
 
@@ -157,7 +157,7 @@ def run(
       sys.stdout = open(os.devnull, 'w')  # noqa: SIM115 - no file of the command may take its place
     try:
       _collect_rarely()
-      keep_compiled(cache_dir.value)
+      cache_programs(cache_dir.value)
       main(argv)
       sys.stdout.flush()
     except KeyboardInterrupt:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from etils import epath
 
-from spectr_jax.io.new_files import NewFile, is_same_file, only_writer, resolved
+from spectr_jax.io.new_files import check_writable, is_same_file, new_file, resolved
 
 
 def check_apart(
@@ -32,13 +32,12 @@ def check_apart(
 class OutputFiles:
   """Files that are written completely or not at all; an existing file stays until its replacement is complete.
 
-  A context manager. Entering it checks that all files can be written, so that a long run does not fail at its end, and
-  keeps other processes from writing them until it is left. `paths` are those behind symbolic links, by flag.
+  A context manager: entering it checks that all files can be written, so that a long run does not fail at its end.
+  `paths` are those behind symbolic links, by flag.
   """
 
   def __init__(self, **paths: epath.PathLike | None):
     self.paths = {flag: resolved(path) for flag, path in paths.items() if path is not None}
-    self._locks = contextlib.ExitStack()
 
   def apart_from(self, inputs: Mapping[str, Iterable[epath.PathLike]]) -> OutputFiles:
     """Checks by `check_apart` that the files are not among the inputs, and returns itself."""
@@ -47,12 +46,9 @@ class OutputFiles:
 
   def __enter__(self) -> OutputFiles:
     check_apart(self.paths)
-    with self._locks as undone:
-      for flag, path in self.paths.items():
-        with _named(flag):
-          NewFile(path).discard()
-          undone.enter_context(only_writer(path))
-      self._locks = undone.pop_all()
+    for flag, path in self.paths.items():
+      with _named(flag):
+        check_writable(path)
     return self
 
   def write(self, **contents: str | bytes) -> None:
@@ -60,16 +56,12 @@ class OutputFiles:
     none is replaced.
     """
     with contextlib.ExitStack() as unfinished:
-      files = {}
       for flag, content in contents.items():
         if flag in self.paths:
-          with _named(flag):
-            files[flag] = NewFile(self.paths[flag])
-            unfinished.callback(files[flag].discard)
-            files[flag].write(content.encode() if isinstance(content, str) else content)
-      for flag, file in files.items():
-        with _named(flag):
-          file.commit()
+          unfinished.enter_context(_named(flag))
+          file = unfinished.enter_context(new_file(self.paths[flag]))
+          file.write(content.encode() if isinstance(content, str) else content)
+          file.flush()
 
   def write_after(self, show: Callable[[], None], **contents: str | bytes) -> None:
     """Prints and then writes: a full disk loses nothing that is printed, and a closed pipe nothing that is written."""
@@ -79,11 +71,11 @@ class OutputFiles:
       self.write(**contents)
 
   def __exit__(self, *error) -> None:
-    self._locks.close()
+    pass
 
 
 @contextlib.contextmanager
-def _named(flag: str):
+def _named(flag: str) -> Iterator[None]:
   """Names the flag in front of what is wrong with its file."""
   try:
     yield

@@ -18,6 +18,10 @@ def get_config() -> ml_collections.ConfigDict:
   # Network: spectr_jax.models.causal_lm.lm1b_config. dtype is the type of activations and matmuls in training.
   config.model = ml_collections.ConfigDict(dict(embed_dim=96, num_layers=2, num_heads=3, mlp_dim=384, dtype='float32'))
 
+  # The folder, file or name of a model of these sizes and this tokenizer, whose parameters a new run begins with;
+  # random ones if empty.
+  config.init_from = ''
+
   # Distillation: directory of the teacher, such as WORKDIR/model, the weight of its distributions in the loss, and the
   # type that it computes in; its own if empty. In bfloat16 its distributions are rounded, and a step takes less time.
   config.distill_from = ''

@@ -30,7 +30,8 @@ from decode.experiment.settings import only_setting
 from decode.experiment.workload import Workload
 from spectr_jax.auto.prediction import choose
 from spectr_jax.auto.trial import Notify
-from spectr_jax.engine.refill import Request, generate_many
+from spectr_jax.engine.generate import generate_many
+from spectr_jax.engine.rows import Request
 from spectr_jax.engine.state import sample_keys
 from spectr_jax.sharding import is_primary
 

@@ -54,7 +54,7 @@ def options_of(values: Mapping[str, Any]) -> DecodeOptions:
     )
   if 'draft' not in values:
     options = DecodeOptions(**{'method': ('autoregressive',)} | values)
-    if options.needs_draft:
+    if options.needs_draft:  # also of the shipped target, whose draft is not meant here
       raise ValueError(f'{options.method[0]} needs a draft of the target: --draft=DRAFT, or --method=autoregressive')
     return options
   return DecodeOptions(**values if AUTO in values.get('method', ()) else with_default_drafting(values))
@@ -73,7 +73,7 @@ def start_chat(
 ) -> Chat:
   """Loads the models of a conversation of at most `context` tokens, those of an answer included.
 
-  With `compiles_ahead` what answers run is compiled, of which there may be several.
+  With `compiles_ahead` what answers run is compiled, or what the answer to `options.prompt` runs if there is one.
   """
   options.check_unused(_UNUSED, 'decode.chat, which answers one user')
   if options.is_auto:
@@ -100,10 +100,11 @@ def start_chat(
     constraints=[] if constraint is None else [constraint],
   )
   session = Session(decoder, sampling=options.sampling, constraint=-1 if constraint is None else 0)
-  if compiles_ahead:
-    session.compile(lambda done, total: notify('compiling', done, total))
   stop = options.make_stop(models.tokenizer)
-  return Chat(session, models.tokenizer, system=options.system, stop=stop, seed=options.seed)
+  chat = Chat(session, models.tokenizer, system=options.system, stop=stop, seed=options.seed)
+  if compiles_ahead:
+    chat.compile(notify, options.prompt)
+  return chat
 
 
 def is_typed() -> bool:
@@ -147,7 +148,12 @@ def read_turns() -> Iterator[str]:
     sys.stdin.reconfigure(errors='surrogateescape')
   read_line = _line_editor() if is_typed() else lambda: sys.stdin.readline(_LONGEST_LINE)
   while True:
-    line = read_line()
+    try:
+      line = read_line()
+    except KeyboardInterrupt:
+      if not sys.stdin.isatty():
+        raise
+      line = ''
     if not line:
       return
     if len(line.removesuffix('\n')) >= _LONGEST_LINE:
@@ -190,8 +196,9 @@ def print_answer(chat: Chat, text: str) -> None:
   left_out = f', without the first {answer.num_left_out} messages' if answer.num_left_out else ''
   interrupted = ', interrupted' if answer.is_interrupted else ''
   print(
-    f'[{answer.num_tokens} tokens, {answer.num_tokens / answer.seconds:.1f} tokens/s,'
-    f' {answer.num_tokens / max(answer.num_target_calls, 1):.2f} per target call{left_out}{interrupted}]',
+    f'[{answer.num_tokens} tokens, {answer.tokens_per_second:.1f} tokens/s,'
+    f' {answer.num_tokens / max(answer.num_target_calls, 1):.2f} per target call; prompt'
+    f' {answer.num_read} tokens in {answer.prompt_seconds:.2f} s{left_out}{interrupted}]',
     file=sys.stderr,
     flush=True,
   )
@@ -227,9 +234,9 @@ if __name__ == '__main__':
   def main(argv):
     del argv
     options = options_of(read_values())
-    is_shown = options.is_auto or (options.prompt is None and sys.stderr.isatty())
+    is_shown = options.is_auto or sys.stderr.isatty()
     with show_progress() if is_shown else contextlib.nullcontext(lambda *_: None) as notify:
-      chat = start_chat(options, _CONTEXT.value, notify, compiles_ahead=options.prompt is None)
+      chat = start_chat(options, _CONTEXT.value, notify, compiles_ahead=True)
     if options.is_auto:
       print(f'auto: {describe_drafting(chat)}', file=sys.stderr)
     if options.prompt is None and is_typed():

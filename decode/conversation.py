@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import jax
 
 from decode.experiment.prompts import check_known
+from spectr_jax.auto.trial import Notify
 from spectr_jax.engine.session import Session
 from spectr_jax.engine.stop import StopStrings
 from spectr_jax.io.text_stream import TextStream
@@ -24,8 +25,15 @@ class AnswerStatistics:
   num_tokens: int = 0
   num_target_calls: int = 0
   seconds: float = 0.0  # the reading of the prompt included
+  num_read: int = 0  # tokens of the prompt that the models had not read before
+  prompt_seconds: float = 0.0  # of reading them
   num_left_out: int = 0  # messages at the beginning that the model no longer saw
   is_interrupted: bool = False  # by the user
+
+  @property
+  def tokens_per_second(self) -> float:
+    """New tokens over the seconds after the prompt was read."""
+    return self.num_tokens / max(self.seconds - self.prompt_seconds, 1e-9)
 
 
 class Chat:
@@ -77,6 +85,7 @@ class Chat:
         reply += new
         self.answer.num_tokens += len(tokens)
         self.answer.num_target_calls = self.session.num_target_calls
+        self.answer.num_read, self.answer.prompt_seconds = self.session.num_read, self.session.prompt_seconds
         self.answer.seconds = time.perf_counter() - start
         yield new
         if stream.is_stopped or self.answer.is_interrupted:
@@ -87,6 +96,14 @@ class Chat:
     new = stream.finish()
     self._remember(messages, reply + new)
     yield new
+
+  def compile(self, notify: Notify, question: str | None = None) -> None:
+    """Compiles what turns run, or only what a first question runs; ValueError as for `ask`."""
+    size = None
+    if question is not None:
+      check_unicode(question, 'the message')
+      size = len(self._fitting([*self.messages, {'role': 'user', 'content': question}])[0])
+    self.session.compile(lambda done, total: notify('compiling', done, total), size)
 
   def interrupt(self) -> None:
     """Ends the answer in progress with its current round; what it says until then is the answer."""
@@ -142,7 +159,7 @@ def _stats(chat: Chat) -> str:
   tokens, calls = (sum(getattr(each, name) for each in chat.answers) for name in ('num_tokens', 'num_target_calls'))
   if not calls:
     return 'no answer yet'
-  seconds = sum(each.seconds for each in chat.answers)
+  seconds = max(sum(each.seconds - each.prompt_seconds for each in chat.answers), 1e-9)
   used, room = len(chat.session.tokens), chat.session.decoder.cache_size
   return (
     f'{len(chat.answers)} answers, {tokens} tokens, {tokens / seconds:.1f} tokens/s, {tokens / calls:.2f} per target'

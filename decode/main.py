@@ -11,6 +11,7 @@ from common.output_files import OutputFiles
 from decode.experiment import records, report
 from decode.experiment.console import show_progress
 from decode.experiment.drafting import default_drafting
+from decode.experiment.model_options import choose_draft
 from decode.experiment.option_flags import read_values
 from decode.experiment.options import DecodeOptions
 from decode.experiment.run import run_decode
@@ -39,7 +40,10 @@ def _options() -> DecodeOptions:
   values = read_values()
   if not flags.FLAGS['method'].using_default_value:
     return DecodeOptions(**values)
-  drafting = default_drafting(values['target'], values['draft'])
+  draft = choose_draft(values['target'], values.get('draft'))
+  if draft is None:
+    return DecodeOptions(**values | {'method': None})
+  drafting = default_drafting(values['target'], draft)
   if values['tree'] == ('chains',):
     values = {'num_drafts': (drafting.num_drafts,), 'draft_length': (drafting.draft_length,)} | values
   if all(flags.FLAGS[name].using_default_value for name in ('target', 'draft', 'dtype', 'weights')):
@@ -58,7 +62,7 @@ def decode():
       run = run_decode(options, notify)
     is_table = (_OUTPUT.value or '').endswith('.csv')
     contents = {'output': (records.to_csv if is_table else records.to_json)(run), 'generations': records.to_jsonl(run)}
-    more = _MORE if flags.FLAGS['method'].using_default_value else ''
+    more = _MORE if flags.FLAGS['method'].using_default_value and options.needs_draft else ''
     outputs.write_after(lambda: report.print_report(run, more=more), **contents)
 
 

@@ -23,7 +23,7 @@ from common import command_line
 from common.json_file import read_json
 from common.output_files import OutputFiles
 from common.printable import printable
-from decode.papers import figure, plots
+from decode import plots, study
 from spectr_jax.io import untrusted
 
 _KINDS = '.png', '.svg'
@@ -59,7 +59,7 @@ def read_results(path: str) -> tuple[str, list[dict[str, Any]]]:
 def _read_rows(path: str) -> list[dict[str, Any]]:
   """The rows of a CSV file, with numbers where texts read as such."""
   try:
-    rows = figure.from_csv(untrusted.read_text(path, untrusted.LARGE))
+    rows = study.from_csv(untrusted.read_text(path, untrusted.LARGE))
   except ValueError as error:
     raise ValueError(f'cannot read the results: {error}') from error
   except (csv.Error, TypeError) as error:  # a line has more or fewer cells than the first
@@ -143,11 +143,12 @@ def draw(
   """A picture, `png` or `svg`, of files, each a title and points as from `read_results`, in a panel of its own."""
   models = ['' for _ in files] if models is None else models
   is_shared = len(set(models)) == 1
-  drawn, axes = plots.panels(len(files), width=4.2)
+  drawn, axes = plots.panels_of(len(files), width=4.2)
   for (title, own), names, panel in zip(files, models, axes):
     speed = 'speedup' if all(point['speedup'] is not None for point in own) else 'tokens_per_second'
     own = [_with_bars(point, speed) for point in own]
-    plots.draw_lines(panel, own, x='tokens_per_call', y=speed, by='method', linestyle='')
+    lines = plots.Lines(x='tokens_per_call', y=speed, by='method', more={'linestyle': ''})
+    plots.draw_lines(panel, lines, own)
     for point in own:
       place = point['tokens_per_call'], point[speed]
       panel.annotate(point['shape'], place, textcoords='offset points', xytext=(4, 3), fontsize=6, parse_math=False)
@@ -226,7 +227,7 @@ def name_of(path: str) -> str:
 def draw_curves(runs: Sequence[tuple[str, Sequence[Mapping[str, float]]]], kind: str) -> bytes:
   """A picture, `png` or `svg`, of the losses of runs by name, and of the shares of guesses that the target keeps."""
   shares = {name for _, steps in runs for metrics in steps for name in metrics if name.startswith(_SHARES)}
-  drawn, axes = plots.panels(1 + bool(shares), width=4.2)
+  drawn, axes = plots.panels_of(1 + bool(shares), width=4.2)
   for (name, steps), color in zip(runs, itertools.cycle(plots.SHADES)):
     _draw_metric(axes[0], steps, 'train_loss', f'{name}, training', color=color)
     _draw_metric(axes[0], steps, 'held_out_loss', f'{name}, held out', color=color, linestyle='--', marker='o')

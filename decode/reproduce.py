@@ -10,10 +10,11 @@ from etils import epath
 
 from common import command_line
 from common.output_files import OutputFiles
+from decode import plots
 from decode.experiment.console import make_console, show_progress
+from decode.experiment.model_options import SHIPPED_DRAFT
 from decode.experiment.options import LOOKUP, SHIPPED_PROMPTS, DecodeOptions, split_draft
 from decode.experiment.prompt_sets import split_set
-from decode.papers import plots
 from decode.papers.exhibit import Request, Sizes
 from decode.papers.exhibits import EXHIBITS, FIGURES, TABLES
 from spectr_jax.io.load import files_of
@@ -30,7 +31,7 @@ _FIGURE = flags.DEFINE_list(
 _TARGET = flags.DEFINE_string('target', DecodeOptions.target, 'Directory of the target model.')
 _DRAFT = flags.DEFINE_list(
   'draft',
-  [DecodeOptions.draft],
+  [SHIPPED_DRAFT],
   'The draft as in decode.main, or NAME=DRAFT; several for spectr_table2 and 4 and spec_bench.',
 )
 _PROMPTS = flags.DEFINE_list(
@@ -175,7 +176,7 @@ def _reproduce(names: list[str]) -> None:
       files = exhibit.files(name, request, results, about) if outputs.paths else {}
       if exhibit.kind == 'figure':
         about.append(f'{time.perf_counter() - start:.0f} s\n')
-      outputs.write_after(functools.partial(exhibit.show, console, results.rows, about), **files)
+      outputs.write_after(functools.partial(exhibit.show, name, console, results.rows, about), **files)
 
 
 def _check_name(kind: str, name: str, allowed) -> None:

@@ -138,11 +138,14 @@ if __name__ == '__main__':
     'Names that requests may give as their Host, and whose pages may send some; * for all. Default: those of this'
     ' machine for itself, and any Host where --host lets others reach it.',
   )
-  help_text.in_group('Options', _HOST, _PORT, _NAME, _KEY, _KEY_FILE, _LONGEST, _WAITING, _ALLOWED)
+  _KEEP = flags.DEFINE_integer(
+    'keep_alive', 75, 'Seconds that a connection without a request stays open.', lower_bound=0, upper_bound=10**6
+  )
+  help_text.in_group('Options', _HOST, _PORT, _NAME, _KEY, _KEY_FILE, _LONGEST, _WAITING, _ALLOWED, _KEEP)
   flags.FLAGS.set_default('max_new_tokens', _MOST_NEW)
   flags.FLAGS['max_new_tokens'].help = 'New tokens per prompt, at most (default what the context leaves, up to 1024).'
   flags.FLAGS.set_default('batch_size', 8)
-  describe_in_help()
+  describe_in_help(without_draft='autoregressive')
   help_text.leave_out(*_UNUSED, 'calibration_prompts')
 
   def main(argv):
@@ -165,7 +168,7 @@ if __name__ == '__main__':
       worker, tokenizer, bounds = start_worker(options, **sizes, notify=notify)
     served = Served(worker, tokenizer, name, bounds.max_new_tokens, key, together=bounds.together, hosts=hosts)
     served.prepare()
-    server = Server(make_app(served), worker)
+    server = Server(make_app(served), worker, keep_alive=_KEEP.value)
     print(f'serving {printable(name)} at http://{address_of(sock)}/v1, {options.batch_size} rows', flush=True)
     try:
       server.run(sockets=[sock])
@@ -181,6 +184,7 @@ if __name__ == '__main__':
     [
       '--target=ORG/NAME --draft=ORG/SMALL --dtype=bfloat16 --num_drafts=4 --draft_length=4',
       '--target=model.gguf --draft=HEAD --num_drafts=1 --draft_length=3 --batch_size=4 --port=8080',
+      '--target=model.gguf',
       '--target=pretrained/target --draft=pretrained/draft --api_key_file=key.txt',
     ],
   )

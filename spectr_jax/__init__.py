@@ -59,6 +59,7 @@ from spectr_jax.verify import Verification, verify
 
 if TYPE_CHECKING:
   from spectr_jax import testing, theory
+  from spectr_jax.io.compilation_cache import cache_programs
   from spectr_jax.io.constraints import compile_constraint
   from spectr_jax.io.fit_draft import fit_draft
   from spectr_jax.io.heads.load import load_drafter
@@ -80,6 +81,7 @@ __all__ = [
   'compile_constraint', 'Constraint',
   # Models and files.
   'load_model', 'save_model', 'load_drafter', 'save_drafter', 'fit_draft', 'Tokenizer', 'TextStream',
+  'cache_programs',
   'Model', 'ModelOutput', 'KVCache', 'models', 'transformer', 'table',
   # Verification, methods and trees.
   'verify', 'Verification', 'Verifier', 'Verdict', 'METHODS', 'Method', 'get_method', 'register', 'with_children',
@@ -98,6 +100,7 @@ __all__ = [
 _LAZY: dict[str, tuple[str, str | None]] = {
   'TextStream': ('spectr_jax.io.text_stream', 'TextStream'),
   'Tokenizer': ('spectr_jax.io.tokenizer', 'Tokenizer'),
+  'cache_programs': ('spectr_jax.io.compilation_cache', 'cache_programs'),
   'compile_constraint': ('spectr_jax.io.constraints', 'compile_constraint'),
   'fit_draft': ('spectr_jax.io.fit_draft', 'fit_draft'),
   'load_drafter': ('spectr_jax.io.heads.load', 'load_drafter'),

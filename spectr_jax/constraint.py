@@ -30,6 +30,7 @@ class Constraint:
     class_of: int32 `[V]`, the class of each token; tokens of a class lead to the same states.
     next_state: int32 `[S, C]`, the state after a token of each class; -1 where it is not allowed.
     is_final: bool `[S]`, the states in which a continuation may end.
+    narrower: What was asked for and is not allowed all the same, in words.
 
   Raises:
     ValueError: A shape or a number does not fit, or there is a state in which nothing may follow and nothing may end.
@@ -38,6 +39,7 @@ class Constraint:
   class_of: np.ndarray
   next_state: np.ndarray
   is_final: np.ndarray
+  narrower: tuple[str, ...] = ()
 
   def __post_init__(self):
     for name, dtype, num_axes in (('class_of', np.int32, 1), ('next_state', np.int32, 2), ('is_final', bool, 1)):

@@ -1,13 +1,10 @@
 """Benchmarks at sizes where nothing is worth measuring: they run, and what they say adds up."""
 
 import dataclasses
-import functools
-import pathlib
 
 import pytest
 
-import spectr_jax
-from benchmarks import auto, drafters, growth, refill, speed_models
+from benchmarks import auto, drafters, speed_models
 from decode.experiment.auto_choice import predict_all
 from decode.experiment.options import DecodeOptions
 from decode.experiment.workload import Workload
@@ -15,7 +12,6 @@ from spectr_jax.models.causal_lm import lm1b_config
 
 pytestmark = pytest.mark.slow
 
-ROOT = pathlib.Path(__file__).parents[1]
 TINY = lm1b_config(32000, 16, num_layers=1, num_heads=2, mlp_dim=16, context_length=512)
 
 
@@ -70,30 +66,3 @@ def test_auto():
   assert errors['of_the_chosen'] == abs(rows[0]['predicted'] / rows[0]['measured'] - 1) <= errors['largest']
   assert 0 <= relative['median'] <= relative['largest']
   assert comparison['chosen_over_best'] <= 1 + 1e-9
-
-
-def test_refill():
-  target, draft = speed_models.make_model('A', 'float32'), speed_models.make_model('B', 'float32')
-  _, tokenizer = spectr_jax.load_model(ROOT / 'pretrained/draft')
-  requests = refill.make_requests(tokenizer, 5)
-  assert sorted(len(request.tokens) for request in requests) == [16, 76, 136, 196, 256]
-  options = {'method': 'speculative', 'tree': spectr_jax.TokenTree.chains(1, 2), 'max_new_tokens': 4, 'eos_id': None}
-  whole = refill.run_batches((target, draft), requests, 2, **options)
-  refilled = refill.run_refilled((target, draft), requests, 2, **options)
-  assert whole == refilled
-  assert set(whole) == set(range(5))
-  assert all(len(tokens) == 4 for tokens in whole.values())
-
-
-def test_growth(monkeypatch):
-  monkeypatch.setattr(growth, 'NUM_ROUNDS', 1)
-  few = [growth.Point(2, 2, 1, 32, 256), growth.Point(2, 2, 4, 32, 256)]
-  one, four = growth.measure(few, 'spectr', 1)
-  for row in (one, four):
-    assert all(row[part] > 0 for part in growth.TIMES)
-    assert row['bytes'] > row['floor_bytes']
-  assert 0 < four['floor_bytes'] - one['floor_bytes'] < four['bytes'] - one['bytes']
-  rows = [{'point': dataclasses.asdict(point)} | row for point, row in zip(few, (one, four))]
-  monkeypatch.setattr(growth, 'AXES', {'rows': ('batch_size', (1, 4))})
-  monkeypatch.setattr(growth, 'Point', functools.partial(growth.Point, 2, 2, cache_length=32, vocab_size=256))
-  assert growth.draw(rows, 'spectr').startswith(b'\x89PNG')

@@ -9,16 +9,23 @@ import unittest.mock
 import jax
 import pytest
 
-from common import compilation_cache
+from spectr_jax.io import compilation_cache
 
 _REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
 
 # A program that takes longer to compile than what is not worth keeping.
 _PROGRAM = """
 import sys, jax, jax.numpy as jnp
-from common.compilation_cache import keep_compiled
+import spectr_jax
 jax.config.update('jax_platforms', 'cpu')
-keep_compiled(sys.argv[1] if len(sys.argv) > 1 else None)
+jnp.ones(3).sum().block_until_ready()  # JAX looks for a cache when it compiles its first program
+if sys.argv[1:] == ['load_model']:
+  try:
+    spectr_jax.load_model('nowhere')
+  except ValueError:
+    pass
+else:
+  spectr_jax.cache_programs(*sys.argv[1:])
 events = []
 jax.monitoring.register_event_listener(lambda name, **_: events.append(name))
 def f(x):
@@ -47,32 +54,38 @@ def test_a_second_process_finds_what_the_first_compiled(tmp_path):
   assert _hits(directory) >= 1
   home = {'XDG_CACHE_HOME': str(tmp_path / 'cache')}
   assert _hits('', **home) == 0
+  assert _hits(JAX_ENABLE_COMPILATION_CACHE='false', **home) == 0
+  assert _hits('load_model', JAX_ENABLE_COMPILATION_CACHE='false', **home) == 0
+  assert _hits('load_model', JAX_COMPILATION_CACHE_DIR=directory, **home) >= 1
   assert not (tmp_path / 'cache').exists()
   assert _hits(**home) == 0
   assert os.listdir(tmp_path / 'cache' / 'spectr_jax') == [compilation_cache._machine()]
   assert _hits(**home) >= 1
+  assert _hits('load_model', **home) >= 1
 
 
 @pytest.fixture
 def updates(monkeypatch):
-  """What is set, instead of setting it."""
-  updates = {}
+  """What is set, instead of setting it, where JAX has no directory yet."""
+  updates, before, update = {}, jax.config.jax_compilation_cache_dir, jax.config.update
+  update('jax_compilation_cache_dir', None)
   monkeypatch.setattr(jax.config, 'update', updates.__setitem__)
-  return updates
+  yield updates
+  update('jax_compilation_cache_dir', before)
 
 
 def test_what_cannot_be_written(tmp_path, monkeypatch, updates, capsys):
   monkeypatch.setenv('JAX_COMPILATION_CACHE_DIR', str(tmp_path))  # which has precedence over the default
-  compilation_cache.keep_compiled(None)
+  compilation_cache.cache_programs()
   file = tmp_path / 'file'
   file.write_text('')
-  with pytest.raises(ValueError, match='compilation_cache_dir: cannot write .*file/below'):
-    compilation_cache.keep_compiled(str(file / 'below'))
+  with pytest.raises(ValueError, match='programs cannot be kept: cannot write .*file/below'):
+    compilation_cache.cache_programs(str(file / 'below'))
   assert updates == {}
   # Where nothing was asked for, a line is enough.
   monkeypatch.delenv('JAX_COMPILATION_CACHE_DIR', raising=False)
   monkeypatch.setenv('XDG_CACHE_HOME', str(file))
-  compilation_cache.keep_compiled(None)
+  compilation_cache.cache_programs()
   assert updates == {'jax_enable_compilation_cache': False}
   assert 'compiled programs are not kept' in capsys.readouterr().err
 
@@ -81,7 +94,7 @@ def test_files_of_others_stay(tmp_path, updates):
   (tmp_path / 'victim').write_text('mine')
   (tmp_path / 'writable').symlink_to(tmp_path / 'victim')
   before = (tmp_path / 'victim').stat().st_mtime_ns
-  compilation_cache.keep_compiled(str(tmp_path))
+  compilation_cache.cache_programs(str(tmp_path))
   assert updates['jax_compilation_cache_dir'] == str(tmp_path)
   assert (tmp_path / 'victim').stat().st_mtime_ns == before
   assert sorted(path.name for path in tmp_path.iterdir()) == ['victim', 'writable']
@@ -92,6 +105,6 @@ def test_a_user_without_a_home(monkeypatch, updates, capsys):
     monkeypatch.delenv(name, raising=False)
   home = unittest.mock.Mock(side_effect=RuntimeError('Could not determine home directory.'))
   monkeypatch.setattr(compilation_cache.pathlib.Path, 'home', home)
-  compilation_cache.keep_compiled(None)
+  compilation_cache.cache_programs()
   assert updates == {'jax_enable_compilation_cache': False}
   assert capsys.readouterr().err == 'compiled programs are not kept: Could not determine home directory.\n'

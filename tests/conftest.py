@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from loop_budget import LoopBudget
 
-from common import compilation_cache
+from spectr_jax.io import compilation_cache
 from spectr_jax.kernels import native
 from spectr_jax.models import causal_lm, transformer
 

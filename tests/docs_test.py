@@ -434,21 +434,11 @@ _NOT_RUN = {
   'decode.chat': 'needs a chat template: tests/decode/chat_test.py',
   'decode.reproduce': 'times several settings: tests/decode/reproduce_test.py',
   'train.head': 'trains for hours: tests/train/head_test.py',
-  **dict.fromkeys(
-    ('benchmarks.drafters', 'benchmarks.constraints', 'benchmarks.constrained_peers', 'benchmarks.vocabularies'),
-    'needs a public model',
-  ),
+  **dict.fromkeys(('benchmarks.drafters', 'benchmarks.constraints'), 'needs a public model'),
   '--weights=blocks': 'needs a .gguf file: tests/io/hub/gguf_blocks_test.py',
+  'benchmarks.public_verifiers': "needs other projects' packages: tests/engines",
   **dict.fromkeys(
-    ('benchmarks.distance_to_optimum', 'benchmarks.rivals'), 'solves or decodes for minutes: tests/real_tables_test.py'
-  ),
-  'benchmarks.share_of_optimum': 'tests/decode/run_test.py measures such shares',
-  **dict.fromkeys(
-    ('benchmarks.public_verifiers', 'benchmarks.engine_drafts'), "needs other projects' packages: tests/engines"
-  ),
-  **dict.fromkeys(
-    ('benchmarks.auto', 'benchmarks.growth', 'benchmarks.refill', 'benchmarks.speed'),
-    'times large models or many settings: tests/benchmarks_test.py',
+    ('benchmarks.auto', 'benchmarks.speed'), 'times large models or many settings: tests/benchmarks_test.py'
   ),
 }
 # What ends with an error, as it should.
@@ -541,8 +531,8 @@ _NOT_RECORDED = {
   'train.head': 'its run is described beside the head: pretrained/README.md',
   **dict.fromkeys(
     (
-      'train.tokenizer --config=configs/pretrained_pair.py', 'runs/t1_k8_l8.jsonl', 'benchmarks.share_of_optimum',
-      'benchmarks.verification', 'benchmarks.public_verifiers', 'benchmarks.speed', 'benchmarks.refill',
+      'train.tokenizer --config=configs/pretrained_pair.py', 'runs/t1_k8_l8.jsonl',
+      'benchmarks.verification', 'benchmarks.public_verifiers', 'benchmarks.speed',
       '--num_prompts=16 --dtype=bfloat16', '--method=auto,autoregressive', '--xla_backend_optimization_level=0',
     ),
     'measured, but not timed: named at the end of the page',

@@ -67,7 +67,9 @@ def _of_line(page: str, line: str) -> list[Command]:
 def commands(page: pathlib.Path) -> list[Command]:
   """The commands of this project on a page, in blocks and within lines."""
   text = page.read_text(encoding='utf-8')
-  blocks = '\n'.join(code_blocks(text, 'bash')).replace('\\\n', ' ')
+  # What a block checks out before its commands is a former commit, whose commands are not those of this one.
+  blocks = [re.split(r'^git checkout [0-9a-f]{7}$', block, flags=re.M)[0] for block in code_blocks(text, 'bash')]
+  blocks = '\n'.join(blocks).replace('\\\n', ' ')
   inline = [code for code in _inline(text) if re.search(r'python -m \S+ \S', code)]  # not just a command's name
   name = str(page.relative_to(ROOT))
   return [command for line in [*blocks.splitlines(), *inline] for command in _of_line(name, line)]

@@ -83,7 +83,7 @@ _MUTANTS = (
    'engine/generate_test.py'),
   ('engine_limit', 'spectr_jax/engine/loop.py', 'jnp.minimum(count, state.limits - result.lengths)',
    'jnp.minimum(count, decoder.num_slots - result.lengths)', 'engine/generate_test.py'),
-  ('engine_refill', 'spectr_jax/engine/refill.py', 'constrain(decoder, replaced)',
+  ('engine_refill', 'spectr_jax/engine/reading.py', 'constrain(decoder, replaced)',
    'constrain(decoder, dataclasses.replace(replaced, verifier_state=state.verifier_state))', 'engine/refill_test.py'),
   ('engine_keys', 'spectr_jax/engine/loop.py',
    'own = fold_each(jax.random.fold_in(key, root_position + 1), purposes)',

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from spectr_jax.draft import Drafter
 from spectr_jax.io.checksums import content_hash
 from spectr_jax.io.heads.load import output_head_rows
 from spectr_jax.io.load import ModelFiles, open_model
+from spectr_jax.io.new_files import writing
 from spectr_jax.io.tokenizer import TokenizerBase
 from spectr_jax.io.untrusted import Kind, real, whole
 from spectr_jax.model import Model
@@ -29,7 +31,7 @@ from spectr_jax.sharding import DATA, is_primary, put, replicated
 from train.draft_kind import DraftKind
 from train.draft_model import ModelKind
 from train.eagle3_head import Eagle3Kind
-from train.head_data import Shard, check_shard, generate_shard, shard_checksums
+from train.head_data import Shard, generate_shard, shard_checksums
 from train.head_step import HeadBatch, LossWeights, head_loss
 from train.medusa_head import MedusaKind
 from train.one_pass_head import OnePassKind
@@ -85,13 +87,13 @@ class _Data:
 
   def __init__(self, config, directory: epath.Path, layers: tuple[int, ...]):
     self.config, self.directory, self.layers = config, directory, layers
-    self._open: tuple[int, Shard] | None = None
+    self.shard = functools.lru_cache(maxsize=2)(self._load)  # the held-out one, and that of the step
 
   def path(self, number: int) -> epath.Path:
     return self.directory / f'shard_{number:05d}.npz'
 
-  def _check(self, path: epath.Path, vocab_size: int) -> None:
-    num_rows, _, num_stored, _ = check_shard(path, vocab_size)
+  def _check(self, path: epath.Path) -> None:
+    num_rows, _, num_stored, _ = Shard.load(path).features.shape
     num_layers = len(self.layers)
     # The last layer is the last one of every shard.
     if num_rows != self.config.rows_per_shard or not (num_stored == num_layers or self.layers == (-1,)):
@@ -113,12 +115,10 @@ class _Data:
     config = self.config
     for path in map(self.path, range(config.num_shards)):
       if path.exists():
-        self._check(path, target.vocab_size)
+        self._check(path)
     texts_of = self._user_texts()
-    try:
+    with writing(self.directory):
       self.directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-      raise ValueError(f'cannot write {self.directory}: {error.strerror or error}') from error
     for number in range(jax.process_index(), config.num_shards, jax.process_count()):
       if self.path(number).exists():
         continue
@@ -146,11 +146,6 @@ class _Data:
       return [texts[i] for i in chosen]
 
     return texts_of
-
-  def shard(self, number: int) -> Shard:
-    if self._open is None or self._open[0] != number:
-      self._open = number, self._load(number)
-    return self._open[1]
 
   def _load(self, number: int) -> Shard:
     shard = Shard.load(self.path(number))

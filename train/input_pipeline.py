@@ -7,30 +7,39 @@ import functools
 import hashlib
 import itertools
 import json
-import os
 import zlib
 from collections.abc import Iterable, Iterator
-from typing import Any, cast
 
 import jax
 import numpy as np
 from etils import epath
 from jax.sharding import NamedSharding
 
+from common.json_file import load_ours, save_ours
 from spectr_jax.io.new_files import new_folder
 from spectr_jax.io.tokenizer import Tokenizer
-from spectr_jax.io.untrusted import is_remote, object_of, one_of, open_file, read_object, whole
+from spectr_jax.io.untrusted import is_remote
 from train.text_sources import TextSource
 
 _DOCUMENTS_PER_CHUNK = 512
 _TOKENS_PER_CHECK = 1 << 24
 _PARTS = 'train', 'held_out'
-# What is written of each part.
-_PART = {
-  'dtype': one_of('uint16', 'uint32'), 'num_tokens': whole(0, 2**48), 'num_bytes': whole(0, 2**56),
-  'crc32': whole(0, 2**32 - 1),
-}  # fmt: skip
-_INDEX = dict.fromkeys(_PARTS, object_of(_PART))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+  """What is written of a part."""
+
+  dtype: str
+  num_tokens: int
+  num_bytes: int
+  crc32: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Index:
+  train: _Part
+  held_out: _Part
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +79,7 @@ def encode_documents(tokenizer: Tokenizer, documents: Iterable[str]) -> PackedTe
   return PackedText(np.concatenate(tokens), sum(size for _, size in pieces))
 
 
-def _write(directory: epath.Path, part: str, pieces: Iterator[tuple[np.ndarray, int]]) -> dict:
+def _write(directory: epath.Path, part: str, pieces: Iterator[tuple[np.ndarray, int]]) -> _Part:
   """Writes a part's tokens piece by piece, and returns a description of the file."""
   num_bytes, num_tokens, checksum, dtype = 0, 0, 0, 'uint16'
   with (directory / f'{part}.bin').open('wb') as stream:
@@ -79,29 +88,21 @@ def _write(directory: epath.Path, part: str, pieces: Iterator[tuple[np.ndarray, 
       stream.write(content)
       checksum = zlib.crc32(content, checksum)
       num_bytes, num_tokens = num_bytes + size, num_tokens + len(tokens)
-  return {'dtype': dtype, 'num_tokens': num_tokens, 'num_bytes': num_bytes, 'crc32': checksum}
+  return _Part(dtype, num_tokens, num_bytes, checksum)
 
 
-def _read(directory: epath.Path, part: str, written: dict, vocab_size: int) -> PackedText:
+def _read(path: epath.Path, written: _Part) -> PackedText:
   """The packed text of a part, mapped into memory if it is a local file; `ValueError` if it is not what was written."""
-  path, dtype = directory / f'{part}.bin', np.dtype(written['dtype'])
-  with open_file(path) as file:
-    size = path.stat().length if is_remote(path) else os.fstat(file.fileno()).st_size
-    if size != written['num_tokens'] * dtype.itemsize:
-      raise ValueError(f'{path.name} has {size} bytes')
-    if is_remote(path) or not size:
-      tokens = np.frombuffer(file.read(), dtype)
-    else:
-      tokens = np.memmap(cast(Any, file), dtype, mode='r')
-  checksum, largest = 0, 0
+  if is_remote(path) or not written.num_tokens:
+    tokens = np.frombuffer(path.read_bytes(), written.dtype)
+  else:
+    tokens = np.memmap(path, written.dtype, mode='r')
+  checksum = 0
   for start in range(0, len(tokens), _TOKENS_PER_CHECK):
-    chunk = tokens[start : start + _TOKENS_PER_CHECK]
-    checksum, largest = zlib.crc32(chunk, checksum), max(largest, int(chunk.max()))
-  if checksum != written['crc32']:
+    checksum = zlib.crc32(tokens[start : start + _TOKENS_PER_CHECK], checksum)
+  if len(tokens) != written.num_tokens or checksum != written.crc32:
     raise ValueError(f'{path.name} has another checksum')
-  if largest >= vocab_size:
-    raise ValueError(f'{path.name} has token {largest}, and there are {vocab_size}')
-  return PackedText(tokens, written['num_bytes'])
+  return PackedText(tokens, written.num_bytes)
 
 
 def load_packed(
@@ -115,8 +116,8 @@ def load_packed(
   if not path.exists():
     try:
       with new_folder(path, overwrite=False) as folder:
-        written = {part: _write(folder, part, _encode(tokenizer, source.documents(part))) for part in _PARTS}
-        (folder / 'index.json').write_text(json.dumps(written))
+        parts = (_write(folder, part, _encode(tokenizer, source.documents(part))) for part in _PARTS)
+        save_ours(folder / 'index.json', _Index(*parts))
     except OSError as error:
       if not path.exists():  # else another process was the first to finish
         raise ValueError(f'cannot write {path}: {error.strerror or error}') from error
@@ -124,14 +125,10 @@ def load_packed(
       if not path.exists():
         raise
   try:
-    index = read_object(path / 'index.json', _INDEX)
-    missing = [f'{part}/{name}' for part in _PARTS for name in _PART if (index.get(part) or {}).get(name) is None]
-    if missing:
-      raise ValueError(f'index.json has no {missing[0]}')
-    train, held_out = (_read(path, part, index[part], tokenizer.vocab_size) for part in _PARTS)
+    index = load_ours(path / 'index.json', _Index, 'index of encoded text', 'it may be of another version')
+    return _read(path / 'train.bin', index.train), _read(path / 'held_out.bin', index.held_out)
   except (OSError, ValueError) as error:
     raise ValueError(f'{path} is damaged ({error}): delete it, and the text is encoded again') from error
-  return train, held_out
 
 
 @functools.lru_cache(maxsize=2)  # a batch may reach into the next epoch

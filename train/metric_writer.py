@@ -15,38 +15,26 @@ from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.summary import scalar
 
-from spectr_jax.io import untrusted
-from spectr_jax.io.new_files import NewFile
+from spectr_jax.io.new_files import write_file
 
-_BEGINNING = b'{"step": '
-_MAX_LINE = 2**20  # bytes
-_STEP = untrusted.whole(0, 2**63)
 _FLUSH_SECONDS = 60
 
 
-def _lines(path: epath.Path) -> Iterator[tuple[bytes, int, bool]]:
-  """The lines of a log, the step of each, and whether it is a final one, without an incomplete last line; a
-  `ValueError` if a line is not of a log.
+def _lines(path: epath.Path, last_step: int) -> bytes:
+  """The lines of a log up to a step, without an incomplete last line and final metrics; a `ValueError` if a line is not
+  of a log.
   """
-  with untrusted.open_file(path) as file:
-    for number in range(1, 2**62):
-      try:
-        line = file.readline(_MAX_LINE)
-      except OSError as error:
-        raise ValueError(f'cannot read {path}: {error.strerror or error}') from error
-      if not line:
-        return
-      try:
-        if not line.startswith(_BEGINNING[: len(line)]):
-          raise ValueError('no step')
-        if not line.endswith(b'\n'):
-          if len(line) < _MAX_LINE:
-            return  # a process was killed while it wrote this line
-          raise ValueError('too long')
-        values = untrusted.check_object(untrusted.parse_json(line.decode(), 'it'), {'step': _STEP}, 'it')
-        yield line, values['step'], any(name.startswith('final_') for name in values)
-      except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f'line {number} of {path} is not of a training log: move the file to another place') from error
+  kept, lines = [], path.read_bytes().splitlines(keepends=True)
+  for number, line in enumerate(lines, 1):
+    if number == len(lines) and not line.endswith(b'\n'):
+      break  # a process was killed while it wrote this line
+    try:
+      values = json.loads(line)
+      if values['step'] <= last_step and not any(name.startswith('final_') for name in values):
+        kept.append(line)
+    except (ValueError, LookupError, TypeError) as error:
+      raise ValueError(f'line {number} of {path} is not of a training log: move the file to another place') from error
+  return b''.join(kept)
 
 
 class MetricWriter:
@@ -59,15 +47,7 @@ class MetricWriter:
 
   def __init__(self, workdir: epath.Path, first_step: int):
     self._path = workdir / 'metrics.jsonl'
-    kept = NewFile(self._path)
-    try:
-      if self._path.exists():
-        for line, step, is_final in _lines(self._path):
-          if step <= first_step and not is_final:
-            kept.write(line)
-      kept.commit()
-    finally:
-      kept.discard()
+    write_file(self._path, _lines(self._path, first_step) if self._path.exists() else b'')
     self._flushed = time.monotonic()
     with self._writing():
       # Written by this thread: errors of TensorBoardX's own would be lost. No other file has this name.
@@ -80,12 +60,10 @@ class MetricWriter:
   def check(workdir: epath.Path, *, is_ours: bool) -> None:
     """Refuses a log that is none of training, or that no run has written (`is_ours`), with a `ValueError`."""
     path = workdir / 'metrics.jsonl'
-    if not path.exists() and (untrusted.is_remote(path) or not os.path.lexists(path)):
-      return
-    if not is_ours:
+    if path.exists() and not is_ours:
       raise ValueError(f'{path} is there before the first training in {workdir}: move it to another place')
-    for _ in _lines(path):
-      pass
+    if path.exists():
+      _lines(path, 0)
 
   @contextlib.contextmanager
   def _writing(self) -> Iterator[None]:

@@ -19,7 +19,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from common.command_line import parse_sizes
-from spectr_jax.io.new_files import NewFile, only_writer
+from spectr_jax.io.new_files import check_writable, only_writer, writing
 from spectr_jax.sharding import DATA, is_primary, make_mesh
 from train.checkpoint import Checkpoints, is_finite, steps_in
 from train.metric_writer import MetricWriter
@@ -104,16 +104,14 @@ class Run(abc.ABC):
     `content` is that of `RunRecord`. Raises a `ValueError` if another run writes there, it was begun with other
     settings, or something stands there that the run would have to replace and must not.
     """
-    try:
+    with writing(self.workdir):
       self.workdir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-      raise ValueError(f'cannot write to {self.workdir}: {error.strerror or error}') from error
     checkpoints = self.workdir / 'checkpoints'
     try:
       if is_primary():
-        self._lock.enter_context(only_writer(checkpoints))
+        self._lock.enter_context(only_writer(self.workdir))
         if checkpoints.is_dir():
-          NewFile(checkpoints / 'checkpoint').discard()  # it can be written: said now and not after hours
+          check_writable(checkpoints / 'checkpoint')  # said now and not after hours
       steps, has_result = steps_in(checkpoints), self.check_result()
       self.record = RunRecord(self.workdir, self.config, trains, content)
       if (steps or has_result) and not self.record.is_there:

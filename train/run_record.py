@@ -5,16 +5,15 @@
 
 from __future__ import annotations
 
-import json
-import os
+import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from etils import epath
 
+from common.json_file import load_ours, save_ours
 from spectr_jax.io import untrusted
 from spectr_jax.io.heads import head_sizes
-from spectr_jax.io.new_files import write_file
 from spectr_jax.io.untrusted import Kind, real, whole
 from spectr_jax.sharding import is_primary
 
@@ -33,16 +32,16 @@ _FREE = {
   'mesh', 'remat', 'log_every', 'checkpoint_every', 'keep_checkpoints', 'cache_dir', 'num_steps', 'source', 'files',
   'held_out_percent', 'data_dir', 'tokenizer', 'distill_from', 'user_files', 'init_from',
 }  # fmt: skip
-_FORMAT = 'spectr_jax training run'
-_LIMIT = 2**20  # bytes
-_NUMBER = untrusted.either(whole(-(2**63), 2**64), real())
-_VALUE = untrusted.either(untrusted.NOTHING, untrusted.FLAG, untrusted.TEXT, _NUMBER)
-_RECORD = {
-  'format': untrusted.one_of(_FORMAT),
-  'trains': untrusted.TEXT,
-  'settings': untrusted.map_of(untrusted.either(_VALUE, untrusted.list_of(_VALUE))),
-  'num_steps': untrusted.list_of(untrusted.list_of(whole(), 2)),
-}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Record:
+  """The content of `run.json`."""
+
+  trains: str  # the command
+  settings: dict[str, Any]
+  num_steps: list[list[int]]  # pairs of a step, and `config.num_steps` from there on
+  format: str = 'spectr_jax training run'
 
 
 def check_fields(config, kinds: Mapping[str, Kind]) -> None:
@@ -89,16 +88,10 @@ class RunRecord:
   def is_there(self) -> bool:
     return self._before is not None
 
-  def _read(self) -> dict[str, Any] | None:
-    if not (self._path.exists() or (not untrusted.is_remote(self._path) and os.path.lexists(self._path))):
+  def _read(self) -> _Record | None:
+    if not self._path.exists():
       return None
-    try:
-      record = untrusted.read_object(self._path, _RECORD, _LIMIT)
-      if any(record.get(name) is None for name in _RECORD):
-        raise ValueError(f'{self._path} is not the record of a training run')
-    except ValueError as error:
-      raise ValueError(f'{error}: move it away to train here') from error
-    return record
+    return load_ours(self._path, _Record, 'record of a training run', 'move it away to train here')
 
   def check(self) -> None:
     """Compares the settings with those that the WORKDIR was begun with, as far as both are known; a `ValueError` names
@@ -106,15 +99,12 @@ class RunRecord:
     """
     if self._before is None:
       return
-    folder, was, now = self._path.parent, self._before['settings'], self._fields | self._content
-    if self._before['trains'] != self._trains:
-      raise ValueError(
-        f'{folder} was begun by {untrusted.shown(self._before["trains"])}, not by {self._trains}: take another one'
-      )
+    folder, was, now = self._path.parent, self._before.settings, self._fields | self._content
+    if self._before.trains != self._trains:
+      raise ValueError(f'{folder} was begun by {self._before.trains}, not by {self._trains}: take another one')
     unknown = {name for name in self._content if name in was and None in (was[name], now[name])}
     wrong = [
-      f'{name if name in now else untrusted.shown(name)} is {untrusted.shown(now.get(name))}'
-      f' and was {untrusted.shown(value)}'
+      f'{name} is {untrusted.shown(now.get(name))} and was {untrusted.shown(value)}'
       for name, value in was.items()
       if now.get(name) != value and name not in unknown
     ]
@@ -141,20 +131,19 @@ class RunRecord:
       raise ValueError(f'{self._path.parent} is at step {step}, beyond config.num_steps {self._num_steps}')
     settings, notes, history = self._fields | self._content, [], [[0, self._num_steps]]
     if self._before is not None:
-      history = self._before['num_steps'] or history
-      before = history[-1][-1] if history[-1] else self._num_steps
+      history = self._before.num_steps
+      before = history[-1][-1]
       if before != self._num_steps:
-        history = [part for part in history if part and part[0] < step] + [[step, self._num_steps]]
+        history = [part for part in history if part[0] < step] + [[step, self._num_steps]]
         if step:
           notes.append(
             f'config.num_steps was {before} up to step {step} and is {self._num_steps} from here on, and so is the'
             ' schedule of the learning rate'
           )
-      if added := sorted(settings.keys() - self._before['settings'].keys()):
+      if added := sorted(settings.keys() - self._before.settings.keys()):
         notes.append(f'{self._path} does not say what {", ".join(added)} was')
-    record = {'format': _FORMAT, 'trains': self._trains, 'settings': settings, 'num_steps': history}
-    untrusted.check_object(record, _RECORD, str(self._path))
+    record = _Record(self._trains, settings, history)
     if record != self._before and is_primary():
-      write_file(self._path, (json.dumps(record, indent=2) + '\n').encode())
+      save_ours(self._path, record)
     self._before = record
     return '; '.join(notes)

@@ -13,7 +13,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spectr_jax.aot import hlo_report as compiled
-from spectr_jax.kernels.packed_attention import attend_packed
+from spectr_jax.kernels.packed_attention import arrange_packed, attend_packed
 from spectr_jax.models.causal_lm_config import CausalLMConfig
 from spectr_jax.models.layers import unembed
 from spectr_jax.models.transformer import Transformer, init_params
@@ -83,7 +83,7 @@ def _packed(params, inputs, learner: Learner, dropout_key: jax.Array | None = No
   mesh = learner.mesh
   network = Transformer(
     learner.config, learner.remat, dropout=0.0 if dropout_key is None else learner.dropout,
-    attend_fn=functools.partial(attend_packed, mesh=mesh),
+    attend_fn=functools.partial(attend_packed, mesh=mesh), arrange_fn=functools.partial(arrange_packed, mesh=mesh),
   )  # fmt: skip
   if mesh is not None:
     network = network.clone(constrain_fn=functools.partial(divide_rows, mesh))
@@ -225,9 +225,14 @@ def make_update(optimizer: optax.GradientTransformation, differentiate: Callable
   return update
 
 
-def init_state(seed: int, optimizer: optax.GradientTransformation, model_config: CausalLMConfig) -> dict[str, Any]:
-  """The initial state of a model: that of `new_state`, and the best held-out loss so far with its step."""
-  return new_state(init_params(jax.random.key(seed), model_config), optimizer) | {
+def init_state(
+  seed: int, optimizer: optax.GradientTransformation, model_config: CausalLMConfig, params: Any = None
+) -> dict[str, Any]:
+  """The initial state of a model, of `params` or random ones: that of `new_state`, and the best held-out loss so far
+  with its step.
+  """
+  params = init_params(jax.random.key(seed), model_config) if params is None else params
+  return new_state(params, optimizer) | {
     'best_loss': jnp.asarray(jnp.finfo(jnp.float32).max),  # not inf, which would be a sign of trouble
     'best_step': jnp.zeros((), jnp.int32),
   }

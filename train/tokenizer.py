@@ -4,7 +4,7 @@ from absl import flags
 from etils import epath
 from ml_collections import config_flags
 
-from spectr_jax.io.new_files import NewFile, only_writer
+from spectr_jax.io.new_files import check_writable
 from spectr_jax.io.tokenizer import Tokenizer
 from train import config_flag
 from train.text_sources import make_source
@@ -25,11 +25,10 @@ def main(argv):
   _check_absent(output)
   source = make_source(config)
   output.parent.mkdir(parents=True, exist_ok=True)
-  with only_writer(output):
-    NewFile(output).discard()  # it can be written: said before the training, which takes long
-    tokenizer = Tokenizer.train(source.documents('train'), config.vocab_size)
-    _check_absent(output)
-    tokenizer.save(output)
+  check_writable(output)  # said before the training, which takes long
+  tokenizer = Tokenizer.train(source.documents('train'), config.vocab_size)
+  _check_absent(output)
+  tokenizer.save(output)
   print(f'{output}: {tokenizer.vocab_size} tokens, fingerprint {tokenizer.fingerprint}, from {source.name}')
 
 

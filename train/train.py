@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,13 +18,14 @@ from rich import console
 from common.progress_bar import ProgressBar
 from spectr_jax.io.checksums import content_hash
 from spectr_jax.io.hub.save import FILES, save_model
-from spectr_jax.io.load import load_own
+from spectr_jax.io.load import load_model, load_own
 from spectr_jax.io.new_files import check_new_folder
-from spectr_jax.io.tokenizer import Tokenizer
+from spectr_jax.io.tokenizer import Tokenizer, first_difference
 from spectr_jax.io.untrusted import Kind, whole
 from spectr_jax.model import Model
 from spectr_jax.models.causal_lm import causal_lm, config_of
 from spectr_jax.models.causal_lm_config import CausalLMConfig, lm1b_config
+from spectr_jax.models.transformer import init_params
 from spectr_jax.sharding import is_primary, put, shardings
 from train import plan
 from train.checkpoint import reason_of
@@ -82,6 +84,31 @@ def read_teacher(config, tokenizer: Tokenizer) -> Model | None:
   return model
 
 
+def _sizes(params: Any, init_cache: Callable) -> dict[str, tuple[int, ...]]:
+  """The shapes of parameters and of a cache, which shows the heads, by their places."""
+  leaves = jax.tree_util.tree_leaves_with_path((params, jax.eval_shape(lambda: init_cache(1, 1))))
+  return {jax.tree_util.keystr(keys[1:], simple=True, separator='/'): leaf.shape for keys, leaf in leaves}
+
+
+def read_start(config, tokenizer: Tokenizer, like: Model) -> Any:
+  """The parameters that `config.init_from` names, in float32, None for an empty field; a `ValueError` if there is no
+  such model, or it has another tokenizer or other sizes than `like`.
+  """
+  if not config.init_from:
+    return None
+  try:
+    model, other = load_model(config.init_from, dtype='float32')
+    if first_difference(tokenizer, other) is not None:
+      raise ValueError(f'it has another tokenizer than {config.tokenizer}')
+    found, wanted = (_sizes(each.params, each.init_cache_fn) for each in (model, like))
+    for name in sorted(wanted.keys() | found.keys()):
+      if found.get(name) != wanted.get(name):
+        raise ValueError(f'{name} has shape {found.get(name)}, and in this configuration {wanted.get(name)}')
+  except ValueError as error:
+    raise ValueError(f'config.init_from: {config.init_from}: {error}') from error
+  return model.params
+
+
 def make_teacher(config, model: Model, mesh: Mesh) -> Teacher:
   return Teacher(put(model.params, shardings(mesh, model.params)), config_of(model), config.distill_weight)
 
@@ -98,16 +125,19 @@ class _Training(Run):
     self.mesh = make_config_mesh(config)
     source = make_source(config)
     teacher = read_teacher(config, self.tokenizer)
+    like = jax.eval_shape(lambda: causal_lm(init_params(jax.random.key(0), self.model_config), self.model_config))
+    start = read_start(config, self.tokenizer, like)
     origin = source.describe()
     content = {
       'the content of the text': list(origin.values()),
       'the content of config.tokenizer': self.tokenizer.fingerprint,
       'the content of config.distill_from': content_hash(teacher.params) if teacher else '',
+      'the content of config.init_from': '' if start is None else content_hash(start),
     }
     with self.opened('train.main', content):
-      self._prepare(source, origin, teacher)
+      self._prepare(source, origin, teacher, start)
 
-  def _prepare(self, source: TextSource, origin: dict[str, str], teacher: Model | None):
+  def _prepare(self, source: TextSource, origin: dict[str, str], teacher: Model | None, start: Any):
     config, self.origin = self.config, origin
     optimizer = make_optimizer(config)
     make_state = functools.partial(init_state, config.seed, optimizer, self.model_config)
@@ -119,7 +149,10 @@ class _Training(Run):
     self.teacher = None if teacher is None else make_teacher(config, teacher, self.mesh)
     self.learner = Learner(self.model_config, self.tokenizer.bos_id, self.mesh, config.remat, config.dropout)
     self.train_step = make_train_step(optimizer, self.learner, seed=config.seed)
-    self.begin(make_state, self.sharding)
+    init = None
+    if start is not None:
+      init = functools.partial(jax.jit(lambda params: make_state(params=params), out_shardings=self.sharding), start)
+    self.begin(make_state, self.sharding, init)
     # The host keeps its own copies, so that no step waits for the one before it.
     self.best_loss, self.best_step = float(self.state['best_loss']), int(self.state['best_step'])
     if is_primary():

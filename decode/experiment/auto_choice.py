@@ -7,7 +7,7 @@ from typing import Any
 
 from etils import epath
 
-from common.json_file import read_json
+from common.json_file import load_ours
 from common.output_files import OutputFiles
 from decode.experiment.model_options import AUTO_GRID
 from decode.experiment.options import DecodeOptions
@@ -15,29 +15,16 @@ from decode.experiment.records import hash_constraint
 from decode.experiment.settings import Setting, settings_of
 from decode.experiment.workload import Workload
 from spectr_jax import METHODS
-from spectr_jax.auto.calibration import FORMAT, Calibration, Observation
+from spectr_jax.auto.calibration import FORMAT, Calibration
 from spectr_jax.auto.measurement import KeysFn, predict_settings
 from spectr_jax.auto.prediction import Prediction
 from spectr_jax.auto.setting import GREEDY_WIDTHS, worth_comparing
 from spectr_jax.auto.trial import Notify
 from spectr_jax.draft import as_drafter
-from spectr_jax.io.untrusted import FLAG, check_object, list_of, map_of, object_of, real, whole
 from spectr_jax.sharding import is_primary
 
 # Trees that are added at temperature 0: 8, 16, 16 and 32 of the draft's likeliest guesses.
 GREEDY_TREES = tuple(f'likeliest:{",".join(map(str, widths))}' for widths in GREEDY_WIDTHS)
-
-_OBSERVATION = {
-  'num_batches': whole(1), 'num_tokens': whole(1), 'row_calls': list_of(whole(1)), 'kept': list_of(whole()),
-  'prefill_seconds': real(0), 'round_seconds': real(above=0),
-}  # fmt: skip
-_FIELDS = {
-  'is_complete': FLAG,
-  'conditions': object_of({}),
-  'draft_seconds': map_of(real(0)),
-  'target_seconds': map_of(real(above=0)),
-  'observations': map_of(object_of(_OBSERVATION)),
-}
 
 
 def grid(options: DecodeOptions, max_depth: int | None = None, *, reads_features: bool = False) -> list[Setting]:
@@ -70,21 +57,11 @@ def grid(options: DecodeOptions, max_depth: int | None = None, *, reads_features
 
 
 def read_calibration(path: epath.PathLike) -> Calibration:
-  content = read_json(path, 'calibration', '--calibration writes one')
-  try:
-    content = check_object(content, _FIELDS, 'it')
-    if content.pop('format') != FORMAT:
-      raise ValueError(f'format {FORMAT} is read')
-    content['target_seconds'] = {int(size): seconds for size, seconds in content['target_seconds'].items()}
-    content['observations'] = {name: Observation(**fields) for name, fields in content['observations'].items()}
-    calibration = Calibration(**content)  # without `is_complete` it is of a version that wrote complete ones only
-    if None in vars(calibration).values() or not calibration.conditions or not calibration.target_seconds:
-      raise ValueError('something is missing')
-    if any(None in vars(each).values() or not each.row_calls for each in calibration.observations.values()):
-      raise ValueError('something is missing in an observation')
-    return calibration
-  except (AttributeError, KeyError, TypeError, ValueError) as error:
-    raise ValueError(f'{path} is no calibration ({error!r}); --calibration writes one') from error
+  advice = '--calibration writes one'
+  calibration = load_ours(path, Calibration, 'calibration', advice)
+  if calibration.format != FORMAT:
+    raise ValueError(f'{path} is no calibration of this version (format {calibration.format}); {advice}')
+  return calibration
 
 
 def _conditions_of(workload: Workload) -> dict[str, Any]:

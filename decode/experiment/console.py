@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from rich.console import Console
 
 from common.printable import printable
-from common.progress_bar import ProgressBar
+from common.progress_bar import ProgressBar, TimeLeft
 from spectr_jax.auto.trial import Notify
 
 _SECONDS_BETWEEN_LINES = 30
@@ -29,18 +29,17 @@ class _Lines:
   """Progress as lines on stderr: one for each activity, and while it lasts one every half minute, with what is left."""
 
   def __init__(self):
-    self._activity, self._since, self._said, self._done = None, 0.0, 0.0, 0
+    self._activity, self._said, self._left = None, 0.0, TimeLeft()
 
   def __call__(self, what: str, done: int, total: int) -> None:
     activity, now = what.partition(';')[0], time.monotonic()
+    self._left.note(activity, done, total, now)
     if activity != self._activity:
-      self._activity, self._since, self._done = activity, now, done
-      left = ''
+      self._activity = activity
     elif now - self._said < _SECONDS_BETWEEN_LINES:
       return
-    else:
-      seconds = (now - self._since) / max(done - self._done, 1) * (total - done)
-      left = f', about {datetime.timedelta(seconds=round(seconds))} left' if self._done < done < total else ''
+    seconds = self._left.at(now) if done < total else None
+    left = '' if seconds is None else f', about {datetime.timedelta(seconds=round(seconds))} left'
     self._said = now
     with contextlib.suppress(OSError):  # a closed or full place for progress ends no run
       print(f'[{done}/{total}] {printable(what)}{left}', file=sys.stderr, flush=True)

@@ -10,7 +10,7 @@ import jax
 from absl import flags
 
 from common import help_text
-from decode.experiment.options import split_draft
+from decode.experiment.model_options import choose_draft, split_draft
 from decode.experiment.workload import find_head
 from spectr_jax import METHODS
 
@@ -49,12 +49,15 @@ def default_drafting(target: str, draft: str, platform: str | None = None) -> Dr
 
 
 def with_default_drafting(values: Mapping[str, Any], platform: str | None = None) -> dict[str, Any]:
-  """Fields of `DecodeOptions` with the defaults of those of `Drafting` that are missing.
+  """Fields of `DecodeOptions` with the defaults of those of `Drafting` that are missing; as they are without a draft.
 
-  A method that takes several drafts stands in for the table's where K or the tree is given. `values` has `target`,
-  `draft` and `tree`.
+  A method that takes several drafts stands in for the table's where K or the tree is given. `values` has `target` and
+  `tree`.
   """
-  default = default_drafting(values['target'], values['draft'], platform)
+  draft = choose_draft(values['target'], values.get('draft'))
+  if draft is None:
+    return dict(values)
+  default = default_drafting(values['target'], draft, platform)
   if 'num_drafts' in values or values['tree'] != ('chains',):
     default = dataclasses.replace(default, method=ELSEWHERE.method)
   defaults = {'method': (default.method,), 'num_drafts': (default.num_drafts,), 'draft_length': (default.draft_length,)}

@@ -2,41 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
+import dataclasses
 import json
 import os
 import pathlib
-import stat
 from collections.abc import Mapping
 from typing import Any
 
+from common.json_file import load_ours, save_ours, typed
 from decode.experiment.records import OPTIONS
-from spectr_jax.io.new_files import lock, only_writer, resolved, write_file
-from spectr_jax.io.untrusted import (
-  ANYTHING,
-  NOTHING,
-  TEXT,
-  Kind,
-  check_object,
-  either,
-  list_of,
-  one_of,
-  parse_json,
-  read_object,
-  real,
-  shown,
-  whole,
-)
+from spectr_jax.io.new_files import check_writable, lock, resolved, writing
+from spectr_jax.io.untrusted import is_remote, parse_json, shown
 
-_LONGEST = 2**24  # bytes of a line; JSON takes up to 25 times its size in memory
-_TOKENS = Kind('a list of ids', lambda x: type(x) is list and {*map(type, x)} <= {int} and min(x, default=0) >= 0)
-_LOGPROBS = list_of(either(NOTHING, real()), 2**24)
-# What every line has beside its settings.
-_FIELDS = {
-  'seed': whole(0, 2**32 - 1), 'index': whole(), 'sample': whole(), 'id': ANYTHING, 'prompt': TEXT, 'tokens': _TOKENS,
-  'text': TEXT, 'target_calls': whole(), 'finish_reason': one_of('stop', 'eos', 'length'),
-}  # fmt: skip
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+  seed: int
+  index: int  # of the prompt
+  sample: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Index:
+  parts: list[str]
 
 
 def part_path(path: str | os.PathLike, index: int, count: int) -> pathlib.Path:
@@ -53,15 +41,15 @@ def index_path(path: str | os.PathLike) -> pathlib.Path:
 
 def check_parts(path: str | os.PathLike, count: int) -> None:
   """Refuses continuations of another number of processes, which would be decoded again."""
-  path, index = pathlib.Path(path), index_path(path)
+  path, index, names = pathlib.Path(path), index_path(path), _part_names(path, count)
   try:
-    names = read_object(index, {'parts': list_of(TEXT)}).get('parts') if index.exists() else _part_names(path, count)
-  except ValueError:
-    names = None
-  if names is None and count > 1:
-    raise ValueError(f'generations: {index} is no index of parts; move it away')
-  if names is not None and names != _part_names(path, count):
-    raise ValueError(f'generations: {index} is of {len(names)} parts, and this run has {count} processes')
+    written = load_ours(index, _Index, 'index of parts', 'move it away').parts if index.exists() else names
+  except ValueError as error:
+    if count > 1:
+      raise ValueError(f'generations: {error}') from error
+    written = names
+  if written != names:
+    raise ValueError(f'generations: {index} is of {len(written)} parts, and this run has {count} processes')
   if count > 1 and path.exists() and path.stat().st_size:
     raise ValueError(f'generations: {path} is of one process, and this run has {count} processes')
 
@@ -69,12 +57,8 @@ def check_parts(path: str | os.PathLike, count: int) -> None:
 def write_index(path: str | os.PathLike, count: int) -> None:
   """Writes the index that names the parts of `path`, if there are several; see `check_parts`."""
   check_parts(path, count)
-  index = index_path(path)
-  if count > 1 and not index.exists():
-    try:
-      write_file(index, (json.dumps({'parts': _part_names(path, count)}, indent=2) + '\n').encode())
-    except ValueError as error:
-      raise ValueError(f'generations: {error}') from error
+  if count > 1 and not index_path(path).exists():
+    save_ours(index_path(path), _Index(_part_names(path, count)))
 
 
 def _part_names(path: str | os.PathLike, count: int) -> list[str]:
@@ -109,42 +93,26 @@ class GenerationFile:
   """
 
   def __init__(self, path: str | os.PathLike, *, resume: bool):
-    self.path = pathlib.Path(path)
+    self.path, self._resume = pathlib.Path(path), resume
+    self._is_remote = is_remote(path)
     self.done: set[tuple[int, int, int]] = set()
-    self._is_local = '://' not in str(path)
-    self._resume, self._file, self._end = resume, None, 0
-    self._closed = contextlib.ExitStack()
 
   def __enter__(self) -> GenerationFile:
-    """Locks the file, and opens it if it is there; refuses content without `resume`."""
-    if not self._is_local:
-      raise ValueError(f'generations: {self.path} must be a local file, to be appended to')
-    with self._closed as undone:
-      try:
-        undone.enter_context(only_writer(self.path))
-      except ValueError as error:
-        raise ValueError(f'generations: {error}') from error
-      if os.path.exists(self.path):
-        self._open(undone)
-        if os.fstat(self._file).st_size and not self._resume:
-          raise ValueError(f'generations: {self.path} has continuations; --resume goes on with them')
-      self._closed = undone.pop_all()
-    return self
-
-  def _open(self, closed: contextlib.ExitStack, flags: int = 0) -> None:
-    path = resolved(self.path)
+    """Opens and locks the file; refuses content without `resume`."""
     try:
-      # Without O_NONBLOCK, opening a pipe might wait.
-      flags |= os.O_RDWR | os.O_APPEND | getattr(os, 'O_NONBLOCK', 0) | getattr(os, 'O_BINARY', 0)
-      self._file = os.open(path, flags, 0o666)
-      closed.callback(os.close, self._file)
-      if not stat.S_ISREG(os.fstat(self._file).st_mode):
-        raise ValueError(f'cannot write {self.path}: it exists and is not a regular file')
-      lock(self._file, self.path)  # it may have other names
-    except OSError as error:
-      raise ValueError(f'generations: cannot write {self.path}: {error.strerror}') from error
+      if self._is_remote:
+        raise ValueError(f'{self.path} must be a local file, to be appended to')
+      check_writable(self.path)
+      with writing(self.path):
+        self._file = open(resolved(self.path), 'a+b', buffering=0)
+      lock(self._file.fileno(), self.path)
+      if not os.fstat(self._file.fileno()).st_nlink:  # another process has just removed it
+        raise ValueError(f'{self.path} is being written by another process')
+      if os.path.getsize(self.path) and not self._resume:
+        raise ValueError(f'{self.path} has continuations; --resume goes on with them')
     except ValueError as error:
       raise ValueError(f'generations: {error}') from error
+    return self
 
   def begin(
     self,
@@ -158,16 +126,17 @@ class GenerationFile:
 
     Every line has the `settings`, so that no file mixes runs, and says of its prompt what `prompts` have by index.
     """
-    if self._file is None:
-      self._open(self._closed, os.O_CREAT | os.O_EXCL)
     self._settings = dict(settings)
-    begin = json.dumps(self._settings, ensure_ascii=False).encode()[:-1] + b', '
-    with os.fdopen(os.dup(self._file), 'rb') as file:
-      for number in itertools.count(1):
-        line, where = file.readline(_LONGEST + 1), f'generations: {self.path}, line {number}'
-        if len(line) > _LONGEST:
-          raise ValueError(f'{where}: no continuation of this command: it has more than {_LONGEST:,} bytes')
+    begin, end = json.dumps(self._settings, ensure_ascii=False).encode()[:-1] + b', ', 0
+    with open(self.path, 'rb') as file:
+      for number, line in enumerate(file, 1):
+        where = f'generations: {self.path}, line {number}'
         if not line.endswith(b'\n'):
+          if not (begin.startswith(line) or line.startswith(begin)):
+            raise ValueError(
+              f"{where}: it is incomplete and does not begin as this run's lines do; nothing was changed"
+            )
+          self._file.truncate(end)
           break
         place = self._check(line, where, prompts)
         if place[1] % num_processes != process:
@@ -175,53 +144,40 @@ class GenerationFile:
         if place in self.done:
           raise ValueError(f'{where}, has seed, index and sample of an earlier line: {", ".join(map(str, place))}')
         self.done.add(place)
-        self._end += len(line)
-    if line and not (begin.startswith(line) or line.startswith(begin)):
-      raise ValueError(f"{where}: it is incomplete and does not begin as this run's lines do; nothing was changed")
-    if line:
-      os.ftruncate(self._file, self._end)
+        end += len(line)
 
   def _check(self, line: bytes, where: str, prompts: Mapping[int, Mapping[str, Any]]) -> tuple[int, int, int]:
     """Checks that a line is of this run; returns seed, index and sample."""
     try:
-      entry = check_object(parse_json(line.decode(), 'the line'), _FIELDS, 'the line')
-      missing = [name for name in _FIELDS if entry.get(name) is None]
-      if missing:
-        raise ValueError(f'it has no {missing[0]}')
-    except ValueError as error:
-      raise ValueError(f'{where}: no continuation of this command: {error}') from error
+      entry = parse_json(line.decode(), 'the line')
+      place = typed(_Place, entry)
+    except (ValueError, TypeError) as error:
+      raise ValueError(f'{where}: no continuation of this command ({error})') from error
     if differences := _differences(entry, self._settings):
       free = ', '.join([*OPTIONS['free'], 'rounds_at_a_time'])
       raise ValueError(f'{where}, has {"; ".join(differences[:4])}; only these may change: {free}')
-    logprobs = entry.get('logprobs', [])
-    num_logprobs = len(entry['tokens']) if self._settings.get('run', {}).get('logprobs') else 0
-    if not _LOGPROBS.is_valid(logprobs) or len(logprobs) != num_logprobs:
-      raise ValueError(f'{where}: no continuation of this command: its logprobs are not {num_logprobs} numbers')
-    if wanted := prompts.get(entry['index']):
-      for name, value in wanted.items():
-        if not _is_same(entry.get(name), value):
-          raise ValueError(
-            f'{where}, continues another prompt than number {entry["index"]} of this run: {name}'
-            f' {shown(entry.get(name))}, not {shown(value)}'
-          )
-    return entry['seed'], entry['index'], entry['sample']
+    for name, value in prompts.get(place.index, {}).items():
+      if not _is_same(entry.get(name), value):
+        raise ValueError(
+          f'{where}, continues another prompt than number {place.index} of this run: {name}'
+          f' {shown(entry.get(name))}, not {shown(value)}'
+        )
+    return dataclasses.astuple(place)
 
   def append(self, entry: Mapping[str, Any]) -> None:
     """Writes what a continuation has beside the settings; where that fails, earlier ones are complete."""
-    line = json.dumps(self._settings | dict(entry), ensure_ascii=False).encode() + b'\n'
-    num_written = 0
+    line, size = json.dumps(self._settings | dict(entry), ensure_ascii=False).encode() + b'\n', 0
     try:
-      while num_written < len(line):
-        num_written += os.write(self._file, memoryview(line)[num_written:])
+      while size < len(line):
+        size += self._file.write(line[size:])
     except OSError as error:
-      with contextlib.suppress(OSError):
-        if num_written and os.fstat(self._file).st_size == self._end + num_written:
-          os.ftruncate(self._file, self._end)
+      self._file.truncate(os.fstat(self._file.fileno()).st_size - size)
       raise ValueError(
         f'generations: cannot write {self.path}: {error.strerror}; it has {len(self.done)} continuations, all whole'
       ) from error
-    self._end += len(line)
     self.done.add((entry['seed'], entry['index'], entry['sample']))
 
-  def __exit__(self, *error) -> None:
-    self._closed.close()
+  def __exit__(self, kind: type[BaseException] | None, *error) -> None:
+    if kind and not os.fstat(self._file.fileno()).st_size:
+      os.unlink(resolved(self.path))
+    self._file.close()

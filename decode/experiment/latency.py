@@ -13,7 +13,7 @@ from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.loop import decode_rounds, judge, noise_keys, score
 from spectr_jax.engine.sharding import tracing_with
 from spectr_jax.engine.state import DecodeState
-from spectr_jax.io.new_files import NewFile
+from spectr_jax.io.new_files import check_writable
 from spectr_jax.proposal import Proposal
 
 
@@ -21,7 +21,7 @@ def profile(decoder: Decoder, state: DecodeState, directory: epath.PathLike, num
   """Records rounds with JAX's profiler, for TensorBoard or Perfetto. It donates the state of a program that has run."""
   try:
     epath.Path(directory).mkdir(parents=True, exist_ok=True)
-    NewFile(epath.Path(directory) / 'profile').discard()
+    check_writable(epath.Path(directory) / 'profile')
   except OSError as error:
     raise ValueError(f'profile_dir: cannot write {directory}: {error.strerror or error}') from error
   except ValueError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 
 import jax
 from etils import epath
@@ -29,8 +30,10 @@ from spectr_jax.suggestion import did_you_mean
 
 ROOT = epath.Path(__file__).resolve().parents[2]
 PRETRAINED = ROOT / 'pretrained'
+SHIPPED_TARGET, SHIPPED_DRAFT = str(PRETRAINED / 'target'), str(PRETRAINED / 'draft')
 AUTO = 'auto'
 LOOKUP = 'lookup'
+DEFAULT_METHODS = 'autoregressive', 'speculative', 'block', 'spectr', 'race_traversal'
 # Default K and L, for named methods and for `auto`.
 DEFAULT_GRID = {'num_drafts': (2,), 'draft_length': (8,)}
 AUTO_GRID = {'num_drafts': NUM_DRAFTS, 'draft_length': DRAFT_LENGTHS}
@@ -45,6 +48,12 @@ def split_draft(draft: str) -> tuple[bool, str]:
   return has_lookup, draft.removeprefix(LOOKUP).removeprefix('+') if has_lookup else draft
 
 
+def choose_draft(target: str, draft: str | None) -> str | None:
+  """The draft of a target: the one that is named, else the shipped one of the shipped target, else None."""
+  is_shipped = draft is None and os.path.realpath(target) == os.path.realpath(SHIPPED_TARGET)
+  return SHIPPED_DRAFT if is_shipped else draft
+
+
 def has_epsilon(name: str) -> bool:
   """Tells whether the method over-accepts by an amount that can be chosen."""
   method = get_method(name)
@@ -55,15 +64,13 @@ def has_epsilon(name: str) -> bool:
 class ModelOptions(Record):
   """The target, its draft, and the devices that they are on. See `DecodeSharding` about `mesh`."""
 
-  target: str = option(
-    'Models', 'The target: a directory, a .gguf file, or ORG/NAME on the hub.', str(PRETRAINED / 'target')
-  )
-  draft: str = option(
+  target: str = option('Models', 'The target: a directory, a .gguf file, or ORG/NAME on the hub.', SHIPPED_TARGET)
+  draft: str | None = option(
     'Models',
     'The draft: as the target, of any tokenizer, or the folder of a head on it (EAGLE, DFlash, DSpark, Medusa, MTP), or'
     ' lookup, or lookup+DRAFT. lookup guesses what followed in the text before, without a model; lookup+DRAFT does so'
-    ' beside the samples of a draft.',
-    str(PRETRAINED / 'draft'),
+    ' beside the samples of a draft. Default: that of the shipped target; others decode without one.',
+    None,
   )
   lookup_max: int = option(
     'Models', 'Tokens at the end of the text that lookup compares with earlier ones, at most.', LOOKUP_MAX
@@ -103,25 +110,27 @@ class ModelOptions(Record):
 
   def __post_init__(self):
     super().__post_init__()
+    object.__setattr__(self, 'draft', choose_draft(self.target, self.draft))
     Lookup(self.lookup_max, self.lookup_min)
     if not self.has_lookup:
       if (self.lookup_max, self.lookup_min) != (LOOKUP_MAX, LOOKUP_MIN):
         raise ValueError('lookup_max and lookup_min are for --draft=lookup or --draft=lookup+DRAFT')
       if self.lookup_corpus:
         raise ValueError('lookup_corpus is for --draft=lookup or --draft=lookup+DRAFT')
-      if (hint := did_you_mean(self.draft, [LOOKUP])) and not epath.Path(self.draft).exists():
-        raise ValueError(f'no draft at {self.draft}{hint}')
+      name = self.draft_model
+      if (hint := did_you_mean(name, [LOOKUP])) and not epath.Path(name).exists():
+        raise ValueError(f'no draft at {name}{hint}')
     if self.draft_mesh != 'whole' and not self.mesh:
       raise ValueError('draft_mesh is for a mesh, and none is given')
 
   @property
   def has_lookup(self) -> bool:
-    return split_draft(self.draft)[0]
+    return split_draft(self.draft or '')[0]
 
   @property
   def draft_model(self) -> str:
-    """The directory of the draft model or head; empty for `lookup` alone."""
-    return split_draft(self.draft)[1]
+    """The directory of the draft model or head; empty for `lookup` alone, and where there is no draft."""
+    return split_draft(self.draft or '')[1]
 
   def takes_guesses(self, method: Method) -> bool:
     """Tells whether a method takes guesses of this draft, or drafts nothing."""
@@ -157,10 +166,11 @@ class MethodOptions(Record):
   `tree`.
   """
 
-  method: tuple[str, ...] = option(
+  method: tuple[str, ...] | None = option(
     'Method and tree',
-    f'Methods, separated by commas, of {", ".join(METHODS)}, or auto, the one predicted to be the fastest.',
-    ('autoregressive', 'speculative', 'block', 'spectr', 'race_traversal'),
+    f'Methods, separated by commas, of {", ".join(METHODS)}, or auto, the one predicted to be the fastest. Default'
+    f' {", ".join(DEFAULT_METHODS)}; without a draft autoregressive.',
+    None,
   )
   num_drafts: tuple[int, ...] | None = option(
     'Method and tree',
@@ -227,6 +237,8 @@ class MethodOptions(Record):
 
   def __post_init__(self):
     super().__post_init__()
+    if self.method is None:
+      object.__setattr__(self, 'method', self._default_methods())
     if not self.method:
       raise ValueError(f'no method given; allowed: {", ".join((*METHODS, AUTO))}')
     for name, values in (AUTO_GRID if self.is_auto else DEFAULT_GRID).items():
@@ -249,6 +261,9 @@ class MethodOptions(Record):
     if self.growth_threshold and not any(tree.partition(':')[0] in GROWTHS for tree in self.tree):
       known = ', '.join(f'--tree={name}:WIDTHS' for name in GROWTHS)
       raise ValueError(f'growth_threshold is for {known}')
+
+  def _default_methods(self) -> tuple[str, ...]:
+    return DEFAULT_METHODS
 
   def _check_auto(self):
     if not self.is_auto:

@@ -14,14 +14,13 @@ import jax
 import numpy as np
 from etils import epath
 
-from common.json_file import read_json
+from common.json_file import load_ours
 from decode.experiment.distributions import target_texts, written_log_probs
 from decode.experiment.settings import Setting, TreeSpec
 from decode.experiment.workload import Workload
 from spectr_jax import METHODS, Method, Statistics, TokenTree, optimal_factors
 from spectr_jax.auto.trial import Notify
 from spectr_jax.engine.program_memory import make_room
-from spectr_jax.io.untrusted import NOTHING, check_object, either, list_of, map_of, real
 from spectr_jax.sharding import fetch
 from spectr_jax.theory import stateless_kept_bound
 
@@ -170,15 +169,15 @@ def _best_tree(method: Method, budget: int, acceptance: Acceptance) -> tuple[Tok
   return tree, f'{",".join(map(str, np.bincount(tree.depths)[1:]))} nodes by depth'
 
 
-# Rates by depth and child.
-_TABLE = list_of(list_of(either(NOTHING, real(0, 1)), 2**10), 2**10)
+@dataclasses.dataclass(frozen=True)
+class _Results:
+  acceptance: dict[str, Acceptance]
 
 
 def read_acceptance(path: epath.PathLike) -> dict[str, Acceptance]:
   """Acceptance rates by method, read from a file that `decode.main --output` wrote after measuring them."""
   wanted = 'expected JSON with rates under "acceptance", by method, as --output writes after measuring them'
-  content = read_json(path, 'acceptance', wanted)
-  rates = check_object(content, {'acceptance': map_of(_TABLE)}, str(path)).get('acceptance')
+  rates = load_ours(path, _Results, 'acceptance', wanted).acceptance
   if not rates or any(len({len(row) for row in table}) != 1 or not table[0] for table in rates.values()):
     raise ValueError(f'{path}: {wanted}')
   return rates

@@ -40,6 +40,9 @@ class DecodeOptions(PromptOptions, SamplingOptions, MethodOptions, ModelOptions)
 
   def __post_init__(self):
     super().__post_init__()
+    if self.draft is None and self.needs_draft:
+      name = next(name for name in self.method if name == AUTO or get_method(name).max_drafts != 0)
+      raise ValueError(f'{name} needs a draft of the target: --draft=DRAFT, or --method=autoregressive')
     if not self.has_lookup:
       return
     # Refused here, before models are read.
@@ -50,6 +53,14 @@ class DecodeOptions(PromptOptions, SamplingOptions, MethodOptions, ModelOptions)
     for tree in self.tree:
       if not self.takes_tree(tree):
         raise ValueError(f'lookup guesses chains, and the tree is {tree}')
+
+  def _default_methods(self) -> tuple[str, ...]:
+    if self.draft is not None:
+      return super()._default_methods()
+    for name in ('num_drafts', 'draft_length', 'tree'):
+      if getattr(self, name) not in (None, ('chains',)):
+        raise ValueError(f'{name} is for a draft of the target, and none is given: --draft=DRAFT')
+    return ('autoregressive',)
 
   def check_unused(self, names: Sequence[str], where: str) -> None:
     """Refuses options that a command has no use for, where they are not their defaults."""

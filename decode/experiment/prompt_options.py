@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from typing import Any
 
 import spectr_jax
@@ -82,9 +83,15 @@ class SamplingOptions(Record):
 
     Raises:
       ValueError: It cannot be compiled; the message says why.
+      ConstraintBusyError: Compiling took too much time or memory.
     """
     given = self.read_constraint()
-    return spectr_jax.compile_constraint(tokenizer, vocab_size=vocab_size, **given) if given else None
+    if not given:
+      return None
+    made = spectr_jax.compile_constraint(tokenizer, vocab_size=vocab_size, **given)
+    if made.narrower:
+      print(f'--json_schema is followed more narrowly: {"; ".join(made.narrower)}', file=sys.stderr)
+    return made
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -130,10 +130,11 @@ def _decode_text(path: epath.Path, is_json: bool) -> str:
 def read_prompts(path: epath.PathLike) -> list[Prompt]:
   """The prompts of a file. The ending of its name determines the format; `.gz` or `.bz2` may follow.
 
-  `.jsonl` holds a JSON object per line, `.json` the same or one array of objects. The text is in the field `prompt`,
-  else `question`, `instruction` (followed by `input` on a line of its own) or `turns` (the first). An object with
-  `messages` is a conversation; its text is what the messages say. `.tsv` has the text in the first column. Any other
-  file has one prompt per line. `SET:FILE` reads a published set of `prompt_sets.PROMPT_SETS`, whatever the ending.
+  `.jsonl` holds a JSON object per line, and may end in blank lines, `.json` the same or one array of objects. The text
+  is in the field `prompt`, else `question`, `instruction` (followed by `input` on a line of its own) or `turns` (the
+  first). An object with `messages` is a conversation; its text is what the messages say. `.tsv` has the text in the
+  first column. Any other file has one prompt per line. `SET:FILE` reads a published set of `prompt_sets.PROMPT_SETS`,
+  whatever the ending.
 
   Raises:
     ValueError: The file cannot be read, has more than 64 MiB of text or 2**19 prompts, is not UTF-8, or a line is not a
@@ -146,8 +147,8 @@ def read_prompts(path: epath.PathLike) -> list[Prompt]:
   else:
     kind, parse = prompt_set.ending, functools.partial(_parse_published, prompt_set=prompt_set)
     wanted = f'an entry of {prompt_set.title} is {prompt_set.form}'
-  name = str(path)
-  text = _decode_text(path, kind in ('.json', '.jsonl'))
+  name, is_json = str(path), kind in ('.json', '.jsonl')
+  text = _decode_text(path, is_json)
   if kind == '.json' and text.lstrip().startswith('['):
     entries = _parse_json(text, name, wanted)
     if not entries:
@@ -155,10 +156,13 @@ def read_prompts(path: epath.PathLike) -> list[Prompt]:
     _check_number(len(entries), name)
     return [parse(entry, index, f'{name}, entry {index + 1}') for index, entry in enumerate(entries)]
   prompts = []
-  for index, line in enumerate(text.removesuffix('\n').split('\n')):
+  text = text.rstrip() if is_json else text.removesuffix('\n')
+  if is_json and not text:
+    raise ValueError(f'{name} holds no prompts')
+  for index, line in enumerate(text.split('\n')):
     origin = f'{name}, line {index + 1}'
     line = line.removesuffix('\r')
-    if kind in ('.jsonl', '.json') and line.strip():
+    if is_json and line.strip():
       prompts.append(parse(_parse_json(line, origin, wanted), index, origin))
     elif kind == '.tsv' and prompt_set is not None:
       prompts.append(parse(line.split('\t'), index, origin))

@@ -5,16 +5,14 @@ What determines a continuation of `decode.bulk` stands in every line, so that no
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import hashlib
-import io
 import json
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from decode import study
 from decode.experiment.options import DecodeOptions
 from decode.experiment.prompts import Prompt
 from decode.experiment.results import DecodeRun, Measurement
@@ -90,16 +88,7 @@ def to_csv(run: DecodeRun) -> str:
       else:
         row[name] = ' '.join(map(str, value)) if isinstance(value, list) else value
     rows.append(row | {role: models.get(role, {}).get('path', '') for role in ('target', 'draft')})
-  return csv_of(rows)
-
-
-def csv_of(rows: Sequence[Mapping[str, Any]]) -> str:
-  """A header and a line for each row; floats with all their digits, an empty cell for None."""
-  text = io.StringIO()
-  writer = csv.DictWriter(text, rows[0], lineterminator='\n')
-  writer.writeheader()
-  writer.writerows(rows)
-  return text.getvalue()
+  return study.to_csv(rows)
 
 
 def describe_setting(options: DecodeOptions, setting: Setting) -> dict[str, Any]:

@@ -128,7 +128,8 @@ def make_prediction_table(predictions: list[Prediction], *, has_parts: bool = Tr
     table.add_row(
       str(each.setting),
       f'{each.tokens_per_call:.2f}',
-      *(f'{1e3 * getattr(each, f"{part}_seconds"):.2f}' for part in parts),
+      # Draft and target alone may take longer than within a round.
+      *(f'{1e3 * max(0.0, getattr(each, f"{part}_seconds")):.2f}' for part in parts),
       f'{each.tokens_per_second:,.0f}',
       f'{each.tokens_per_second / alone.tokens_per_second:.2f}x',
     )

@@ -123,14 +123,12 @@ def _fit_draft(
   """The draft for the target, and what their vocabularies share if they are not the same.
 
   Raises:
-    ValueError: Vocabularies share nothing, or differ and one model is the shipped one, since none is given.
+    ValueError: Vocabularies share nothing, or differ and the target is the shipped one, since none is given.
   """
   pair = f'{options.target} and {options.draft_model}'
-  shipped = [role for role in ('target', 'draft') if getattr(options, role) == getattr(DecodeOptions, role)]
-  if shipped and first_difference(tokenizer, own) is not None:
+  if options.target == DecodeOptions.target and first_difference(tokenizer, own) is not None:
     raise ValueError(
-      f'{pair} have different tokenizers; the {shipped[0]} is the shipped one, since none is given: give'
-      f' --{shipped[0]}' + (', or --method=autoregressive' if shipped == ['draft'] else '')
+      f'{pair} have different tokenizers; the target is the shipped one, since none is given: give --target'
     )
   try:
     fitted = fit_draft(draft, own, target, tokenizer)
@@ -222,7 +220,7 @@ def describe_machine(num_devices: int = 1) -> dict[str, Any]:
 
 def describe(options: DecodeOptions, models: dict[str, Any]) -> dict[str, Any]:
   """Flags, versions, device and models, as JSON values."""
-  flags = dataclasses.asdict(options) | {'target': portable(options.target), 'draft': portable(options.draft)}
+  flags = dataclasses.asdict(options) | {'target': portable(options.target), 'draft': portable(options.draft or '')}
   return {'flags': flags} | describe_machine(jax.device_count() if options.mesh else 1) | {'models': models}
 
 

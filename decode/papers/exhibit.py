@@ -3,37 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable, Mapping, Sequence
+import json
+import pathlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
-from decode.experiment import metrics
+from rich.console import Console
+
+from decode import plots
 from decode.experiment.options import DecodeOptions, option, split_draft
-from decode.experiment.prompts import without_long
+from decode.experiment.prompts import take_first, without_long
+from decode.experiment.results import DecodeRun, Summary
+from decode.experiment.run import run_decode
 from decode.experiment.settings import Setting
-from decode.experiment.workload import find_head
+from decode.experiment.workload import Pick, find_head, model_title, portable
+from decode.plots import Bars
+from decode.study import Row, Value, lasts, markdown, table, to_csv, to_plain
 from spectr_jax.auto.trial import Notify
+from spectr_jax.engine.program_memory import describe_groups
 from spectr_jax.io.load import open_model
 from spectr_jax.io.tokenizer import check_same_tokens
 
-
-@dataclasses.dataclass(frozen=True)
-class Value:
-  """A measured or published number, with the half width behind its ±, or an interval whose ends are not equally far."""
-
-  number: float
-  spread: float | None = None
-  interval: tuple[float, float] | None = None
-
-  def __str__(self):
-    digits = 2 if abs(self.number) >= 1 or not self.number else 1 - math.floor(math.log10(abs(self.number)))
-    if self.spread is not None:
-      return f'{self.number:.{digits}f} ± {self.spread:.{digits}f}'
-    return metrics.text_of(self.number, self.interval, digits)
-
-
-# Cells by column. Tables hold `Value`s; figures hold plain numbers, with intervals in columns `low` and `high`.
-Row = dict[str, int | float | str | Value | None]
+# Sources of numbers: names of rows, and prefixes of columns.
+HERE, PAPER = 'here', 'paper'
+_TEXTS = pathlib.Path(__file__).with_name('figures.md')
+# Lines that several tables share.
+PAPER_SPREAD = 'in the paper: standard deviation, where it prints one'
+CUT_ROUNDS = 'A round that the limit of new tokens cuts off counts as whole, which takes most from long drafts.'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,7 +98,7 @@ class Results:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Exhibit:
-  """A table or figure of a paper: `Table` or `Figure`, which say how rows are described, shown, written and drawn.
+  """A table or figure of a paper: `Table` or `Figure`, which say how rows are described, kept and drawn.
 
   Rows are all that is kept: pictures can be drawn again from the file of data.
   """
@@ -152,6 +148,43 @@ class Exhibit:
       _check_inputs(request)
     return self.measure(request, notify)
 
+  def describe(self, request: Request, results: Results) -> list[str]:
+    """Lines about models, prompts and sizes of the rows."""
+    raise NotImplementedError
+
+  def to_data(self, name: str, request: Request, results: Results, about: Sequence[str]) -> str:
+    """The file of data, from which the rows can be read again; `about` is of `describe`."""
+    raise NotImplementedError
+
+  def to_image(self, rows: Sequence[Row], about: Sequence[str] = (), *, kind: str = 'png') -> bytes:
+    """The picture, as `png` or `svg`."""
+    raise NotImplementedError
+
+  def shown(self, rows: Sequence[Row]) -> Sequence[Row]:
+    """The rows that a table shows."""
+    return rows
+
+  def text(self, name: str) -> str | None:
+    """A paragraph on the picture; None for tables, which speak for themselves."""
+    del name
+
+  def show(self, name: str, console: Console, rows: Sequence[Row], about: Sequence[str]) -> None:
+    """Prints the table, never folded outside a terminal, between what it shows and the lines of `describe`."""
+    if not console.is_terminal:
+      console.width = 1000
+    for part in (self.title, self.text(name), table(self.shown(rows))):
+      if part is not None:
+        console.print(part, soft_wrap=isinstance(part, str), end='\n\n')
+    for line in about:
+      console.print(line, soft_wrap=True)
+
+  def to_markdown(self, name: str, rows: Sequence[Row], about: Sequence[str]) -> str:
+    """What the exhibit shows, the lines of `describe` as a list, and the table."""
+    text = self.text(name)
+    lines = [] if text is None else [f'![{name}]({name}.svg)', '', text, '']
+    lines += [f'- {line}' for line in about]
+    return '\n'.join([f'# {self.title}', '', *lines, '', markdown(self.shown(rows))])
+
   def files(self, name: str, request: Request, results: Results, about: Sequence[str]) -> dict[str, str | bytes]:
     """Contents of the files to write, by file name: data, Markdown, and the picture twice; `about` is of `describe`."""
     return {
@@ -160,6 +193,155 @@ class Exhibit:
       f'{name}.png': self.to_image(results.rows, about),
       f'{name}.svg': self.to_image(results.rows, about, kind='svg'),
     }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Figure(Exhibit):
+  """A figure of a paper: rows of plain numbers, with intervals in columns `low` and `high`, kept as CSV."""
+
+  kind = 'figure'
+  data_format = 'csv'
+
+  draw: Callable[[Sequence[Row]], Any]  # the rows, as a figure of matplotlib
+
+  def describe(self, request: Request, results: Results) -> list[str]:
+    del results
+    lines = []
+    if self.has_models:
+      lines.append(f'target {portable(request.target)}, draft {portable(request.draft)}, temperature 1')
+    lines += [f'prompts: the first of {path or "pretrained/prompts.jsonl"}' for path in request.prompts.values()]
+    sizes = describe_sizes(request.sizes.used)
+    if self.is_random:
+      sizes.append(f'seed {request.seed}')
+    return [*lines, *([', '.join(sizes)] if sizes else [])]
+
+  def to_data(self, name: str, request: Request, results: Results, about: Sequence[str]) -> str:
+    del name, request, about
+    return to_csv(results.rows)
+
+  def to_image(self, rows: Sequence[Row], about: Sequence[str] = (), *, kind: str = 'png') -> bytes:
+    del about
+    return plots.to_image(self.draw(rows), title=self.title, kind=kind)
+
+  def text(self, name: str) -> str:
+    sections = _TEXTS.read_text(encoding='utf-8').split('\n## ')
+    return next(
+      text for title, _, text in (each.partition('\n\n') for each in sections) if title == name.partition('-')[0]
+    ).strip()
+
+  def shown(self, rows: Sequence[Row]) -> Sequence[Row]:
+    return lasts(rows)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Table(Exhibit):
+  """A table of a paper, or a figure that is published as numbers: rows of `Value`s, beside the paper's, as JSON."""
+
+  kind = 'table'
+  data_format = 'json'
+
+  setup: str  # models, texts and settings of the paper
+  spreads: str  # meaning of ±, here and in the paper
+  full: Mapping[str, int]  # the paper's sizes, as far as it gives them or its tables imply them
+  panels: tuple[Bars, ...]
+  notes: tuple[str, ...] = ()
+  # from the paper's setup, that no size shows
+  difference: str = 'other models and texts, so what compares is the pattern'
+
+  def describe(self, request: Request, results: Results) -> list[str]:
+    """Models, prompts, sizes and device of the rows, those of the paper, and every difference that matters."""
+    device = results.runs[0]['device']
+    sets = _describe_sets(results.runs)
+    sizes = describe_sizes({name: value for name, value in request.sizes.used.items() if name != 'num_prompts'})
+    if sets:
+      temperatures = dict.fromkeys(str(run['flags']['temperature']) for run in results.runs if 'prompts' in run)
+      sizes += [f'temperature {", ".join(temperatures)}', f'seed {request.seed}']
+    return [
+      f'here: {"; ".join(_describe_models(results.runs))}',
+      *([f'prompts: {"; ".join(sets)}'] if sets else []),
+      f'sizes: {", ".join(sizes)}; {device["kind"]}, {device["num_cpus"]} CPU cores',
+      f'paper: {self.setup}; {self.difference}',
+      self._describe_reduction(request.sizes, results),
+      self.spreads,
+      *(line for run in results.runs for line in describe_groups(run.get('timed_together', ()))),
+      *(line for run in results.runs for line in run.get('notes', ())),
+      *self.notes,
+    ]
+
+  def _describe_reduction(self, sizes: Sizes, results: Results) -> str:
+    less = []
+    for name, full in self.full.items():
+      used = sizes.used[name]
+      if name == 'num_prompts':
+        used = min(run['num_prompts'] for run in results.runs)
+      if used < full:
+        less.append(f'{name} {used} instead of {full}')
+    return 'reduced: ' + (', '.join(less) if less else 'nothing that the paper states')
+
+  def to_data(self, name: str, request: Request, results: Results, about: Sequence[str]) -> str:
+    content = {
+      'table': name,
+      'title': self.title,
+      'about': about,
+      'sizes': request.sizes.used,
+      'runs': results.runs,
+      'rows': to_plain(results.rows),
+    }
+    return json.dumps(content, indent=2, allow_nan=False) + '\n'
+
+  def to_image(self, rows: Sequence[Row], about: Sequence[str] = (), *, kind: str = 'png') -> bytes:
+    """The panels, and below them the first two lines of `describe`: models and prompts."""
+    return plots.draw_bars(self.panels, rows, title=self.title, footer='; '.join(about[:2]), kind=kind)
+
+
+def _describe_models(runs: Sequence[Mapping[str, Any]]) -> list[str]:
+  titles = (f'{role} {model_title(model, has_dtype=True)}' for run in runs for role, model in run['models'].items())
+  return list(dict.fromkeys(titles))
+
+
+def _describe_sets(runs: Sequence[Mapping[str, Any]]) -> list[str]:
+  """Each set of prompts once, over all runs; none where nothing was decoded."""
+  sets = {}
+  for run in runs:
+    if 'prompts' in run:
+      long = f', {run["num_long_prompts"]} too long and left out' if run['num_long_prompts'] else ''
+      path = run['flags']['prompts'] or 'pretrained/prompts.jsonl'
+      sets.setdefault(f'{run["prompts"]}, {run["num_prompts"]} of {path}{long}')
+  return list(sets)
+
+
+# Measuring tables.
+
+
+def decode_sets(
+  request: Request, notify: Notify, results: Results, *, pick: Pick = take_first, **options
+) -> Iterator[tuple[str, DecodeRun]]:
+  """The name and the run of every set of prompts; each run is recorded in the results.
+
+  `options` are fields of `DecodeOptions`, which override those of the request.
+  """
+  for name, path in request.prompts.items():
+    run = run_decode(request.decode_options(prompts=path, **options), _labelled(notify, name), pick)
+    results.runs.append(run.info | {'prompts': name, 'num_prompts': len(run.prompts)})
+    yield name, run
+
+
+def _labelled(notify: Notify, label: str) -> Notify:
+  return lambda what, done, total: notify(f'{label}: {what}', done, total)
+
+
+def setting_columns(setting: Setting, **before) -> Row:
+  """Columns that name a setting: method, K and L, behind the columns `before`."""
+  return {**before, 'method': method_label(setting), 'K': setting.num_drafts, 'L': setting.draft_length}
+
+
+def block_efficiency(summary: Summary) -> Value:
+  return Value.of(summary.block_efficiency, summary.interval)
+
+
+def published_value(printed: tuple[float, float | None] | None) -> Value | None:
+  """A published mean and standard deviation; None where the paper prints none."""
+  return None if printed is None else Value(*printed)
 
 
 def _check_inputs(request: Request) -> None:

@@ -13,20 +13,23 @@ from decode.experiment import metrics
 from decode.experiment.results import Summary
 from decode.experiment.settings import Setting
 from decode.papers import published
-from decode.papers.exhibit import Request, Results, Row, Sizes, Value, method_label
-from decode.papers.table import (
+from decode.papers.exhibit import (
   CUT_ROUNDS,
   HERE,
   PAPER,
   PAPER_SPREAD,
+  Request,
+  Results,
+  Sizes,
   Table,
   block_efficiency,
   decode_sets,
+  method_label,
   published_value,
   setting_columns,
-  with_interval,
 )
-from decode.papers.table_panels import Panel
+from decode.plots import Bars
+from decode.study import Row, Value
 from spectr_jax import get_method
 from spectr_jax.auto.trial import Notify
 
@@ -45,7 +48,7 @@ def _accepted(summary: Summary) -> Value | None:
     return None
   share = float(np.mean(summary.acceptance_by_position))
   ends = None if summary.interval is None else [(end - summary.block_efficiency) / length for end in summary.interval]
-  return with_interval(share, None if ends is None else metrics.within((share + ends[0], share + ends[1]), 0, 1))
+  return Value.of(share, None if ends is None else metrics.within((share + ends[0], share + ends[1]), 0, 1))
 
 
 def _measured(summary: Summary) -> dict[str, Value]:
@@ -227,9 +230,9 @@ _HUMANEVAL = {'num_prompts': 164, 'num_seeds': 5} | _NUM_TOKENS
 _BOTH_TARGETS = 'DeepSeek-33B with 1.3B at L=12 and DeepSeek-6.7B with 1.3B at L=8, K=3, temperature 0.4'
 
 
-def _both_panels(x: str, by: tuple[str, ...], **more) -> tuple[Panel, Panel]:
+def _both_panels(x: str, by: tuple[str, ...], **more) -> tuple[Bars, Bars]:
   """A panel of block efficiency and one of speed-up."""
-  return tuple(Panel(x=x, y=(y,), by=by, paper=f'{PAPER}: {y}', **more) for y in ('block efficiency', 'speed-up'))
+  return tuple(Bars(x=x, y=(y,), by=by, paper=f'{PAPER}: {y}', **more) for y in ('block efficiency', 'speed-up'))
 
 
 def _length_table(number: int, target: str) -> Table:
@@ -274,7 +277,7 @@ TABLES = {
     full=_HUMANEVAL,
     measure=_measure_sensitivity,
     panels=(
-      Panel(
+      Bars(
         x='K', y=('accepted',), by=('prompts', 'method', 'L'), paper=f'{PAPER}: accepted',
         where={'temperature': _TEMPERATURE},
       ),
@@ -296,7 +299,7 @@ TABLES = {
     full=_NUM_TOKENS,
     measure=_measure_breakdown,
     panels=(
-      Panel(
+      Bars(
         x='method', y=('draft', 'target', 'verification', 'rest'), by=('prompts', 'K', 'L'), where={'of': HERE},
         kind='stack',
       ),

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import re
+import functools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
+from decode import plots
 from decode.experiment import metrics
 from decode.experiment.distributions import written_log_probs
 from decode.experiment.optimal_trees import LONGEST_CHAIN, kept_bounds
 from decode.experiment.run import measure, run_decode
 from decode.experiment.settings import Setting, TreeSpec, shape_name
 from decode.experiment.workload import Workload
-from decode.papers import plots
-from decode.papers.exhibit import Request, Results, Row, Sizes, method_label
-from decode.papers.figure import Figure, by_value, column, low_high, select
+from decode.papers.exhibit import Figure, Request, Results, Sizes, method_label
+from decode.plots import Lines, Panel
+from decode.study import Row, low_high
 from spectr_jax import METHODS, TokenTree, get_method, theory
 from spectr_jax.auto.trial import Notify
 from spectr_jax.methods import FURTHER_METHODS
@@ -43,39 +45,6 @@ def _compute_methods(request: Request, notify: Notify) -> Results:
       | low_high(summary.interval)
       for summary in map(run.summarize, run.settings)
     ]
-  )
-
-
-def _spread(rows: Sequence[Row]) -> list[Row]:
-  """Rows with K moved a little by method, so that intervals do not cover each other."""
-  methods = list(dict.fromkeys(column(rows, 'method')))
-  return [row | {'K': row['K'] * 1.03 ** (methods.index(row['method']) - len(methods) / 2)} for row in rows]
-
-
-def _draw_methods(rows: Sequence[Row]):
-  groups = by_value(rows, 'L')
-  figure, axes = plots.panels(len(groups), width=4.0, height=4.2, sharey=True)
-  for each, (length, own) in zip(axes, groups.items()):
-    plots.draw_lines(each, _spread(own), x='K', y='block efficiency', by='method', markersize=5)
-    y = 'block efficiency (tokens per target call)' if each is axes[0] else ''
-    plots.name_axes(each, x='drafts K', y=y, title=f'drafts of L = {length} tokens')
-    plots.number_ticks(each, column(own, 'K'))
-  plots.legend(figure, axes, title='bars: 95% over prompts')
-  return figure
-
-
-def _tell_methods(rows: Sequence[Row]) -> str:
-  parts = []
-  for (length, number), own in by_value(rows, 'L', 'K').items():
-    own = sorted(own, key=lambda row: -row['block efficiency'])
-    lossless = [row for row in own if 'not lossless' not in row['method']]
-    best = ', '.join(f'{row["method"]} {row["block efficiency"]:.2f}' for row in lossless[:3])
-    parts.append(f'K = {number}, L = {length}: {best}')
-  return (
-    'Tokens per target call of every method that drafts; sampling from the target alone has 1. The best three that are'
-    f' lossless, {"; ".join(parts)}. Intervals are over prompts, which all methods share, so that differences are surer'
-    " than they look. spectr_gbv does not keep the target's distribution with several drafts, and is drawn for"
-    ' comparison. Decoding-OPT and Decoding-UNO, which over-accept, are in opt_uno.'
   )
 
 
@@ -190,67 +159,35 @@ def _compute_ladder(request: Request, notify: Notify) -> Results:
   return Results(rows)
 
 
-def _draw_ladder(rows: Sequence[Row]):
-  figure, [axes] = plots.panels(1, width=5.2, height=4.2)
-  for method, own in by_value(select(rows, **{'is best': 1}), 'method').items():
-    if method == BOUND:
-      style = {'color': plots.THEORY, 'linestyle': '--', 'label': f'{BOUND} (bound)'}
-    else:
-      style = plots.style_of(method) | {'markersize': 6, 'label': method}
-    plots.draw_line(axes, own, x='nodes', y='tokens per call', **style)
-  plots.name_axes(axes, x='nodes of the tree, at most', y='tokens per target call', ylim=(1, None))
-  plots.number_ticks(axes, column(rows, 'nodes'))
-  plots.legend(figure, axes, title='bars: 95% over prompts')
-  return figure
+def _ladder_style(name: str) -> dict[str, Any]:
+  if name == BOUND:
+    return {'color': plots.THEORY, 'linestyle': '--', 'marker': ''}
+  return plots.style_of(name) | {'markersize': 6}
 
 
-def _short(shape: str) -> str:
-  """A shape without most of the ones at its end."""
-  return re.sub(r'(,1){3,}$', ',1,...,1', shape)
-
-
-def _tell_ladder(rows: Sequence[Row]) -> str:
-  best = {(row['method'], row['nodes']): row for row in select(rows, **{'is best': 1})}
-  most = max(column(rows, 'nodes'))
-  methods = [name for name in dict.fromkeys(column(rows, 'method')) if name != BOUND]
-  each = ', '.join(
-    f'{name} {best[name, most]["tokens per call"]:.2f} on {_short(best[name, most]["shape"])}' for name in methods
-  )
-  own = best[BEST, most]['tokens per call']
-  ratios = ', '.join(
-    f'{own / best[name, most]["tokens per call"]:.2f} times that of {name}' for name in methods if name != BEST
-  )
-  bound = best[BOUND, most]
-  reached = ', '.join(
-    f'{best[BEST, number]["tokens per call"] / row["tokens per call"]:.0%} at {number}'
-    for (method, number), row in best.items()
-    if method == BOUND
-  )
-  return (
-    f'Tokens per target call over the nodes that a tree may have, each method on the best of a few shapes. With {most}'
-    f' nodes: {each}. The yield of {BEST} is {ratios}. The largest bound of these trees and other chains is'
-    f' {bound["tokens per call"]:.2f}, on {_short(bound["shape"])}: on none of them has a lossless rule that carries'
-    ' nothing over from one call to the next more on average. It follows from the distributions of both models along'
-    f' the texts that were decoded on the trees of {BEST}, which have the distribution of the target. {BEST} reaches'
-    f' {reached} nodes. Single drafts are decoded once: with one, spectr is speculative, and race_block, traversal and'
-    ' race_traversal are block. Intervals are over prompts. All methods share these, so that differences are surer than'
-    ' they look; but each has decoded texts of its own, some of which are harder to guess than others.'
-  )
-
+_METHODS_PANEL = Panel(
+  each='L', x='drafts K', y='block efficiency (tokens per target call)', title='drafts of L = {} tokens',
+  lines=(Lines(x='K', y='block efficiency', by='method', are_apart=True, more={'markersize': 5}),),
+)  # fmt: skip
+_LADDER_PANEL = Panel(
+  where={'is best': 1}, x='nodes of the tree, at most', y='tokens per target call', more={'ylim': (1, None)},
+  lines=(Lines(x='nodes', y='tokens per call', by='method', style=_ladder_style),),
+)  # fmt: skip
+_BARS = 'bars: 95% over prompts'
 
 FIGURES = {
   'methods': Figure(
     title='Block efficiency of all methods over K and L',
     measure=_compute_methods,
-    draw=_draw_methods,
-    tell=_tell_methods,
+    draw=functools.partial(plots.draw, [_METHODS_PANEL], title=_BARS, width=4.0, height=4.2, sharey=True),
     sizes=Sizes(num_prompts=32, num_seeds=1, max_new_tokens=48, batch_size=32, num_drafts=(2, 8), draft_length=(4, 8)),
   ),
   'ladder': Figure(
     title='Tokens per call over the nodes of the tree, and the most that any stateless rule can have',
     measure=_compute_ladder,
-    draw=_draw_ladder,
-    tell=_tell_ladder,
+    draw=functools.partial(
+      plots.draw, [_LADDER_PANEL], names={BOUND: f'{BOUND} (bound)'}, title=_BARS, width=5.2, height=4.2
+    ),
     sizes=Sizes(num_prompts=32, num_seeds=1, max_new_tokens=96, batch_size=32, num_nodes=(16, 32, 64)),
   ),
 }

@@ -10,14 +10,15 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
+from decode import plots
 from decode.experiment.distributions import target_texts, written_distributions
 from decode.experiment.run import measure
 from decode.experiment.settings import settings_of
 from decode.experiment.workload import Workload
-from decode.papers import plots
-from decode.papers.exhibit import Request, Results, Row, Sizes
-from decode.papers.figure import Figure, by_value, column, low_high, ratio_columns, select
+from decode.papers.exhibit import Figure, Request, Results, Sizes
 from decode.papers.published import YIN
+from decode.plots import Lines, Panel
+from decode.study import Row, by_value, column, low_high, ratio_columns, select
 from spectr_jax import METHODS, theory, with_epsilon
 from spectr_jax.auto.trial import Notify
 from spectr_jax.testing import simulated_rejections
@@ -79,7 +80,7 @@ def _compute_rejections(num_tokens: int, request: Request, notify: Notify) -> Re
 def _draw_rejections(rows: Sequence[Row]):
   running, scaling = (select(rows, panel=panel) for panel in (_RUNNING, _SCALING))
   groups = by_value(running, 'M')
-  figure, axes = plots.panels(len(groups) + 1, width=2.5)
+  figure, axes = plots.panels_of(len(groups) + 1, width=2.5)
   theory_line = {'color': plots.THEORY, 'marker': '', 'linestyle': '--'}
   for each, (number, own) in zip(axes, groups.items()):
     method = 'speculative' if number == 1 else 'batch'
@@ -100,22 +101,6 @@ def _draw_rejections(rows: Sequence[Row]):
   plots.number_ticks(last, column(select(scaling, line='theory'), 'M'))
   plots.legend(figure, axes, title='bands and bars: 95%')
   return figure
-
-
-def _tell_rejections(num_tokens: int, published: str, rows: Sequence[Row]) -> str:
-  expected = {row['M']: row['rejections'] for row in select(rows, panel=_SCALING, line='theory')}
-  simulated = select(rows, panel=_SCALING, line='simulation')
-  each = ', '.join(
-    f'{row["rejections"]:.2f} ± {row["high"] - row["rejections"]:.2f} for M = {row["M"]} ({expected[row["M"]]:.2f})'
-    for row in simulated
-  )
-  limit = select(rows, panel=_SCALING, line='limit')[0]['rejections']
-  return (
-    f'Texts of {num_tokens} tokens from two nonstationary chains of 7 states, decoded by the real verifier with'
-    f' lookahead to the end of the text: rejections per text over {simulated[0]["runs"]} texts, and what theory expects'
-    f' in brackets: {each}. Many drafts do not help for ever: the number of rejections falls no lower than'
-    f' {limit:.2f}, since after an accepted first token only one draft goes on. {published}'
-  )
 
 
 # Yin et al. 2024, Figure 4: the Pareto front of rejections and bias.
@@ -159,7 +144,7 @@ def _compute_pareto(request: Request, notify: Notify) -> Results:
 
 
 def _draw_pareto(rows: Sequence[Row]):
-  figure, axes = plots.panels(3, width=3.0, height=3.4)
+  figure, axes = plots.panels_of(3, width=3.0, height=3.4)
   front = select(rows, line='front')
   distance = front[0]['bias']
   region, curve, over = axes
@@ -187,23 +172,6 @@ def _draw_pareto(rows: Sequence[Row]):
   plots.name_axes(over, x='over-acceptance ε', y='probability, total variation', title='the same over ε')
   plots.legend(figure, axes)
   return figure
-
-
-def _tell_pareto(rows: Sequence[Row]) -> str:
-  distance = select(rows, line='front')[0]['bias']
-  best = [row['rejection'] + row['bias'] for row in select(rows, line=OPT)]
-  anything = [row['rejection'] + row['bias'] for row in rows]
-  pairs = zip(select(rows, line=OPT), select(rows, line=UNO))
-  worst = max(pairs, key=lambda pair: pair[1]['bias'] - pair[0]['bias'])
-  return (
-    f'One token of two chains of 7 states with a total variation TV of {distance:.3f}. No rule rejects and is biased by'
-    f' less than TV together: the least sum among {2 * _NUM_RULES} random rules and all others here is'
-    f' {min(anything):.3f}. Decoding-OPT, with the best distribution after a rejection, is on that front for every ε,'
-    ' from speculative decoding (no bias) to keeping whatever was drafted (no rejections): its sums differ from TV by'
-    f" at most {max(abs(each - distance) for each in best):.0e}. Decoding-UNO, which redraws from the target's whole"
-    f' distribution, is off the front, at ε = {worst[0]["epsilon"]:g} with a bias of {worst[1]["bias"]:.3f} instead of'
-    f' {worst[0]["bias"]:.3f}.'
-  )
 
 
 # Yin et al. 2024, section 4.2 and Table 1: over-acceptance on a pair of models.
@@ -291,61 +259,39 @@ def _compute_over_acceptance(request: Request, notify: Notify) -> Results:
   return Results(rows)
 
 
-def _draw_over_acceptance(rows: Sequence[Row]):
-  figure, (bias, likelihood, rate) = plots.panels(3, width=2.9, height=3.4)
-  for axes, quantity, y, title in (
-    (bias, _TV, 'total variation from the target', 'bias of one token'),
-    (likelihood, _LIKELIHOOD, 'nats per token', 'log-likelihood under the target'),
-    (rate, _WIN_RATE, 'share of comparisons won', 'win rate, the target as scorer'),
-  ):
-    own = select(rows, quantity=quantity)
-    plots.draw_lines(axes, own, x='epsilon', y='value', by='method')
-    plots.name_axes(axes, x='over-acceptance ε', y=y, title=title)
-    axes.set_xscale('symlog', linthresh=1e-3)
-    axes.set_xticks([0, 0.001, 0.01, 0.1, 1], ['0', '.001', '.01', '.1', '1'])
-    axes.minorticks_off()
-  own = select(rows, quantity=_REJECTION)
-  plots.draw_line(bias, own, x='epsilon', y='value', label='P(reject), both', color='#D55E00', linestyle='--')
-  rate.axhline(0.5, color='#555555', linestyle=':', linewidth=1, label='no difference')
-  rate.set_ylim(0, 1)
-  plots.legend(figure, [bias, likelihood, rate], title='bars: 95% over prompts')
-  return figure
+def _number_epsilon(axes) -> None:
+  axes.set_xscale('symlog', linthresh=1e-3)
+  axes.set_xticks([0, 0.001, 0.01, 0.1, 1], ['0', '.001', '.01', '.1', '1'])
+  axes.minorticks_off()
 
 
-def _tell_over_acceptance(rows: Sequence[Row]) -> str:
-  def numbers(quantity, method):
-    return {row['epsilon']: row['value'] for row in select(rows, quantity=quantity, method=method)}
-
-  opt, uno = numbers(_TV, OPT), numbers(_TV, UNO)
-  own = numbers(_LIKELIHOOD, TARGET)
-  likelihood = {name: numbers(_LIKELIHOOD, name) for name in (OPT, UNO)}
-  won = select(rows, quantity=_WIN_RATE)
-  each = ', '.join(f'{row["value"]:.0%} at ε = {row["epsilon"]:g}' for row in won)
-  clear = [row for row in won if row['low'] is not None and (row['low'] > 0.5 or row['high'] < 0.5)]
-  biases = ', '.join(f'{opt[epsilon]:.3f} and {uno[epsilon]:.3f} at ε = {epsilon:g}' for epsilon in opt)
-  first, last = min(opt), max(opt)
-  rejection = numbers(_REJECTION, 'both')
-  few = [epsilon for epsilon in opt if rejection[epsilon] < 0.01]
-  alike = f', below 1% from ε = {few[0]:g} on, where both keep whatever was drafted' if few else ''
-  return (
-    "Decoding-OPT redraws a rejected token from the best distribution, Decoding-UNO from the target's whole"
-    f' distribution. Their biases, in total variation: {biases}. Both reject equally often{alike}. Text of OPT has'
-    f' {likelihood[OPT][first]:.2f} nats per token under the target at ε = {first:g} and {likelihood[OPT][last]:.2f} at'
-    f" {last:g}, that of UNO {likelihood[UNO][first]:.2f} and {likelihood[UNO][last]:.2f}, the target's own text"
-    f' {own[first]:.2f}: to be likelier than that is a bias too. With the target as scorer OPT wins {each};'
-    f' {len(clear)} of {len(won)} differ from one half by more than chance (95%). The paper, whose scorers are reward'
-    ' models and which compares 500 texts of each prompt, prints 52.5% to 57.5%.'
-  )
+def _draw_middle(axes) -> None:
+  _number_epsilon(axes)
+  axes.axhline(0.5, color='#555555', linestyle=':', linewidth=1, label='no difference')
+  axes.set_ylim(0, 1)
 
 
-_NOT_PUBLISHED = 'Size and seed of the chains are those of the paper, which does not say how their rows are drawn'
+def _over_acceptance(quantity: str, y: str, title: str, *others: Lines, finish=_number_epsilon) -> Panel:
+  lines = Lines(x='epsilon', y='value', by='method', where={'quantity': quantity}), *others
+  return Panel(lines=lines, x='over-acceptance ε', y=y, title=title, are_ticks_numbers=False, finish=finish)
+
+
+_REJECTED = Lines(
+  x='epsilon', y='value', where={'quantity': _REJECTION}, label='P(reject), both',
+  more={'color': '#D55E00', 'linestyle': '--'},
+)  # fmt: skip
+_OVER_ACCEPTANCE = (
+  _over_acceptance(_TV, 'total variation from the target', 'bias of one token', _REJECTED),
+  _over_acceptance(_LIKELIHOOD, 'nats per token', 'log-likelihood under the target'),
+  _over_acceptance(_WIN_RATE, 'share of comparisons won', 'win rate, the target as scorer', finish=_draw_middle),
+)
+
 
 FIGURES = {
   'batch_fig2': Figure(
     title=f'{YIN}, Figure 2: rejections in 50 tokens',
     measure=functools.partial(_compute_rejections, 50),
     draw=_draw_rejections,
-    tell=functools.partial(_tell_rejections, 50, f'{_NOT_PUBLISHED}: it has 16.41 rejections for one draft.'),
     sizes=Sizes(num_runs=5000, num_drafts=(1, 4, 5)),
     has_models=False,
     is_simulated=True,
@@ -354,7 +300,6 @@ FIGURES = {
     title=f'{YIN}, Figure 5: rejections in 100 tokens',
     measure=functools.partial(_compute_rejections, 100),
     draw=_draw_rejections,
-    tell=functools.partial(_tell_rejections, 100, f'{_NOT_PUBLISHED}.'),
     sizes=Sizes(num_runs=5000, num_drafts=(1, 2)),
     has_models=False,
     is_simulated=True,
@@ -363,14 +308,12 @@ FIGURES = {
     title=f'{YIN}, Figure 4: the front of rejections and bias',
     measure=_compute_pareto,
     draw=_draw_pareto,
-    tell=_tell_pareto,
     has_models=False,
   ),
   'opt_uno': Figure(
     title='Decoding-OPT against Decoding-UNO over ε (Yin et al. 2024, section 4.2 and Table 1)',
     measure=_compute_over_acceptance,
-    draw=_draw_over_acceptance,
-    tell=_tell_over_acceptance,
+    draw=functools.partial(plots.draw, _OVER_ACCEPTANCE, title='bars: 95% over prompts', width=2.9, height=3.4),
     sizes=Sizes(
       num_prompts=64, num_seeds=2, max_new_tokens=32, batch_size=32, draft_length=(4,),
       epsilon=(0, 0.001, 0.01, 0.1, 0.2, 0.4, 0.8),

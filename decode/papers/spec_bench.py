@@ -16,9 +16,19 @@ from decode.experiment.prompts import Prompt, take_evenly
 from decode.experiment.results import DecodeRun
 from decode.experiment.settings import Setting
 from decode.papers import published
-from decode.papers.exhibit import Request, Results, Row, Sizes, Value
-from decode.papers.table import CUT_ROUNDS, HERE, Table, block_efficiency, decode_sets, setting_columns, with_interval
-from decode.papers.table_panels import Panel
+from decode.papers.exhibit import (
+  CUT_ROUNDS,
+  HERE,
+  Request,
+  Results,
+  Sizes,
+  Table,
+  block_efficiency,
+  decode_sets,
+  setting_columns,
+)
+from decode.plots import Bars
+from decode.study import Row, Value
 from spectr_jax import get_method
 from spectr_jax.auto.trial import Notify
 
@@ -76,7 +86,7 @@ def _speed_columns(run: DecodeRun, setting: Setting) -> Row:
     metrics.compare(speeds, others)[1:] if len(run.prompts) >= metrics.MIN_UNITS and setting.tree.num_nodes else None
   )
   return {
-    'tokens/s': with_interval(metrics.ratio(*speeds), metrics.within(metrics.ratio_interval(*speeds), 0)),
+    'tokens/s': Value.of(metrics.ratio(*speeds), metrics.within(metrics.ratio_interval(*speeds), 0)),
     'speed-up': Value(metrics.ratio(*speeds) / metrics.ratio(*others), interval=interval),
   }
 
@@ -140,8 +150,8 @@ def _measure(request: Request, notify: Notify) -> Results:
   return results
 
 
-def _panel(column: str) -> Panel:
-  return Panel(
+def _panel(column: str) -> Bars:
+  return Bars(
     x='task', y=(column,), by=('draft', 'method', 'K', 'L', 'tree', 'temperature'), where={'of': HERE}, kind='bar'
   )
 

@@ -9,18 +9,21 @@ import numpy as np
 
 from decode.experiment.workload import describe, load_models
 from decode.papers import published
-from decode.papers.exhibit import Request, Results, Sizes, Value
-from decode.papers.table import (
+from decode.papers.exhibit import (
   CUT_ROUNDS,
   PAPER,
   PAPER_SPREAD,
+  Request,
+  Results,
+  Sizes,
   Table,
   block_efficiency,
   decode_sets,
   published_value,
   setting_columns,
 )
-from decode.papers.table_panels import Panel
+from decode.plots import Bars
+from decode.study import Value
 from spectr_jax import Model, TokenTree
 from spectr_jax.auto import timing
 from spectr_jax.auto.trial import Notify
@@ -94,7 +97,7 @@ def _latency_table(number: int, role: str, printed: Mapping) -> Table:
     sizes=Sizes(num_runs=200, context=256, num_drafts=(1, 2, 4, 8), draft_length=(4, 8)),
     full={'num_runs': 1000},
     measure=functools.partial(_measure_latency, role, printed),
-    panels=(Panel(x='batch', y=('relative latency',), by=('length', 'drafts as'), paper=PAPER),),
+    panels=(Bars(x='batch', y=('relative latency',), by=('length', 'drafts as'), paper=PAPER),),
     notes=(
       'A call on a draft of L tokens scores L + 1: the last committed token comes with it. "tree" is one row with the'
       ' drafts of a batch as branches.',
@@ -134,7 +137,7 @@ def _efficiency_table(number: int, columns: Mapping[str, str], drafts: str) -> T
     full={'num_prompts': 1000, 'num_seeds': 3},
     measure=functools.partial(_measure_efficiency, columns),
     compares_drafts=True,
-    panels=(Panel(x='K', y=('block efficiency',), by=('draft', 'prompts', 'method', 'L'), paper=paper),),
+    panels=(Bars(x='K', y=('block efficiency',), by=('draft', 'prompts', 'method', 'L'), paper=paper),),
     notes=(CUT_ROUNDS,),
   )
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import collections
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from decode import plots
 from decode.experiment.distributions import target_texts, written_distributions
 from decode.experiment.workload import Workload
-from decode.papers import plots
-from decode.papers.exhibit import Request, Results, Row, Sizes
-from decode.papers.figure import Figure, by_value, column, ratio_columns, select
+from decode.papers.exhibit import Figure, Request, Results, Sizes
 from decode.papers.published import YIN
+from decode.plots import Lines, Panel
+from decode.study import Row, column, ratio_columns, select
 from spectr_jax import theory
 from spectr_jax.auto.trial import Notify
 
@@ -72,50 +72,12 @@ def _compute_bernoulli(values: Sequence[float]) -> Callable:
   return functools.partial(_compute_acceptance, _bernoulli(_DRAFT_BERNOULLI), targets, 'b')
 
 
-def _draw_rules(x: str, by: str, x_name: str, by_name: str, rows: Sequence[Row]):
-  figure, axes = plots.panels(len(RULES), width=2.7, sharey=True)
-  for place, (each, rule) in enumerate(zip(axes, RULES)):
-    plots.name_axes(each, x=x_name, y='acceptance probability' if not place else '', title=RULE_NAMES[rule])
-    each.title.set_color(plots.COLORS[rule])
-    own = select(rows, rule=rule)
-    scale = plots.scale_of(column(own, by))
-    markers = {'marker': ''} if by == 'k' else {}
-    plots.draw_lines(each, own, x=x, y='acceptance', by=by, style=scale.get, **markers)
-    each.set_ylim(-0.03, 1.03)
-    if x == 'k':
-      plots.number_ticks(each, column(own, 'k'))
-  plots.legend(figure, axes, title=by_name)
-  return figure
-
-
-def _largest_gap(rows: Sequence[Row], rule: str) -> tuple[float, Row]:
-  """The largest gap between a rule and the optimum, and the rule's row there."""
-  pairs = zip(select(rows, rule=plots.OPTIMUM), select(rows, rule=rule))
-  return max(((best['acceptance'] - own['acceptance'], own) for best, own in pairs), key=lambda pair: pair[0])
-
-
-def _tell_uniform(rows: Sequence[Row]) -> str:
-  gaps = {rule: _largest_gap(rows, rule)[0] for rule in ('spectr', 'race')}
-  error = max(abs(row['acceptance'] - 1 + (1 - 1 / row['r']) ** row['k']) for row in select(rows, rule=plots.OPTIMUM))
-  return (
-    f'Drafts are uniform on {UNIFORM_SIZE} tokens and the target on a share 1/r of them. The most that any lossless'
-    f' rule accepts of k candidates is 1 - (1 - 1/r)^k, to {error:.0e} here: it rises to 1 for every r, but for a'
-    ' narrow target only with very many drafts. On these distributions K-SEQ is optimal, as the paper says, and so is'
-    f' the race: they are at most {gaps["spectr"]:.0e} and {gaps["race"]:.0e} below.'
-  )
-
-
-def _tell_bernoulli(rows: Sequence[Row]) -> str:
-  gap, where = _largest_gap(rows, 'spectr')
-  best = where['acceptance'] + gap
-  return (
-    f'Drafts are Ber({_DRAFT_BERNOULLI:g}) and targets Ber(b). Two equal distributions always agree; the farther b is'
-    f' from {_DRAFT_BERNOULLI:g}, the less is accepted of one candidate, and targets that are mostly 1 take the most'
-    ' candidates, since few drafts are 1. K-SEQ is not'
-    f' optimal here: for b = {where["b"]:g} and k = {where["k"]} it accepts {where["acceptance"]:.3f} where'
-    f' {best:.3f} is possible, the widest gap of the figure. The race is at most'
-    f' {_largest_gap(rows, "race")[0]:.3f} below the optimum.'
-  )
+def _rules(x: str, by: str, x_name: str, title: str) -> Callable[[Sequence[Row]], Any]:
+  """A panel for each rule, with a line for each value of `by`."""
+  lines = Lines(x=x, y='acceptance', by=by, style=None, more={'marker': ''} if by == 'k' else {})
+  names = {'each': 'rule', 'x': x_name, 'y': 'acceptance probability', 'title': '{}'}
+  panel = Panel(lines=(lines,), are_ticks_numbers=x == 'k', more={'ylim': (-0.03, 1.03)}, **names)
+  return functools.partial(plots.draw, [panel], names=RULE_NAMES, title=title, sharey=True, width=2.7)
 
 
 # Yin et al. 2024, Figure 3: batch improvement.
@@ -139,37 +101,10 @@ def _compute_improvement(request: Request, notify: Notify) -> Results:
   return Results(rows)
 
 
-def _draw_improvement(rows: Sequence[Row]):
-  figure, axes = plots.panels(2, width=3.3, height=3.4, sharey=True)
-  for each, panel, symbol, title in (
-    (axes[0], _BERNOULLI_PANEL, 'u', 'draft Ber(u), target Ber(0.5)'),
-    (axes[1], _UNIFORM_PANEL, 'r', f'draft U({UNIFORM_SIZE}), target U({UNIFORM_SIZE}/r)'),
-  ):
-    own = [row | {'target': f'{symbol} = {row["parameter"]:g}'} for row in select(rows, panel=panel)]
-    scale = plots.scale_of(column(own, 'target'))
-    plots.draw_lines(each, own, x='M', y='improvement', by='target', style=scale.get)
-    y = 'batch improvement (probability)' if each is axes[0] else ''
-    plots.name_axes(each, x='drafts M', y=y, title=title)
-    plots.number_ticks(each, column(own, 'M'))
-  plots.legend(figure, axes)
-  return figure
-
-
-def _tell_improvement(rows: Sequence[Row]) -> str:
-  errors = [
-    abs(row['improvement'] - (row['parameter'] - 0.5) * (1 - row['parameter'] ** (row['M'] - 1)))
-    for row in select(rows, panel=_BERNOULLI_PANEL)
-  ]
-  for row in select(rows, panel=_UNIFORM_PANEL):
-    missed = 1 - 1 / row['parameter']
-    errors.append(abs(row['improvement'] - missed + missed ** row['M']))
-  return (
-    'How much rarer a rejection is with M candidates than with one, by recursive rejection. For Ber(u) and Ber(1/2) it'
-    ' is (u - 1/2)(1 - u^(M-1)), for uniform distributions (1 - 1/r) - (1 - 1/r)^M, and what is computed for any'
-    f' distributions agrees with these to {max(errors):.0e}. In the limit the improvement is the total variation'
-    ' itself, so that batches matter only where draft and target differ; the more they do, the more drafts it takes to'
-    ' get there.'
-  )
+def _improvement(panel: str, label: str, title: str) -> Panel:
+  lines = Lines(x='M', y='improvement', by='parameter', label=label, style=None)
+  y = 'batch improvement (probability)'
+  return Panel(where={'panel': panel}, lines=(lines,), x='drafts M', y=y, title=title)
 
 
 # Of a pair of models: SpecTr, Figure 5, and the share of the optimum.
@@ -210,14 +145,13 @@ def _compute_pair(request: Request, notify: Notify) -> Results:
   return Results(rows)
 
 
-def _draw_by_rule(axes, rows: Sequence[Row], *, x: str, y: str) -> None:
-  for rule, own in by_value(rows, 'rule').items():
-    style = plots.style_of(rule) | ({'markersize': 8} if rule == plots.OPTIMUM else {})
-    plots.draw_line(axes, own, x=x, y=y, label=RULE_NAMES[rule], **style)
+def _by_rule(x: str, y: str) -> Lines:
+  big = {plots.OPTIMUM: {'markersize': 8}}
+  return Lines(x=x, y=y, by='rule', style=lambda rule: plots.style_of(rule) | big.get(rule, {}))
 
 
 def _draw_pair(rows: Sequence[Row]):
-  figure, (bars, curves) = plots.panels(2, width=4.2, height=3.6)
+  figure, (bars, curves) = plots.panels_of(2, width=4.2, height=3.6)
   own = select(rows, panel=_PAIR)
   places = np.arange(len(own))
   for shift, model, color in ((-0.2, 'target', '#0072B2'), (0.2, 'draft', '#E69F00')):
@@ -228,68 +162,27 @@ def _draw_pair(rows: Sequence[Row]):
   bars.tick_params(axis='x', labelsize=7)
   bars.grid(axis='x', visible=False)
   own = select(rows, panel=_ACCEPTANCE)
-  _draw_by_rule(curves, own, x='k', y='acceptance')
+  plots.draw_lines(curves, _by_rule('k', 'acceptance'), own, RULE_NAMES)
   plots.name_axes(curves, x='candidates k', y='acceptance probability', title='what is accepted')
   plots.number_ticks(curves, column(own, 'k'))
   plots.legend(figure, [bars, curves])
   return figure
 
 
-def _tell_pair(rows: Sequence[Row]) -> str:
-  own = select(rows, panel=_ACCEPTANCE)
-  most = max(column(own, 'k'))
-  first = {row['rule']: row['acceptance'] for row in select(own, k=min(column(own, 'k')))}
-  gap, where = _largest_gap(own, 'spectr')
-  race_gap, race_where = _largest_gap(own, 'race')
-  last = {row['rule']: row['acceptance'] for row in select(own, k=most)}
-  return (
-    f"Distributions of both models after the paper's prompt, on the {len(select(rows, panel=_PAIR))} tokens that are"
-    f' among the {_NUM_LIKELIEST} likeliest of either. The optimum is {first[plots.OPTIMUM]:.3f} for k ='
-    f' {min(column(own, "k"))} and {last[plots.OPTIMUM]:.3f} for k = {most}. K-SEQ stays below it, by {gap:.3f} at most'
-    f' (k = {where["k"]}): the gap that the paper leaves as future work. The race closes it to {race_gap:.3f} at most'
-    f' (k = {race_where["k"]}).'
-  )
-
-
-def acceptance_on_text(
-  workload: Workload,
-  seed: int,
-  rules: Mapping[str, Callable],
-  num_drafts: Sequence[int],
-  *,
-  given: str = 'none',
-  notify: Notify = lambda *_: None,
-) -> tuple[np.ndarray, np.ndarray, dict[tuple[int, str], np.ndarray]]:
-  """Acceptance at every position of the target's own continuations, from the distributions of both models.
-
-  `rules` are by name functions of draft and target distributions, n, and the token that is `given`, if there is one:
-  'text', the text's next one, or 'draft', the draft's likeliest. Returns which positions there are, bool `[prompts,
-  max_new_tokens]`; at these 1 - TV; and the acceptance by n and rule, float64 of the same shape.
-  """
-  tokens = target_texts(workload, seed)
-  overlaps = np.zeros(tokens.shape)
-  accepted = {(n, name): np.zeros(tokens.shape) for n in num_drafts for name in rules}
-  batches = written_distributions(workload, (workload.draft, workload.target), tokens)
-  for done, (rows, (p, q)) in enumerate(batches):
-    notify(f'seed {seed}: acceptance at {rows.size} prompts at a time', done, len(workload.batches))
-    overlaps[rows] = jnp.sum(jnp.minimum(p, q), axis=-1)
-    beside = ()
-    if given != 'none':
-      beside = (np.maximum(tokens[rows], 0) if given == 'text' else jnp.argmax(p, axis=-1),)
-    for n in num_drafts:
-      for name, rule in rules.items():
-        accepted[n, name][rows] = _compiled(rule)(p, q, n, *beside)
-  return tokens >= 0, overlaps, accepted
-
-
 def _compute_optimum(request: Request, notify: Notify) -> Results:
+  """Acceptance at every position of the target's own continuations, from the distributions of both models."""
   workload = Workload.load(request.decode_options())
-  sums, counts = collections.Counter(), 0
+  num_drafts, num_prompts = request.sizes.num_drafts, len(workload.prompts)
+  sums, counts = {(n, rule): np.zeros(num_prompts) for n in num_drafts for rule in _PAIR_RULES}, 0
   for seed in workload.options.seeds:
-    is_there, _, accepted = acceptance_on_text(workload, seed, _PAIR_RULES, request.sizes.num_drafts, notify=notify)
-    counts += is_there.sum(axis=1)
-    for key, values in accepted.items():
-      sums[key] = sums[key] + (values * is_there).sum(axis=1)
+    tokens = target_texts(workload, seed)
+    batches = written_distributions(workload, (workload.draft, workload.target), tokens)
+    for done, (prompts, pair) in enumerate(batches):
+      notify(f'seed {seed}: acceptance at {prompts.size} prompts at a time', done, len(workload.batches))
+      for (n, rule), own in sums.items():
+        accepted = np.asarray(_compiled(_PAIR_RULES[rule])(*pair, n), np.float64)
+        own[prompts] += (accepted * (tokens[prompts] >= 0)).sum(axis=1)
+    counts += (tokens >= 0).sum(axis=1)
   rows = []
   for (n, rule), own in sums.items():
     for quantity, whole in ((_ACCEPTANCE, counts), (_SHARE, sums[n, plots.OPTIMUM])):
@@ -297,32 +190,8 @@ def _compute_optimum(request: Request, notify: Notify) -> Results:
   return Results(rows)
 
 
-def _draw_optimum(rows: Sequence[Row]):
-  figure, axes = plots.panels(2, width=3.4, height=3.4)
-  for each, quantity in zip(axes, (_ACCEPTANCE, _SHARE)):
-    own = select(rows, quantity=quantity)
-    _draw_by_rule(each, own, x='n', y='value')
-    y = 'acceptance probability' if quantity == _ACCEPTANCE else 'acceptance / optimum'
-    plots.name_axes(each, x='candidates n', y=y, title=quantity)
-    plots.number_ticks(each, column(own, 'n'))
-  plots.legend(figure, axes, title='bars: 95% over prompts')
-  return figure
-
-
-def _tell_optimum(rows: Sequence[Row]) -> str:
-  shares = {(row['rule'], row['n']): row['value'] for row in select(rows, quantity=_SHARE) if row['n'] > 1}
-  best = {row['n']: row['value'] for row in select(rows, quantity=_ACCEPTANCE, rule=plots.OPTIMUM)}
-  ranges = ', '.join(
-    f'{RULE_NAMES[rule]} {min(values):.3f} to {max(values):.3f}'
-    for rule in ('race', 'spectr', 'specinfer')
-    if (values := [share for (name, _), share in shares.items() if name == rule])
-  )
-  return (
-    'Acceptance of the next token from n independent candidates, computed from the distributions of both models at'
-    " every position of the target's own continuations: no candidate is drawn, so that intervals are over prompts"
-    f' alone. The optimum is {best[min(best)]:.3f} for n = {min(best)} and {best[max(best)]:.3f} for n = {max(best)}.'
-    f' The share of it that rules reach with several candidates: {ranges}. For K-SEQ 1 - 1/e = .632 is guaranteed.'
-  )
+def _optimum(quantity: str, y: str) -> Panel:
+  return Panel(where={'quantity': quantity}, lines=(_by_rule('n', 'value'),), x='candidates n', y=y, title=quantity)
 
 
 FIGURES = {
@@ -331,24 +200,21 @@ FIGURES = {
     measure=functools.partial(
       _compute_acceptance, _uniform(UNIFORM_SIZE), {r: _uniform(round(UNIFORM_SIZE / r)) for r in _RATIOS}, 'r'
     ),
-    draw=functools.partial(_draw_rules, 'k', 'r', 'candidates k', 'target\nU(120/r), r ='),
-    tell=_tell_uniform,
+    draw=_rules('k', 'r', 'candidates k', 'target\nU(120/r), r ='),
     sizes=Sizes(num_drafts=_MANY),
     has_models=False,
   ),
   'spectr_fig2': Figure(
     title=f'{SPECTR}, Figure 2: acceptance of k candidates, Ber(0.25) against Ber(b)',
     measure=_compute_bernoulli(_TARGET_BERNOULLIS),
-    draw=functools.partial(_draw_rules, 'k', 'b', 'candidates k', 'target\nBer(b), b ='),
-    tell=_tell_bernoulli,
+    draw=_rules('k', 'b', 'candidates k', 'target\nBer(b), b ='),
     sizes=Sizes(num_drafts=_MANY),
     has_models=False,
   ),
   'spectr_fig3': Figure(
     title=f'{SPECTR}, Figure 3: acceptance over the target, Ber(0.25) against Ber(b)',
     measure=_compute_bernoulli(np.linspace(0, 1, 41).round(3).tolist()),
-    draw=functools.partial(_draw_rules, 'b', 'k', 'target Ber(b): b', 'candidates k ='),
-    tell=_tell_bernoulli,
+    draw=_rules('b', 'k', 'target Ber(b): b', 'candidates k ='),
     sizes=Sizes(num_drafts=(1, 2, 4, 8)),
     has_models=False,
   ),
@@ -356,22 +222,30 @@ FIGURES = {
     title=f'{SPECTR}, Figure 5: acceptance of k candidates, distributions of a pair of models',
     measure=_compute_pair,
     draw=_draw_pair,
-    tell=_tell_pair,
     sizes=Sizes(num_drafts=_MANY),
   ),
   'optimum': Figure(
     title='The share of the optimum that rules reach, over the number of candidates',
     measure=_compute_optimum,
-    draw=_draw_optimum,
-    tell=_tell_optimum,
+    draw=functools.partial(
+      plots.draw,
+      [_optimum(_ACCEPTANCE, 'acceptance probability'), _optimum(_SHARE, 'acceptance / optimum')],
+      names=RULE_NAMES, title='bars: 95% over prompts', height=3.4,
+    ),
     sizes=Sizes(num_prompts=32, num_seeds=1, max_new_tokens=32, batch_size=8, num_drafts=(1, 2, 4, 8, 16)),
   ),
   'batch_fig3': Figure(
     title=f'{YIN}, Figure 3: batch improvement',
     measure=_compute_improvement,
-    draw=_draw_improvement,
-    tell=_tell_improvement,
+    draw=functools.partial(
+      plots.draw,
+      [
+        _improvement(_BERNOULLI_PANEL, 'u = {:g}', 'draft Ber(u), target Ber(0.5)'),
+        _improvement(_UNIFORM_PANEL, 'r = {:g}', f'draft U({UNIFORM_SIZE}), target U({UNIFORM_SIZE}/r)'),
+      ],
+      sharey=True, width=3.3, height=3.4,
+    ),
     sizes=Sizes(num_drafts=(*_MANY, 64)),
     has_models=False,
   ),
-}
+}  # fmt: skip

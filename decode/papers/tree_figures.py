@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
+from decode import plots
 from decode.experiment.run import measure
 from decode.experiment.settings import Setting
 from decode.experiment.workload import Workload
-from decode.papers import plots
-from decode.papers.exhibit import Request, Results, Row, Sizes
-from decode.papers.figure import Figure, by_value, column, low_high, select
+from decode.papers.exhibit import Figure, Request, Results, Sizes
+from decode.plots import Lines, Panel
+from decode.study import Row, by_value, column, low_high
 from spectr_jax import TokenTree, get_method, theory
 from spectr_jax.auto.trial import Notify
 
@@ -126,24 +128,19 @@ def _measure(request: Request, notify: Notify) -> Results:
   return Results(rows)
 
 
-def _draw(rows: Sequence[Row], *, y: str, name: str, lines: Sequence[str], **more):
-  groups = by_value(rows, 'method')
-  figure, axes = plots.panels(len(groups), width=3.6, height=3.6, sharey=True)
-  for each, (method, group) in zip(axes, groups.items()):
-    plots.name_axes(each, x='drafted tokens N', y=name if each is axes[0] else '', title=method)
-    each.title.set_color(plots.COLORS[method])
-    for line in lines:
-      style = dict(_STYLES[line])
-      marker = style.pop('marker', '')
-      for kind, own in by_value(select(group, line=line), 'kind').items():
-        if y == 'marginal' and kind != BOUND:
-          own = _between(own)
-        look = style | ({'marker': marker, 'linestyle': '', 'markersize': 5} if kind == MEASURED else {})
-        plots.draw_line(each, own, x='N', y=y, label=f'{line}, {kind}', **look)
-    plots.number_ticks(each, column(rows, 'N'))
-    each.set(**more)
-  plots.legend(figure, axes, title='bars: 95% over prompts' if y == 'tokens' else '')
-  return figure
+def _draw(rows: Sequence[Row], *, y: str, name: str, lines: Sequence[str], **more: Any):
+  """A panel for each method; of what is measured points, of theory and bounds lines."""
+
+  def of(line: str) -> Lines:
+    look = dict(_STYLES[line])
+    points = {'marker': look.pop('marker', ''), 'linestyle': '', 'markersize': 5}
+    style = lambda kind: look | (points if kind == MEASURED else {'marker': ''})  # noqa: E731
+    return Lines(x='N', y=y, where={'line': line}, by='kind', label=f'{line}, {{}}', style=style)
+
+  names = {'each': 'method', 'x': 'drafted tokens N', 'y': name, 'title': '{}'}
+  panel = Panel(lines=tuple(map(of, lines)), more=more, **names)
+  title = 'bars: 95% over prompts' if y == 'tokens' else ''
+  return plots.draw([panel], rows, title=title, sharey=True, width=3.6, height=3.6)
 
 
 def _between(rows: Sequence[Row]) -> list[Row]:
@@ -159,49 +156,14 @@ def _draw_tokens(rows: Sequence[Row]):
 
 
 def _draw_marginals(rows: Sequence[Row]):
-  lines = (*STRATEGIES, _FIXED)
   lowest = min(row['marginal'] for row in rows if row['line'] == OPTIMAL and row['kind'] == THEORY)
+  moved = [
+    row
+    for (*_, kind), own in by_value(rows, 'method', 'line', 'kind').items()
+    for row in (own if kind == BOUND else _between(own))
+  ]
   name = 'tokens per call gained by one more drafted token'
-  return _draw(rows, y='marginal', name=name, lines=lines, yscale='log', ylim=(lowest / 5, 2))
-
-
-def _tell_tokens(rows: Sequence[Row]) -> str:
-  parts = []
-  for method, own in by_value(rows, 'method').items():
-    yields = []
-    for line in STRATEGIES:
-      last = select(own, line=line, kind=MEASURED)
-      if last:
-        expected = select(own, line=line, kind=THEORY, N=last[-1]['N'])[0]['tokens']
-        yields.append(f'{line} {last[-1]["tokens"]:.2f} ({expected:.2f})')
-    bound = select(own, line=_FEW)[-1]['tokens']
-    parts.append(f'{method}: {", ".join(yields)}, bound {bound:.2f}')
-  return (
-    f'Tokens per target call at the most drafted tokens, measured and (in brackets) expected: {"; ".join(parts)}. A'
-    ' batch yields at most one drafted token and levels off below 2, a sequence where it is almost always rejected'
-    ' before its end; only the optimal tree goes on growing, about with the logarithm of N. Theory takes acceptance for'
-    ' independent from one position to the next; real text has stretches that are easy to guess, so deep trees can be'
-    ' measured above it, and even above the bound, which holds under the same assumption. What the limit of new tokens'
-    ' cuts off is lost, on the other hand, which takes most from long drafts. Acceptance rates are measured with a'
-    ' batch of the most candidates, on the same prompts.'
-  )
-
-
-def _tell_marginals(rows: Sequence[Row]) -> str:
-  parts = []
-  for method, own in by_value(rows, 'method').items():
-    last = {line: select(own, line=line, kind=THEORY)[-1]['marginal'] for line in (BATCH, SEQUENCE, OPTIMAL)}
-    fixed = select(own, line=_FIXED)[-1]['marginal']
-    each = ', '.join(f'{line} {value:.4f}' for line, value in last.items())
-    parts.append(f'{method}: {each}, bound {fixed:.4f}')
-  most = max(column(rows, 'N'))
-  return (
-    f'What one more drafted token adds to the tokens of a call, by theory, for token {most}: {"; ".join(parts)}. In a'
-    ' batch it is the chance that just this candidate is accepted, in a sequence that it and all before it are: both'
-    ' fall quickly. The optimal tree always takes the best that is left, and falls like 1/N, as does the slope of the'
-    f' bound of Lemma 4.2 with s fixed to {_NUM_REST}. Measured points are slopes between the numbers of drafted'
-    ' tokens that were measured.'
-  )
+  return _draw(moved, y='marginal', name=name, lines=(*STRATEGIES, _FIXED), yscale='log', ylim=(lowest / 5, 2))
 
 
 _SIZES = Sizes(num_prompts=32, num_seeds=1, max_new_tokens=48, batch_size=32, num_nodes=(2, 8, 32))
@@ -211,14 +173,12 @@ FIGURES = {
     title=f'{RACES}, Figure 3: tokens per call over drafted tokens',
     measure=_measure,
     draw=_draw_tokens,
-    tell=_tell_tokens,
     sizes=_SIZES,
   ),
   'ersd_fig4': Figure(
     title=f'{RACES}, Figure 4: what one more drafted token adds',
     measure=_measure,
     draw=_draw_marginals,
-    tell=_tell_marginals,
     sizes=_SIZES,
   ),
 }

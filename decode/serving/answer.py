@@ -69,6 +69,15 @@ def _keys(seed: int, num_prompts: int, num_samples: int) -> Iterator[jax.Array]:
     yield from [own] if num_samples == 1 else itertools.islice(sample_keys(own[None], MOST_SAMPLES), num_samples)
 
 
+class _Place(NamedTuple):
+  """A token that a response shows, its log probability, and those of the likeliest tokens in its place."""
+
+  token: int
+  shown: TextToken
+  logprob: float | None
+  top: dict[int, float] | None
+
+
 @dataclasses.dataclass
 class Choice:
   index: int
@@ -78,26 +87,19 @@ class Choice:
   tokens: list[int] = dataclasses.field(default_factory=list)
   logprobs: list[float] = dataclasses.field(default_factory=list)
   finish_reason: str | None = None
+  is_cut: bool = False  # before a stop text
   num_target_calls: int = 0
   num_accepted: int = 0
   likelihood: LogLikelihood | None = None  # of prompt and continuation, if a response shows more than the new tokens
   name_next: TokenDecoder | None = None  # names the tokens of a stream, each from where the last piece ended
+  unsent: list[_Place] = dataclasses.field(default_factory=list)  # of a stream: their text may be that of a stop
 
   def add(self, piece: Piece) -> None:
     self.text += piece.text
     self.tokens += piece.tokens
     self.logprobs += piece.logprobs
-    self.finish_reason = piece.finish_reason
+    self.finish_reason, self.is_cut = piece.finish_reason, piece.is_cut
     self.num_target_calls, self.num_accepted = piece.num_target_calls, piece.num_accepted
-
-
-class _Place(NamedTuple):
-  """A token that a response shows, its log probability, and those of the likeliest tokens in its place."""
-
-  token: int
-  shown: TextToken
-  logprob: float | None
-  top: dict[int, float] | None
 
 
 class Answer:
@@ -130,8 +132,8 @@ class Answer:
     """Refuses what is too large before any of it is encoded."""
     request, worker, most = self.request, self.served.worker, self.served.most_characters
     number = len(request.prompts) * request.num_samples
-    if number > worker.most_waiting:
-      raise RefusedError(f'{number} continuations are more than {worker.most_waiting} that may wait', 'n')
+    if number > worker.most_held:
+      raise RefusedError(f'{number} continuations are more than {worker.most_held}, the rows and those that wait', 'n')
     for prompt in request.prompts:
       if request.is_chat:
         size = sum(len(text) for message in prompt for text in message.values())
@@ -196,9 +198,7 @@ class Answer:
       return
     self._end('answered', sum(choice.finish_reason is not None for choice in self.choices))
     self._end('failed' if self._has_failed else 'left', self._num_open)
-    for choice in self.choices:
-      if choice.job is not None and choice.finish_reason is None:
-        choice.job.is_cancelled = True
+    self.served.worker.leave({each.job for each in self.choices if each.job is not None and each.finish_reason is None})
 
   async def pieces(self) -> AsyncIterator[tuple[Choice, Piece]]:
     """The pieces of all continuations as they come; each was added to its own."""
@@ -222,8 +222,11 @@ class Answer:
     for choice in self.choices:
       values: asyncio.Queue[LogLikelihood | Exception] = asyncio.Queue()
       tell = functools.partial(loop.call_soon_threadsafe, values.put_nowait)
-      self.served.worker.score([[*choice.prompt, *choice.tokens]], num_top, tell)
-      likelihood = await values.get()
+      forget = self.served.worker.score([[*choice.prompt, *choice.tokens]], num_top, tell)
+      try:
+        likelihood = await values.get()
+      finally:
+        forget()
       if isinstance(likelihood, Exception):
         raise likelihood
       choice.likelihood = likelihood
@@ -269,7 +272,11 @@ class Answer:
     if self.request.top_logprobs is not None:
       choice.name_next = choice.name_next or self.served.tokenizer.decode_tokens_stream()
       named = zip(piece.tokens, choice.name_next(piece.tokens), piece.logprobs, strict=True)
-      logprobs = self._logprobs([_Place(*each, None) for each in named])
+      choice.unsent += [_Place(*each, None) for each in named]
+      may_stop = self.request.stop and (choice.finish_reason is None or choice.is_cut)
+      places = _within(choice.unsent, len(choice.text)) if may_stop else choice.unsent
+      choice.unsent = choice.unsent[len(places) :]
+      logprobs = self._logprobs(places)
     own = {'index': choice.index, 'finish_reason': piece.finish_reason, 'logprobs': logprobs}
     if self.request.is_chat:
       is_first = len(choice.tokens) == len(piece.tokens)
@@ -286,10 +293,12 @@ class Answer:
     return text[: len(text) - len(decode(choice.tokens)) + len(choice.text)]
 
   def _places(self, choice: Choice) -> list[_Place]:
+    """The tokens that a response shows: those before a stop text alone."""
     name_all, likelihood = self.served.tokenizer.decode_tokens, choice.likelihood
     if likelihood is None:
       named = zip(choice.tokens, name_all(choice.tokens), choice.logprobs, strict=True)
-      return [_Place(*each, None) for each in named]
+      places = [_Place(*each, None) for each in named]
+      return _within(places, len(choice.text)) if choice.is_cut else places
     first = 0 if self.request.echo else len(choice.prompt)
     ids = [*choice.prompt, *choice.tokens][first:]
     places = []
@@ -297,7 +306,11 @@ class Answer:
       pairs = zip(likelihood.top_tokens[0, place].tolist(), likelihood.top_logprobs[0, place].tolist(), strict=True)
       top = {other: value for other, value in pairs if np.isfinite(value)} if place else None
       places.append(_Place(token, shown, _number(likelihood.logprobs[0, place]), top))
-    return places
+    if not choice.is_cut:
+      return places
+    num_given = len(choice.prompt) - first
+    size = len(self._echoed(choice) if self.request.echo else choice.text)
+    return places[:num_given] + _within(places[num_given:], size)
 
   def _logprobs(self, places: Sequence[_Place]) -> dict[str, Any]:
     if self.request.is_chat:
@@ -327,6 +340,11 @@ class Answer:
 
   def _alone(self, token: int) -> TextToken:
     return self.served.tokenizer.decode_tokens([token])[0]
+
+
+def _within(places: Sequence[_Place], size: int) -> list[_Place]:
+  """The first places, as far as they lie in so many characters whole; one without text lies before a character."""
+  return list(itertools.takewhile(lambda each: each.shown.end <= size and each.shown.offset < size, places))
 
 
 def _number(value: float) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -19,7 +19,7 @@ from decode.serving.answer import Answer, Served
 from decode.serving.faults import RefusedError, RequestError, failure, refusing
 from decode.serving.gate import Gate
 from decode.serving.protocol import check_model, parse
-from spectr_jax.io.untrusted import parse_json
+from spectr_jax.io.untrusted import one_line, parse_json
 
 _T = TypeVar('_T')
 
@@ -31,6 +31,13 @@ def _parsed(body: bytes) -> Any:
     raise RefusedError(f'the body is not UTF-8: {error.reason} at byte {error.start}') from error
   with refusing(None):
     return parse_json(text, 'the body')
+
+
+def _check_encoding(request: Request) -> None:
+  for name in ','.join(request.headers.getlist('content-encoding')).split(','):
+    if name.strip().lower() not in ('', 'identity'):
+      said = f'Content-Encoding {one_line(name.strip(), 80)} is not read here: send the body as it is'
+      raise RefusedError(said, status=415)
 
 
 async def _in_thread(served: Served, function: Callable[[], _T]) -> _T:
@@ -77,20 +84,26 @@ async def _until_gone(request: Request) -> None:
     pass
 
 
-async def _whole(answer: Answer, request: Request) -> Response:
-  """The response that is not streamed; whoever goes away before frees its rows."""
-  waiting = asyncio.create_task(answer.finish())
-  gone = asyncio.create_task(_until_gone(request))
+async def _unless_gone(request: Request, wanted: Coroutine[Any, Any, _T]) -> _T:
+  """What is waited for; a `ClientDisconnect` ends it if the client goes away before."""
+  waiting, gone = asyncio.create_task(wanted), asyncio.create_task(_until_gone(request))
   try:
     await asyncio.wait({waiting, gone}, return_when=asyncio.FIRST_COMPLETED)
     if not waiting.done():
-      return Response(status_code=499)
-    waiting.result()
+      raise ClientDisconnect
+    return waiting.result()
+  finally:
+    waiting.cancel()
+    gone.cancel()
+
+
+async def _whole(answer: Answer, request: Request) -> Response:
+  """The response that is not streamed; whoever goes away before frees its rows."""
+  try:
+    await _unless_gone(request, answer.finish())
     return await _in_thread(answer.served, lambda: JSONResponse(answer.whole()))
   finally:
     answer.close()
-    waiting.cancel()
-    gone.cancel()
 
 
 def make_app(served: Served) -> Starlette:
@@ -98,10 +111,12 @@ def make_app(served: Served) -> Starlette:
 
   async def complete(request: Request) -> Response:
     loop, is_chat = asyncio.get_running_loop(), request.scope['path'].endswith('/chat/completions')
+    _check_encoding(request)
     body = await request.body()
 
     asked = await _in_thread(served, lambda: parse(_parsed(body), is_chat=is_chat, model=served.name))
-    constraint = await served.compiler.compile(asked.constraint, served.tokenizer, worker.vocab_size)
+    compiling = served.compiler.compile(asked.constraint, served.tokenizer, worker.vocab_size)
+    constraint = await _unless_gone(request, compiling)
 
     def submitted() -> Answer:
       answer = Answer(served, asked, constraint)

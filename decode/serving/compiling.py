@@ -6,11 +6,12 @@ import asyncio
 import collections
 import concurrent.futures
 import json
+import sys
 from typing import Any
 
-from decode.serving.faults import FullError, RefusedError
+from decode.serving.faults import BusyError, FullError, RefusedError
 from spectr_jax.constraint import Constraint
-from spectr_jax.io.constraints import compile_constraint
+from spectr_jax.io.constraints import ConstraintBusyError, compile_constraint
 from spectr_jax.io.tokenizer import TokenizerBase
 
 _MOST_KEPT, _MOST_BYTES = 64, 2**28  # constraints, and what they may take together
@@ -37,6 +38,7 @@ class Compiler:
 
     Raises:
       RefusedError: It cannot be compiled.
+      BusyError: There was too little time or memory to compile it.
       FullError: Too many wait.
     """
     if asked is None:
@@ -52,6 +54,8 @@ class Compiler:
         found = await asyncio.get_running_loop().run_in_executor(
           self._thread, _compiled, tokenizer, vocab_size, kind, value
         )
+      except (ConstraintBusyError, MemoryError) as error:  # no fault of what was asked: nothing is kept
+        raise BusyError(str(error) or 'there is not enough memory', field) from error
       finally:
         self._num_waiting -= 1
       self._kept[key] = found
@@ -70,6 +74,9 @@ class Compiler:
 def _compiled(tokenizer: TokenizerBase, vocab_size: int, kind: str, value: Any) -> Constraint | str:
   """The constraint, or why there is none."""
   try:
-    return compile_constraint(tokenizer, vocab_size=vocab_size, **{kind: value})
+    made = compile_constraint(tokenizer, vocab_size=vocab_size, **{kind: value})
   except ValueError as error:
     return str(error)
+  if made.narrower:
+    print(f'{kind} is followed more narrowly: {"; ".join(made.narrower)}', file=sys.stderr)
+  return made

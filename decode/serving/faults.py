@@ -65,6 +65,14 @@ class FullError(RequestError):
     super().__init__(f'too many requests: try again in {_RETRY_SECONDS} s', 429, 'rate_limit_error', headers=wait)
 
 
+class BusyError(RequestError):
+  """The machine had too little time or memory for what was asked, and may have more at another time."""
+
+  def __init__(self, message: str, field: str):
+    wait = {'Retry-After': str(_RETRY_SECONDS)}
+    super().__init__(message, 503, 'server_error', field=field, headers=wait)
+
+
 class EndedError(RequestError):
   """The thread decodes no more."""
 

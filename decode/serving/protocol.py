@@ -306,6 +306,8 @@ def _message(entry: Any, where: str) -> dict[str, str]:
   role, content, name = entry['role'], entry['content'], entry.get('name')
   if role not in _ROLES:
     raise RefusedError(f'{where}.role must be one of {", ".join(_ROLES)}', f'{where}.role')
+  if content is None and role == 'assistant':
+    content = ''
   if isinstance(content, list):
     content = ''.join(_part(part, where) for part in content)
   if not isinstance(content, str):

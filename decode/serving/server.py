@@ -38,12 +38,17 @@ def address_of(sock: socket.socket) -> str:
   return f'[{host}]:{port}' if ':' in host else f'{host}:{port}'
 
 
+def _config(app: ASGIApp, keep_alive: int) -> uvicorn.Config:
+  options = {'log_level': 'warning', 'access_log': False, 'proxy_headers': False, 'timeout_keep_alive': keep_alive}
+  return uvicorn.Config(app, http='h11', ws='none', lifespan='off', **options)
+
+
 class Server(uvicorn.Server):
   """The server. A signal ends it after the answers that have begun, a second one at once; so does the worker's end."""
 
-  def __init__(self, app: ASGIApp, worker: Worker):
-    options = {'log_level': 'warning', 'access_log': False, 'proxy_headers': False}
-    super().__init__(uvicorn.Config(app, http='h11', ws='none', lifespan='off', **options))
+  def __init__(self, app: ASGIApp, worker: Worker, *, keep_alive: int):
+    """Connections without a request are closed after `keep_alive` seconds."""
+    super().__init__(_config(app, keep_alive))
     self._worker = worker
     for number in (signal.SIGINT, signal.SIGTERM):
       signal.signal(number, self.handle_exit)
@@ -54,6 +59,9 @@ class Server(uvicorn.Server):
       os.write(2, b'error: ended at once, answers that had begun are incomplete\n')
       os._exit(128 + sig)
     self.should_exit = True
+    if number := self._worker.num_held:
+      answers = '1 answer in progress is' if number == 1 else f'{number} answers in progress are'
+      os.write(2, f'ending once {answers} complete; a second signal ends it at once\n'.encode())
 
   async def on_tick(self, counter: int) -> bool:
     return await super().on_tick(counter) or not self._worker.is_alive

@@ -21,8 +21,8 @@ from decode.serving.protocol import MOST_TOP
 from spectr_jax.constraint import Constraint
 from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.likelihood import CHUNK, LogLikelihood, log_likelihood
-from spectr_jax.engine.refill import Pool, Request, padded_lengths
-from spectr_jax.engine.result import Generation, NotFiniteError
+from spectr_jax.engine.result import Generation
+from spectr_jax.engine.rows import Request, Rows
 from spectr_jax.engine.stop import StopStrings
 from spectr_jax.io.text_stream import TextStream
 from spectr_jax.io.tokenizer import TokenizerBase
@@ -39,6 +39,7 @@ class Piece:
   finish_reason: str | None  # `stop` or `length` in the last piece
   num_target_calls: int  # so far
   num_accepted: int  # so far
+  is_cut: bool = False  # a stop text ended it: the tokens go on behind the text
 
 
 @dataclasses.dataclass(eq=False)
@@ -49,7 +50,7 @@ class Job:
   max_tokens: int
   stop: StopStrings | None
   tell: Callable[[Piece | Exception], None]  # called by the thread, with the error if one ended it
-  is_cancelled: bool = False  # nobody waits for it any more
+  is_over: bool = False  # nobody waits for it any more
   begun: float = dataclasses.field(default_factory=time.monotonic)
   stream: TextStream | None = None  # the tokens that were handed out, once it has a row
   constraint: Constraint | None = None
@@ -78,6 +79,7 @@ def _next_piece(job: Job, result: Generation, row: int, eos_ids: Collection[int]
     reason,
     int(result.num_target_calls[row]),
     int((result.origins[row, :end] == 0).sum()),
+    job.stream.is_stopped,
   )
 
 
@@ -101,29 +103,23 @@ class Worker:
     self._ready = threading.Condition()
     self._is_stopping, self.fault = False, None
     self._thread = threading.Thread(target=self._run, name='decoding', daemon=True)
-    self._pool = self._make_pool()
+    self._rows = self._make_rows()
 
-  def _make_pool(self) -> Pool:
-    nothing = Request('nothing', [0], jax.random.key(0, impl='threefry2x32'), _EVERY_FILTER)
-    pool = Pool(self._decoder, [nothing], batch_size=self._batch_size, longest_prompt=self.longest_prompt)
-    pool.end([0])
-    pool.owners.clear()
-    return pool
+  def _make_rows(self) -> Rows:
+    sizes = {'batch_size': self._batch_size, 'longest_prompt': self.longest_prompt}
+    return Rows(self._decoder, **sizes, filters=_EVERY_FILTER)
 
   def compile(self, notify: Callable[[int, int], None]) -> None:
-    """Runs every program once: a prompt of each padded length, a round, and the reading of a text."""
-    key = jax.random.key(0, impl='threefry2x32')
-    requests = [Request('compiling', [0] * size, key, None, 1) for size in padded_lengths(self.longest_prompt)]
-    requests.append(Request('compiling', [0], key, _EVERY_FILTER))
-    for number, request in enumerate(requests):
-      notify(number, len(requests) + 1)
-      self._pool.put([request])
-      self._pool.advance(1)
-      self._pool.end(list(self._pool.owners))
-      self._pool.owners.clear()
-    notify(len(requests), len(requests) + 1)
+    """Runs every program once: a short prompt, a long one, a round, and the reading of a text."""
+    key, rows = jax.random.key(0, impl='threefry2x32'), self._rows
+    for number, size in enumerate((1, self.longest_prompt)):
+      notify(number, 3)
+      rows.put([Request('compiling', [0] * size, key)])
+      rows.step()
+      rows.end(list(rows.owners))
+    notify(2, 3)
     self._read([[0]], 0)
-    notify(len(requests) + 1, len(requests) + 1)
+    notify(3, 3)
 
   def start(self) -> None:
     self._thread.start()
@@ -156,24 +152,55 @@ class Worker:
   def is_idle(self) -> bool:
     return not (self._growing or self._taken or self._waiting or self._tasks)
 
+  @property
+  def most_held(self) -> int:
+    """The most continuations that have rows or wait."""
+    return self._batch_size + self.most_waiting
+
+  @property
+  def num_held(self) -> int:
+    """The continuations that have rows or wait, and that somebody waits for."""
+    # One that moves from one place to the next is in both for a while.
+    held = {*list(self._waiting), *list(self._taken), *list(self._growing.values())}
+    return sum(not job.is_over for job in held)
+
   def submit(self, jobs: Sequence[Job]) -> None:
     """Lets continuations wait for rows; none of them is taken if that raises."""
     with self._ready:
-      self._check_room(len(self._waiting) + len(jobs) - 1)
+      self._check_room(self.num_held + len(jobs), self.most_held)
       self._waiting += jobs
       self._ready.notify()
 
-  def score(self, texts: Sequence[Sequence[int]], num_top: int, tell: Callable[[Any], None]) -> None:
-    """Lets the thread read texts between two rounds, and call `tell` with a `LogLikelihood`, or with the error."""
+  def leave(self, jobs: Collection[Job]) -> None:
+    """Forgets continuations that nobody waits for any more: their places are free at once, rows after the round."""
+    for job in jobs:
+      job.is_over = True
     with self._ready:
-      self._check_room(len(self._tasks))
-      self._tasks.append((functools.partial(self._read, texts, num_top), tell))
-      self._ready.notify()
+      kept = [job for job in self._waiting if job not in jobs]
+      self._waiting.clear()
+      self._waiting += kept
 
-  def _check_room(self, num_waiting: int) -> None:
+  def score(self, texts: Sequence[Sequence[int]], num_top: int, tell: Callable[[Any], None]) -> Callable[[], None]:
+    """Lets the thread read texts between two rounds, and call `tell` with a `LogLikelihood`, or with the error.
+
+    Returns:
+      What takes the texts back that nobody waits for any more.
+    """
+    task = functools.partial(self._read, texts, num_top), tell
+    with self._ready:
+      self._check_room(len(self._tasks) + 1, self.most_waiting)
+      self._tasks.append(task)
+      self._ready.notify()
+    return functools.partial(self._forget, task)
+
+  def _forget(self, task: tuple[Callable[[], Any], Callable[[Any], None]]) -> None:
+    with self._ready, contextlib.suppress(ValueError):  # it is done
+      self._tasks.remove(task)
+
+  def _check_room(self, number: int, most: int) -> None:
     if self._is_stopping:
       raise EndedError
-    if num_waiting >= self.most_waiting:
+    if number > most:
       raise FullError
 
   def _read(self, texts: Sequence[Sequence[int]], num_top: int) -> LogLikelihood:
@@ -205,15 +232,15 @@ class Worker:
     self._taken.clear()
     self._growing.clear()
     traceback.clear_frames(error.__traceback__)  # they hold the rows, for whose memory there may be no second place
-    del self._pool
-    self._pool = self._make_pool()
+    del self._rows
+    self._rows = self._make_rows()
 
   def _tell_all(self, error: Exception, more: Sequence[Job] = ()) -> None:
     for job in [*self._growing.values(), *self._taken, *more]:
       self._fail(job, error)
 
   def _fail(self, job: Job, error: BaseException) -> None:
-    job.is_cancelled = True
+    job.is_over = True
     self._tell(job.tell, failure(error))
 
   def _tell(self, tell: Callable[[Any], None], value: Any) -> None:
@@ -228,9 +255,9 @@ class Worker:
     with self._ready:
       while self.is_idle and not self._is_stopping:
         self._ready.wait()
-      num_free = len(self._pool.free)
+      num_free = len(self._rows.free)
       while self._waiting and len(self._taken) < num_free:
-        if not self._waiting[0].is_cancelled:
+        if not self._waiting[0].is_over:
           self._taken.append(self._waiting[0])
         self._waiting.popleft()
     if self._taken:
@@ -239,20 +266,18 @@ class Worker:
 
   def _place(self, jobs: Sequence[Job]) -> None:
     """Gives free rows to jobs, together. If that fails, one by one: those that fail alone are told."""
-    pool = self._pool
+    rows = self._rows
     try:
       for job in jobs:
         job.stream = TextStream(self._tokenizer, job.stop)
-      pool.put(
+      rows.put(
         [Request(job, job.tokens, job.key, job.sampling, job.max_tokens, constraint=job.constraint) for job in jobs]
       )
-      self._growing |= {row: own.name for row, own in pool.owners.items() if own.name in jobs}
+      self._growing |= {row: own.name for row, own in rows.owners.items() if own.name in jobs}
     except BaseException as error:
-      if any(array.is_deleted() for array in jax.tree.leaves(pool.state) if isinstance(array, jax.Array)):
+      if any(array.is_deleted() for array in jax.tree.leaves(rows.state) if isinstance(array, jax.Array)):
         raise  # the rows were given to a program that failed
-      for row in pool.owners.keys() - self._growing.keys():
-        del pool.owners[row]
-      pool.end(pool.free)
+      rows.end(rows.owners.keys() - self._growing.keys())
       if len(jobs) == 1:
         self._fail(jobs[0], error)
         return
@@ -260,50 +285,45 @@ class Worker:
         self._place([job])
 
   def _do_task(self) -> None:
-    if not self._tasks:
-      return
-    do, tell = self._tasks[0]
+    with self._ready:
+      if not self._tasks:
+        return
+      do, tell = self._tasks[0]
     try:
       value = do()
     except BaseException as error:
       value = failure(error)
     self._tell(tell, value)
-    with self._ready:
-      self._tasks.popleft()
+    self._forget((do, tell))
 
   def _advance(self) -> None:
     if not self._growing:
       return
-    pool = self._pool
-    try:
-      pool.advance(1)
-    except NotFiniteError as error:
-      self._fail(self._growing[error.row], error)
-      pool.forgive(error.row)
-      del self._growing[error.row]
-    result = pool.result()
-    ended = []
-    for row, job in list(self._growing.items()):
+    rows, ended = self._rows, []
+    for piece in rows.step():
+      job = self._growing[piece.row]
       try:
-        is_over = self._hand_out(job, result, row)
+        if piece.error is not None:
+          raise piece.error
+        is_over = self._hand_out(job, rows.result, piece.row)
       except BaseException as error:
         self._fail(job, error)
         is_over = True
       if is_over:
-        ended.append(row)
-        del self._growing[row], pool.owners[row]
-    if ended:
-      pool.end(ended)
+        ended.append(piece.row)
+        del self._growing[piece.row]
+    rows.end(ended)
 
   def _hand_out(self, job: Job, result: Generation, row: int) -> bool:
     """Tells a job its new tokens; returns whether its row is free now."""
-    piece = None if job.is_cancelled else _next_piece(job, result, row, self._tokenizer.eos_ids)
-    is_over = job.is_cancelled if piece is None else piece.finish_reason is not None
+    piece = None if job.is_over else _next_piece(job, result, row, self._tokenizer.eos_ids)
+    is_over = job.is_over if piece is None else piece.finish_reason is not None
     if is_over and job.stream is not None:
       self.metrics.add('tokens_total', len(job.stream.tokens))
       self.metrics.add('target_calls_total', int(result.num_target_calls[row]))
       for depth, number in enumerate(np.asarray(result.accepted_by_depth[row]).tolist(), 1):
         self.metrics.add('accepted_total', number, depth=str(depth))
     if piece is not None:
+      job.is_over = is_over  # before its client can ask for more
       self._tell(job.tell, piece)
     return is_over

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from spectr_jax.aot.hlo_report import out_of_memory
 from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.loop import run_rounds
-from spectr_jax.engine.state import init_decode, state_shardings
+from spectr_jax.engine.reading import init_decode
+from spectr_jax.engine.state import state_shardings
 from spectr_jax.sampling import SamplingParams
 
 

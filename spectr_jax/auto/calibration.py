@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-FORMAT = 2  # of the file that `to_json` writes
+FORMAT = 2  # of the JSON that `to_json` writes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,9 +75,10 @@ class Calibration:
   target_seconds: dict[int, float]  # of a call, by the tree's number of nodes without the root
   observations: dict[str, Observation]  # by setting
   is_complete: bool = True  # False if it goes on, or was interrupted
+  format: int = FORMAT
 
   def to_json(self) -> str:
-    return json.dumps({'format': FORMAT} | dataclasses.asdict(self), indent=2) + '\n'
+    return json.dumps(dataclasses.asdict(self), indent=2) + '\n'
 
   def check_conditions(self, conditions: dict[str, Any], source: str) -> None:
     """Refuses conditions other than those that `source` was measured with; the ValueError names the first."""

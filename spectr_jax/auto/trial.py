@@ -12,8 +12,9 @@ from spectr_jax.auto.setting import Setting
 from spectr_jax.constraint import Constraint, numbered
 from spectr_jax.draft import Drafter, as_drafter
 from spectr_jax.engine.decoder import Decoder, choose_cache_size
+from spectr_jax.engine.reading import init_decode
 from spectr_jax.engine.sharding import DecodeSharding
-from spectr_jax.engine.state import DecodeState, init_decode
+from spectr_jax.engine.state import DecodeState
 from spectr_jax.model import Model
 from spectr_jax.sampling import SamplingParams
 

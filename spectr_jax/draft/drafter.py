@@ -162,28 +162,23 @@ class Drafter(abc.ABC):
   may_pass: bool = False
   grows: bool = False
 
-  def init(self, context: DraftContext, cache_size: int) -> Any:
-    """The state after the prompts; by default `()`, for no state.
-
-    Args:
-      context: Its `tokens` always hold the prompts, int32 `[B, P]`.
-      cache_size: The committed tokens that a row must be able to hold, static.
-    """
-    del context, cache_size
+  def init(self, batch_size: int, cache_size: int) -> Any:
+    """The state of rows without a text, which can hold so many committed tokens each; by default `()`, for no state."""
+    del batch_size, cache_size
     return ()
 
-  def reprompt(self, state: Any, context: DraftContext, num_kept: jax.Array, num_new: int, cache_size: int) -> Any:
-    """The state after other prompts that begin like the texts of a state; by default it begins anew.
+  def read(self, state: Any, context: DraftContext, num_kept: jax.Array, num_new: int) -> Any:
+    """The state after prompts that begin like the texts of a state; by default `state`, for a drafter that has none.
 
     Args:
-      state: Between two rounds.
-      context: Its `tokens` always hold the prompts, int32 `[B, S]`.
-      num_kept: int32 `[B]`, the number of tokens that prompt and text share at their beginning; more may be equal.
+      state: Between two rounds, or of `init`.
+      context: Its `tokens` always hold the whole prompts, int32 `[B, cache_size]`.
+      num_kept: int32 `[B]`, the number of tokens that prompt and text share at their beginning; more may be equal. 0
+        for a row whose text is not to be used.
       num_new: The most tokens of a prompt after these, static.
-      cache_size: As for `init`.
     """
-    del state, num_kept, num_new
-    return self.init(context, cache_size)
+    del context, num_kept, num_new
+    return state
 
   @abc.abstractmethod
   def propose(self, state: Any, context: DraftContext, request: DraftRequest) -> Proposal:

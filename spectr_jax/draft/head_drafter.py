@@ -35,19 +35,12 @@ class HeadDrafter(HiddenStatesDrafter):
 
   config: HeadConfig = static_field()
 
-  def init(self, context: DraftContext, cache_size: int) -> _State:
-    batch_size, block = len(context.lengths), self.config.block
+  def init(self, batch_size: int, cache_size: int) -> _State:
+    block = self.config.block
     nothing = jnp.zeros((batch_size, block.embed_dim), block.dtype)
-    # Without the barrier XLA folds attention over the cache of zeros, which takes longer than the rest of compilation.
-    cache = jax.lax.optimization_barrier(block.empty_cache(batch_size, cache_size))
-    state = _State(cache, nothing, nothing)
-    num_pairs = 0 if context.tokens is None else context.tokens.shape[1] - 1
-    return state if num_pairs == 0 else self.extend(state, context, num_pairs)
+    return _State(block.empty_cache(batch_size, cache_size), nothing, nothing)
 
-  def reprompt(
-    self, state: _State, context: DraftContext, num_kept: jax.Array, num_new: int, cache_size: int
-  ) -> _State:
-    del cache_size
+  def read(self, state: _State, context: DraftContext, num_kept: jax.Array, num_new: int) -> _State:
     # The last pair runs anew, since the state needs its output.
     kept = jnp.maximum(num_kept - 2, 0)
     cache = state.cache.truncate(jnp.minimum(kept, state.cache.lengths))

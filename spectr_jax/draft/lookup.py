@@ -187,11 +187,11 @@ class LookupBeside(Drafter):
   def feature_layers(self) -> tuple[int, ...]:
     return self.drafter.feature_layers
 
-  def init(self, context: DraftContext, cache_size: int) -> Any:
-    return self.drafter.init(context, cache_size)
+  def init(self, batch_size: int, cache_size: int) -> Any:
+    return self.drafter.init(batch_size, cache_size)
 
-  def reprompt(self, state: Any, context: DraftContext, num_kept: jax.Array, num_new: int, cache_size: int) -> Any:
-    return self.drafter.reprompt(state, context, num_kept, num_new, cache_size)
+  def read(self, state: Any, context: DraftContext, num_kept: jax.Array, num_new: int) -> Any:
+    return self.drafter.read(state, context, num_kept, num_new)
 
   def propose(self, state: Any, context: DraftContext, request: DraftRequest) -> Proposal:
     given = _allowed(self.lookup.guesses(context, request.tree, self.corpus), request)

@@ -31,12 +31,6 @@ class _State:
   tokens: jax.Array | None = None  # int32 [B, N], the guesses of the round in progress; None between rounds
 
 
-def _after_prompts(cache: Any, prompts: jax.Array, lengths: jax.Array) -> _State:
-  """The state after prompts `[B, P]` of which all tokens but the last two are in the cache."""
-  places = jnp.maximum(lengths[:, None] - jnp.array([2, 1]), 0)
-  return _State(cache, tail=jnp.take_along_axis(prompts, places, axis=1), has_previous=lengths > 1)
-
-
 def _slot_of(tree: TokenTree) -> np.ndarray:
   """The pending slot of each parent node, int32 `[N + 1]`; slot 0 holds the token before the root."""
   return tree.law_index + 1
@@ -82,25 +76,19 @@ class ModelDrafter(CachedModelDrafter):
   def context_length(self) -> int | None:
     return self.model.context_length
 
-  def init(self, context: DraftContext, cache_size: int) -> _State:
-    prompts, lengths = context.tokens, context.lengths
-    if prompts is None:
-      raise ValueError('a model drafter starts from the prompts: its first context must hold tokens')
-    cache = self.model.init_cache_fn(prompts.shape[0], cache_size)
-    cache, _ = self.model.prefill(prompts, jnp.maximum(lengths - 2, 0), cache)
-    return _after_prompts(cache, prompts, lengths)
+  def init(self, batch_size: int, cache_size: int) -> _State:
+    nothing = jnp.zeros((batch_size, 2), jnp.int32)
+    return _State(self.model.init_cache_fn(batch_size, cache_size), nothing, nothing[:, 0] > 0)
 
-  def reprompt(
-    self, state: _State, context: DraftContext, num_kept: jax.Array, num_new: int, cache_size: int
-  ) -> _State:
-    del cache_size
+  def read(self, state: _State, context: DraftContext, num_kept: jax.Array, num_new: int) -> _State:
     prompts, lengths = context.tokens, context.lengths
     if prompts is None:
-      raise ValueError('a model drafter needs the prompts: the context must hold tokens')
+      raise ValueError('a model drafter reads the prompts: the context must hold tokens')
     # The cache lacks two tokens of its text, one more than the target's.
     kept = jnp.maximum(num_kept - 1, 0)
     cache, _ = self.model.prefill_rest(prompts, jnp.maximum(lengths - 2, 0), state.cache, kept, num_new)
-    return _after_prompts(cache, prompts, lengths)
+    tail = jnp.take_along_axis(prompts, jnp.maximum(lengths[:, None] - jnp.array([2, 1]), 0), axis=1)
+    return _State(cache, tail, has_previous=lengths > 1)
 
   def propose(self, state: _State, context: DraftContext, request: DraftRequest) -> Proposal:
     root_position = context.lengths[:, None] - 1

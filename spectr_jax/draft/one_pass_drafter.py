@@ -38,16 +38,10 @@ class OnePassDrafter(HiddenStatesDrafter):
   def estimates(self) -> bool:
     return self.config.confidence is not None
 
-  def init(self, context: DraftContext, cache_size: int) -> KVCache:
-    # Without the barrier XLA folds attention over the cache of zeros, which takes longer than the rest of compilation.
-    cache = jax.lax.optimization_barrier(self.config.backbone.empty_cache(len(context.lengths), cache_size))
-    num_read = 0 if context.tokens is None else context.tokens.shape[1] - 1
-    return cache if num_read == 0 else self.extend(cache, context, num_read)
+  def init(self, batch_size: int, cache_size: int) -> KVCache:
+    return self.config.backbone.empty_cache(batch_size, cache_size)
 
-  def reprompt(
-    self, state: KVCache, context: DraftContext, num_kept: jax.Array, num_new: int, cache_size: int
-  ) -> KVCache:
-    del cache_size
+  def read(self, state: KVCache, context: DraftContext, num_kept: jax.Array, num_new: int) -> KVCache:
     # The last token of a text is not in the cache, so a prompt that the text begins with drops one more.
     kept = jnp.minimum(jnp.minimum(num_kept, state.lengths), context.lengths - 1)
     return self.extend(state.truncate(kept), context, num_new)

@@ -92,31 +92,24 @@ class VocabularyDrafter(CachedModelDrafter):
 
     return jax.lax.while_loop(lambda state: jnp.any(state.num_read < goal), read, state)
 
-  def init(self, context: DraftContext, cache_size: int) -> _State:
-    batch_size, room = len(context.lengths), self.room(cache_size)
-    # Without the barrier XLA folds attention over the cache of zeros, which takes longer than the rest of compilation.
-    cache = jax.lax.optimization_barrier(self.model.init_cache_fn(batch_size, room))
+  def init(self, batch_size: int, cache_size: int) -> _State:
     nothing = jnp.zeros(batch_size, jnp.int32)
-    return self._prefilled(_State(cache, nothing, nothing), context, PREFILL_CHUNK, room)
+    return _State(self.model.init_cache_fn(batch_size, self.room(cache_size)), nothing, nothing)
 
-  def reprompt(
-    self, state: _State, context: DraftContext, num_kept: jax.Array, num_new: int, cache_size: int
-  ) -> _State:
+  def read(self, state: _State, context: DraftContext, num_kept: jax.Array, num_new: int) -> _State:
+    """The state with all of each prompt but the last of the target's tokens, which the first round reads."""
     if context.tokens is None:
       raise ValueError('a drafter with another vocabulary reads the text: the context must hold tokens')
+    room = self.room(context.tokens.shape[1])
     start = jnp.where(num_kept > state.start, state.start, 0)
     texts = self.vocabulary.texts(context.tokens, context.lengths, start)
     kept = jnp.where(num_kept > state.start, texts.num_down_to(num_kept), 0)
     state = _State(state.cache, start, jnp.minimum(kept, state.num_read))
-    return self._prefilled(state, context, min(PREFILL_CHUNK, 2 * num_new), self.room(cache_size))
-
-  def _prefilled(self, state: _State, context: DraftContext, size: int, room: int) -> _State:
-    """The state with all of each prompt but the last of the target's tokens, which the first round reads."""
     state, texts = self._begin_anew(state, context, room - room // 4, room)
     goal = texts.num_down_to(context.lengths - 1)
-    state = dataclasses.replace(state, num_read=jnp.minimum(state.num_read, goal))
-    state = dataclasses.replace(state, cache=self.model.truncate_fn(state.cache, state.num_read))
-    return self._read(state, texts, goal, min(size, room))
+    num_read = jnp.minimum(state.num_read, goal)
+    state = dataclasses.replace(state, cache=self.model.truncate_fn(state.cache, num_read), num_read=num_read)
+    return self._read(state, texts, goal, min(PREFILL_CHUNK, 2 * num_new, room))
 
   def _read_last(
     self, state: _State, texts: DraftTexts, num_pending: jax.Array, num_slots: int

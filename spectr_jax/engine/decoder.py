@@ -236,14 +236,17 @@ class Decoder:
       )
 
   def check(self, result: Generation) -> None:
-    """Checks that no model failed, as `Generation.check`; the NotFiniteError says what the model may lack."""
-    try:
-      result.check()
-    except NotFiniteError as error:
-      models = (FAILED_TARGET, self.target), (FAILED_DRAFT, self.drafter)
-      if any(error.failure & bit and model is not None and model.context_length is None for bit, model in models):
-        raise error.with_hint(NO_LIMIT) from None
-      raise
+    """Checks that no model failed, in every process; NotFiniteError if the run was stopped since one did."""
+    failures, num_rounds = fetch((result.failures, result.num_target_calls))
+    if failures.any():
+      raise self.error(row := int(np.argmax(failures != 0)), int(num_rounds[row]), int(failures[row]))
+
+  def error(self, row: int, num_rounds: int, failure: int) -> NotFiniteError:
+    """The error of a row whose logits were not finite; it says what the model may lack."""
+    error = NotFiniteError(row, num_rounds, failure)
+    models = (FAILED_TARGET, self.target), (FAILED_DRAFT, self.drafter)
+    lacks_limit = any(failure & bit and model is not None and model.context_length is None for bit, model in models)
+    return error.with_hint(NO_LIMIT) if lacks_limit else error
 
 
 def _classes_of(part: Any) -> tuple[type, ...]:

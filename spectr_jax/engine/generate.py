@@ -1,10 +1,14 @@
-"""`generate`: prompts in, continuations out, in one call."""
+"""Prompts in, continuations out: `generate` for one batch, `generate_many` for more prompts than fit into one."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import itertools
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import Any
 
 import jax
+import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
@@ -13,10 +17,11 @@ from spectr_jax.draft import Drafter
 from spectr_jax.engine import checks
 from spectr_jax.engine.decoder import Decoder, choose_cache_size
 from spectr_jax.engine.loop import decode_rounds
+from spectr_jax.engine.reading import init_decode
 from spectr_jax.engine.result import Generation
+from spectr_jax.engine.rows import Request, Rows
 from spectr_jax.engine.sharding import DecodeSharding
-from spectr_jax.engine.state import init_decode
-from spectr_jax.engine.stop import StopStrings, decode_until_stopped
+from spectr_jax.engine.stop import StopStrings, decode_until_stopped, finish_reason
 from spectr_jax.methods import Method
 from spectr_jax.model import Model
 from spectr_jax.sampling import SamplingParams
@@ -115,3 +120,118 @@ def generate(
   if not isinstance(result.failures, Tracer):
     decoder.check(result)
   return result.of_size(most_new)
+
+
+@dataclasses.dataclass(frozen=True)
+class Continuation:
+  """The continuation of a request.
+
+  Attributes:
+    name: The request's name.
+    tokens: int32 `[length]`, new tokens; an EOS is part of them.
+    origins: int32 `[length]`, as in `Generation`.
+    num_target_calls: The number of rounds that it took.
+    finish_reason: The reason why it ended, as of `finish_reason`.
+    logprobs: float32 `[length]`, as in `Generation`; None if they were not asked for.
+  """
+
+  name: Hashable
+  tokens: np.ndarray
+  origins: np.ndarray
+  num_target_calls: int
+  finish_reason: str
+  logprobs: np.ndarray | None = None
+
+  @property
+  def tokens_per_call(self) -> float:
+    """New tokens per call of the target."""
+    return len(self.tokens) / self.num_target_calls
+
+
+def generate_many(
+  target: Model,
+  draft: Model | Drafter | None,
+  requests: Iterable[Request],
+  *,
+  batch_size: int,
+  longest_prompt: int,
+  max_new_tokens: int,
+  method: str | Method | None = None,
+  tree: TokenTree | None = None,
+  rounds_at_a_time: int = 4,
+  stop: StopStrings | None = None,
+  sampling: SamplingParams | None = None,
+  **options: Any,
+) -> Iterator[Continuation]:
+  """Continues any number of prompts, as many at a time as there are rows, and yields each as soon as it is done.
+
+  Every `rounds_at_a_time` rounds, rows that are done take the next requests, several at a time. The programs do not
+  depend on the number of requests and of their tokens. What a prompt shares with the beginning of a text that a row
+  holds is not read again, see `Rows`. A request is taken only when there is a row for it, which alone keeps its text
+  after it is done. Each is continued as `generate` with its key would, up to rounding.
+
+  Args:
+    target, draft, method, tree: As for `generate`.
+    requests: The prompts, with their names and keys.
+    batch_size: B, rows.
+    longest_prompt: The most tokens of a prompt.
+    max_new_tokens: Limit of new tokens per prompt.
+    rounds_at_a_time: Rounds between two checks for rows that are done. More rounds leave rows idle for longer, fewer
+      wait for the device more often.
+    stop: Texts that end a continuation, or None; looked for every `rounds_at_a_time` rounds.
+    sampling: Of scalars, for all requests that have none of their own, as for `generate`.
+    **options: `eos_id`, `sharding` and `logprobs` of `generate`.
+
+  Yields:
+    One continuation per request, in the order in which they are done.
+
+  Raises:
+    ValueError: As for `generate`; or a prompt is empty or too long, or has an id that is not in the vocabulary; or a
+      number is below 1.
+  """
+  if min(batch_size, longest_prompt, rounds_at_a_time) < 1:
+    raise ValueError('batch_size, longest_prompt and rounds_at_a_time must be at least 1')
+  waiting = iter(requests)
+  first = list(itertools.islice(waiting, batch_size))
+  if not first:
+    return
+  sharding = options.get('sharding')
+  batch_size = len(first) if sharding is None else sharding.round_up(len(first))
+  decoder = Decoder.make(
+    target,
+    draft,
+    method=method,
+    tree=tree,
+    max_new_tokens=max_new_tokens,
+    cache_size=choose_cache_size(target, draft, longest_prompt + max_new_tokens),
+    **options,
+  )
+  rows = Rows(decoder, batch_size=batch_size, longest_prompt=longest_prompt, sampling=sampling)
+  rows.put(first)
+  eos_ids = [int(i) for i in decoder.eos_ids]
+  while rows.owners:
+    done = [piece for piece in rows.step(rounds_at_a_time, stop=stop) if piece.is_done]
+    if error := next((piece.error for piece in done if piece.error is not None), None):
+      raise ValueError(f'prompt {rows.owners[error.row].name}: {error}') from error
+    rows.end(piece.row for piece in done)
+    result = rows.result if stop is None else rows.result.cut({piece.row: piece.end for piece in done})
+    for piece in done:
+      yield _continuation(piece.request.name, result, piece.row, eos_ids, stop)
+    # Reading for one row costs as much as for `rows_at_a_time` of them.
+    if len(rows.free) >= rows.rows_at_a_time or not rows.owners:
+      rows.put(list(itertools.islice(waiting, len(rows.free))))
+
+
+def _continuation(
+  name: Hashable, result: Generation, row: int, eos_ids: Sequence[int], stop: StopStrings | None
+) -> Continuation:
+  length = int(result.lengths[row])
+  tokens = np.array(result.tokens[row, :length])
+  return Continuation(
+    name,
+    tokens=tokens,
+    origins=np.array(result.origins[row, :length]),
+    num_target_calls=int(result.num_target_calls[row]),
+    finish_reason=finish_reason(tokens, eos_ids, stop),
+    logprobs=None if result.logprobs is None else np.array(result.logprobs[row, :length]),
+  )

@@ -1,4 +1,4 @@
-"""The loop's state between two rounds, and the first one: prompts checked and prefilled."""
+"""The loop's state between two rounds, and the first one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from spectr_jax.draft import DraftContext, Drafter
 from spectr_jax.engine import checks
 from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.result import Generation
-from spectr_jax.engine.sharding import DecodeSharding, tracing_with
+from spectr_jax.engine.sharding import DecodeSharding
 from spectr_jax.engine.statistics import Statistics
 from spectr_jax.model import Model
 from spectr_jax.proposal import Proposal
@@ -24,6 +24,14 @@ from spectr_jax.sampling import SamplingParams
 from spectr_jax.verifiers import Verdict
 
 _constrain = jax.lax.with_sharding_constraint
+
+
+class Held(NamedTuple):
+  """What rows hold of their texts; the fields are those of `DecodeState`."""
+
+  target_cache: Any
+  features: jax.Array | None
+  draft_state: Any
 
 
 @jax.tree_util.register_dataclass
@@ -62,6 +70,11 @@ class DecodeState:
   features: jax.Array | None
   result: Generation
   constraint_states: jax.Array | None = None
+
+  @property
+  def held(self) -> Held:
+    """What the rows hold of their texts."""
+    return Held(self.target_cache, self.features, self.draft_state)
 
   def draft_context(self, decoder: Decoder) -> DraftContext:
     """The text and hidden states that the drafter may read."""
@@ -103,52 +116,18 @@ def _fold_samples(keys: jax.Array, num_samples: int) -> jax.Array:
   return jax.vmap(of_row)(keys).reshape(-1)
 
 
-def init_decode(
-  decoder: Decoder,
-  rng_key: jax.Array,
-  prompts: ArrayLike,
-  prompt_lengths: ArrayLike,
-  *,
-  sampling: SamplingParams | None = None,
-  num_samples: int = 1,
-  max_new_tokens: ArrayLike | None = None,
-  constraint: ArrayLike | None = None,
-) -> DecodeState:
-  """The state before the first round, with prompts checked and prefilled.
-
-  Args:
-    decoder: Made by `Decoder.make`.
-    rng_key, sampling: As for `generate`.
-    prompts, prompt_lengths: Integers `[B, P]`, right-padded, and integers `[B]`, from 1 to P.
-    num_samples: Rows of each prompt, as for `generate`; it is prefilled once and its row of the state is repeated.
-    max_new_tokens: Limit of new tokens, one or `[B]`, at most the decoder's; None for the decoder's.
-    constraint: Integers, one or `[B]`: which of the decoder's constraints each row follows, -1 for none; None for none.
-
-  Raises:
-    ValueError: As for `generate`; or prompts and new tokens do not fit the caches, or there is no such constraint.
-  """
-  checks.check_count('num_samples', num_samples)
-  rows = checked_rows(decoder, rng_key, prompts, prompt_lengths, sampling, max_new_tokens, constraint=constraint)
-  state = prefilled(decoder, rows)
-  if num_samples == 1:
-    return state
-  keys = sample_keys(rows.keys, num_samples)
-  keys = keys if decoder.sharding is None else decoder.sharding.put_rows(keys)
-  return _repeat_rows(decoder, state, keys, num_samples)
-
-
-class Rows(NamedTuple):
+class Prompts(NamedTuple):
   """Prompts and what belongs to each of them, checked and on their devices."""
 
   keys: jax.Array  # typed, [B]
   sampling: SamplingParams  # of arrays [B]
-  prompts: Any  # int32 [B, P], right-padded
+  tokens: Any  # int32 [B, P], right-padded
   lengths: Any  # int32 [B], from 1 to P
   limits: Any  # int32 [B], the most new tokens
   constraint_states: Any = None  # int32 [B], as in `DecodeState`
 
 
-def checked_rows(
+def checked_prompts(
   decoder: Decoder,
   rng_key: jax.Array,
   prompts: ArrayLike,
@@ -157,8 +136,9 @@ def checked_rows(
   max_new_tokens: ArrayLike | None,
   like: SamplingParams | None = None,
   constraint: ArrayLike | None = None,
-) -> Rows:
-  """The rows of prompts as for `init_decode`, with all filters that `like` has."""
+  width: int | None = None,
+) -> Prompts:
+  """Prompts as for `init_decode`, with all filters that `like` has, padded to `width` on the host if that is given."""
   prompts = checks.as_integers('prompts', prompts)
   prompt_lengths = checks.as_integers('prompt_lengths', prompt_lengths)
   checks.check_shapes(prompts, prompt_lengths)
@@ -169,7 +149,9 @@ def checked_rows(
   if not isinstance(sampling, SamplingParams):
     raise ValueError(f'sampling must be SamplingParams, such as SamplingParams(temperature=0.7), got {sampling!r}')
   params = sampling.for_rows(batch_size)
-  rows = Rows(
+  if width is not None:
+    prompts = np.pad(np.asarray(prompts), ((0, 0), (0, width - prompts.shape[1])))
+  checked = Prompts(
     checks.row_keys(rng_key, batch_size),
     params if like is None else params.with_filters_of(like),
     prompts.astype(jnp.int32),
@@ -178,79 +160,32 @@ def checked_rows(
     decoder.start_states(constraint, batch_size),
   )
   if decoder.sharding is None:
-    return rows
+    return checked
   decoder.sharding.check_rows(batch_size)
-  return decoder.sharding.put_rows(rows)
+  return decoder.sharding.put_rows(checked)
 
 
-def prefilled(decoder: Decoder, rows: Rows) -> DecodeState:
-  """The state of rows before the first round."""
-  sizes = {'cache_size': decoder.cache_size, 'sharding': decoder.sharding}
-  target_cache, features = _prefill_target(decoder.target, rows.prompts, rows.lengths, **sizes)
-  draft_state = None
-  if decoder.drafter is not None:
-    context = DraftContext(rows.lengths, decoder.target, rows.prompts, features)
-    draft_state = _prefill_draft(decoder.drafter, context, **sizes, classes=decoder.drafter_classes)
-  return first_state(decoder, rows, target_cache, features, draft_state)
-
-
-# Each prefill is a program of its own, which all methods and trees share.
-
-
-@functools.partial(jax.jit, static_argnames=('cache_size', 'sharding'))
-def _prefill_target(target: Model, prompts, prompt_lengths, *, cache_size: int, sharding: DecodeSharding | None):
-  """The target's cache, and the prompt's features `[B, P, F, D]` or None."""
-  with tracing_with(sharding):
-    cache = target.init_cache_fn(prompts.shape[0], cache_size)
-    cache, features = target.prefill(prompts, prompt_lengths - 1, cache)
-  if sharding is not None:
-    cache = _constrain(cache, sharding.of_cache(cache, target))
-  return cache, features
-
-
-@functools.partial(jax.jit, static_argnames=('cache_size', 'sharding', 'classes'))
-def _prefill_draft(
-  drafter: Drafter,
-  context: DraftContext,
-  *,
-  cache_size: int,
-  sharding: DecodeSharding | None,
-  classes: tuple[type, ...] = (),
-):
-  del classes  # they tell apart drafters of equal fields, see `Decoder.drafter_classes`
-  with tracing_with(sharding):
-    state = drafter.init(context, cache_size)
-  return state if sharding is None else _constrain(state, sharding.of_draft_state(state, drafter))
-
-
-@functools.partial(jax.jit, donate_argnames=('target_cache', 'draft_state'))
-def first_state(
-  decoder: Decoder, rows: Rows, target_cache: Any, features: jax.Array | None, draft_state: Any
-) -> DecodeState:
-  """The state before the first round, of caches with all tokens of the prompts but the last."""
-  batch_size, tree = len(rows.lengths), decoder.tree
+@functools.partial(jax.jit, donate_argnames='held')
+def first_state(decoder: Decoder, prompts: Prompts, held: Held) -> DecodeState:
+  """The state before the first round; `held` is of all tokens of the prompts but the last."""
+  batch_size, tree, drafter = len(prompts.lengths), decoder.tree, decoder.drafter
   verifier_state = jax.tree.map(
     lambda x: jnp.broadcast_to(x, (batch_size, *jnp.shape(x))), decoder.method.verifier.init_state(tree)
   )
   zeros = jnp.zeros(batch_size, jnp.int32)
   nothing = jnp.full((batch_size, decoder.num_slots), -1, jnp.int32)
-
-  def to_cache_size(values):
-    return jnp.pad(values, [(0, 0), (0, decoder.cache_size - values.shape[1])] + [(0, 0)] * (values.ndim - 2))
-
-  drafter = decoder.drafter
   state = DecodeState(
-    keys=rows.keys,
-    sampling=rows.sampling,
-    last_token=jnp.take_along_axis(rows.prompts, rows.lengths[:, None] - 1, axis=1)[:, 0],
-    root_position=rows.lengths - 1,
-    limits=rows.limits,
+    keys=prompts.keys,
+    sampling=prompts.sampling,
+    last_token=jnp.take_along_axis(prompts.tokens, prompts.lengths[:, None] - 1, axis=1)[:, 0],
+    root_position=prompts.lengths - 1,
+    limits=prompts.limits,
     is_done=jnp.zeros(batch_size, bool),
-    target_cache=target_cache,
-    draft_state=draft_state,
+    target_cache=held.target_cache,
+    draft_state=held.draft_state,
     verifier_state=verifier_state,
-    text=to_cache_size(rows.prompts) if drafter is not None and drafter.reads_tokens else None,
-    features=None if features is None else to_cache_size(features),
+    text=to_size(prompts.tokens, decoder.cache_size) if drafter is not None and drafter.reads_tokens else None,
+    features=held.features,
     result=Generation(
       tokens=nothing,
       lengths=zeros,
@@ -261,17 +196,14 @@ def first_state(
       statistics=Statistics.zeros(batch_size, tree) if decoder.has_statistics else None,
       logprobs=jnp.full(nothing.shape, jnp.nan, jnp.float32) if decoder.has_logprobs else None,
     ),
-    constraint_states=rows.constraint_states,
+    constraint_states=prompts.constraint_states,
   )
   return constrain(decoder, state)
 
 
-@functools.partial(jax.jit, static_argnames='num_samples')
-def _repeat_rows(decoder: Decoder, state: DecodeState, keys: jax.Array, num_samples: int) -> DecodeState:
-  """`state` with every row repeated, and other keys `[B * num_samples]`."""
-  rows = dataclasses.replace(state, keys=None)
-  rows = jax.tree.map(lambda x: jnp.repeat(x, num_samples, axis=0) if x.ndim else x, rows)
-  return constrain(decoder, dataclasses.replace(rows, keys=keys))
+def to_size(values: jax.Array, size: int) -> jax.Array:
+  """Values `[B, S, ...]` with zeros behind them, `[B, size, ...]`."""
+  return jnp.pad(values, [(0, 0), (0, size - values.shape[1])] + [(0, 0)] * (values.ndim - 2))
 
 
 @jax.jit
@@ -300,14 +232,19 @@ def finish(decoder: Decoder, state: DecodeState, rows: Sequence[int] | np.ndarra
 
 def state_shardings(decoder: Decoder, state: DecodeState) -> DecodeState:
   """The shardings in place of the arrays, or shapes, of a state; ValueError if the decoder has no sharding."""
-  sharding = decoder.sharding
-  if sharding is None:
+  if decoder.sharding is None:
     raise ValueError('state_shardings needs a decoder with a sharding')
-  rows = sharding.of_rows(dataclasses.replace(state, target_cache=None, draft_state=None))
-  return dataclasses.replace(
-    rows,
-    target_cache=sharding.of_cache(state.target_cache, decoder.target),
-    draft_state=sharding.of_draft_state(state.draft_state, decoder.drafter),
+  rows = decoder.sharding.of_rows(dataclasses.replace(state, target_cache=None, draft_state=None))
+  held = held_shardings(decoder.sharding, decoder.target, decoder.drafter, state.held)
+  return dataclasses.replace(rows, target_cache=held.target_cache, draft_state=held.draft_state)
+
+
+def held_shardings(sharding: DecodeSharding, target: Model, drafter: Drafter | None, held: Held) -> Held:
+  """The shardings in place of the arrays, or shapes, of what rows hold."""
+  return Held(
+    sharding.of_cache(held.target_cache, target),
+    sharding.of_rows(held.features),
+    sharding.of_draft_state(held.draft_state, drafter),
   )
 
 

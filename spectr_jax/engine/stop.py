@@ -155,46 +155,22 @@ def finish_reason(
   return 'eos' if int(tokens[-1]) in eos_ids else 'length'
 
 
-class StopSearch:
-  """The search for stop texts in the rows of a batch while they grow."""
-
-  def __init__(self, stop: StopStrings):
-    self.ended: dict[int, int] = {}  # new tokens, by row, of rows that a stop text has ended
-    self._stop = stop
-    self._num_searched: dict[int, int] = {}
-
-  def look(self, result: Generation, rows: Iterable[int]) -> list[int]:
-    """Searches the new tokens of rows, in every process of a mesh; returns the rows that a stop text ends now."""
-    tokens, lengths = fetch((result.tokens, result.lengths))
-    ended = []
-    for row in rows:
-      searched, length = self._num_searched.get(row, 0), int(lengths[row])
-      if row in self.ended or searched == length:
-        continue
-      stop = self._stop.find(tokens[row, :length], searched)
-      self._num_searched[row] = length
-      if stop is not None:
-        self.ended[row] = stop.num_tokens
-        ended.append(row)
-    return ended
-
-  def forget(self, row: int) -> None:
-    """Makes a row empty: it continues another prompt from now on."""
-    self.ended.pop(row, None)
-    self._num_searched.pop(row, None)
-
-
 def decode_until_stopped(
   decoder: Decoder, state: DecodeState, stop: StopStrings, *, rounds_at_a_time: int
 ) -> Generation:
   """Runs rounds until every row is done or at a stop text; the result, of NumPy arrays, depends on the tokens alone."""
-  search = StopSearch(stop)
-  rows = range(len(state.keys))
+  num_searched, ends = np.zeros(len(state.keys), np.int32), {}
   while True:
     state = decode_rounds(decoder, state, rounds_at_a_time)
-    is_done, failures = fetch((state.is_done, state.result.failures))
-    ended = search.look(state.result, rows)
-    if failures.any() or all(is_done[row] or row in search.ended for row in rows):
-      return fetch(state.result).cut(search.ended)
-    if ended:
-      state = finish(decoder, state, ended)
+    result, is_done = fetch((state.result, state.is_done))
+    found = {
+      row: end.num_tokens
+      for row, length in enumerate(result.lengths)
+      if row not in ends and (end := stop.find(result.tokens[row, :length], num_searched[row])) is not None
+    }
+    num_searched = result.lengths
+    ends |= found
+    if result.failures.any() or all(is_done[row] or row in ends for row in range(len(is_done))):
+      return result.cut(ends)
+    if found:
+      state = finish(decoder, state, list(found))

@@ -15,8 +15,9 @@ from spectr_jax.draft import Drafter
 from spectr_jax.engine import checks
 from spectr_jax.engine.decoder import Decoder, choose_cache_size
 from spectr_jax.engine.loop import Round, run_round
+from spectr_jax.engine.reading import init_decode
 from spectr_jax.engine.result import Generation
-from spectr_jax.engine.state import DecodeState, init_decode
+from spectr_jax.engine.state import DecodeState
 from spectr_jax.methods import Method, get_method, with_children
 from spectr_jax.model import Model
 from spectr_jax.proposal import Proposal

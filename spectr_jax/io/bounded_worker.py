@@ -2,7 +2,8 @@
 
 `bounded_process` starts this file as a script: `bounded_worker.py MEMORY SECONDS SCRIPT FOLDER...`. It imports the
 standard library alone, so it starts quickly; the folders have what SCRIPT imports. It reads lines of JSON, and answers
-each with one line, what the function `answer` of SCRIPT makes of it, or `{"refused": ...}` if the memory is too little.
+each with one line, what the function `answer` of SCRIPT makes of it, or `{"refused": ..., "is_bound": true}` if the
+memory is too little.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def _main():
     try:
       text = json.dumps(answer(json.loads(line)))
     except MemoryError:
-      text = json.dumps({'refused': 'it needs too much memory'})
+      text = json.dumps({'refused': 'it needs too much memory', 'is_bound': True})
     answers.write(f'{text}\n'.encode())
     answers.flush()
     _end_after(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import functools
 import importlib.util
 import json
@@ -16,14 +17,15 @@ import scipy.sparse
 
 from spectr_jax.constraint import Constraint
 from spectr_jax.io.bounded_process import BoundedProcess
-from spectr_jax.io.json_regex import any_object, either, escaped, whole
+from spectr_jax.io.json_regex import any_object, either, escaped
 from spectr_jax.io.json_schema import schema_regex
+from spectr_jax.io.pattern_syntax import whole
 from spectr_jax.io.tokenizer import TokenizerBase
 from spectr_jax.io.untrusted import named, one_line, parse_json, shown
 from spectr_jax.unicode import check_unicode
 
 _SECONDS, _MEMORY = 30, 2**30  # of the process that compiles an expression
-_MOST_STATES = 2**15  # of an automaton over bytes
+_MOST_STATES = 2**16  # of an automaton over bytes
 _OBJECT_DEPTH = 3  # levels of objects and lists in `json_schema=True`
 _MOST_CELLS = 2**25  # transitions of a table, 128 MiB
 _MOST_MERGING = 2**28  # transitions that are looked at to merge states
@@ -31,6 +33,10 @@ _MOST_TEXT, _MOST_CHOICES = 2**20, 2**12
 _SAID_OF_SYNTAX = "it is no expression of Rust's `regex`, which does not look around or back, or repeats too often"
 _SCRIPT = pathlib.Path(__file__).with_name('constraint_worker.py')
 _MOST_ANSWER = 2**26  # bytes
+
+
+class ConstraintBusyError(OSError):
+  """Compiling a constraint took too much time or memory, which depends on the machine and on what else it does."""
 
 
 def compile_constraint(
@@ -59,18 +65,19 @@ def compile_constraint(
     vocab_size: V, where the target has more logits than the tokenizer has ids; the ids beyond are never allowed.
 
   Raises:
-    ValueError: Not exactly one of the three is given; it cannot be compiled within the bounds, or has something that
+    ValueError: Not exactly one of the three is given; it cannot be compiled, or has something that
       is not supported; or no text of these tokens is allowed. One line says why.
+    ConstraintBusyError: Compiling took more than these seconds or bytes, and may not where the machine has less to do.
   """
   given = {'regex': regex, 'json_schema': json_schema, 'choices': choices}
   names = [name for name, value in given.items() if value is not None]
   if len(names) != 1:
     raise ValueError(f'a constraint is one of {", ".join(given)}; got {", ".join(names) or "none"}')
-  patterns: tuple[str, ...] = ()
+  narrower: tuple[str, ...] = ()
   if choices is not None:
     expression = _of_choices(choices)
   elif json_schema is not None:
-    expression, patterns = _of_schema(json_schema)
+    expression, narrower = _of_schema(json_schema)
   else:
     expression = _of_regex(regex)
   if vocab_size is not None and (not isinstance(vocab_size, int | np.integer) or vocab_size < 1):
@@ -80,13 +87,13 @@ def compile_constraint(
     raise ValueError(f'{names[0]} has {len(expression):,} characters, allowed are {_MOST_TEXT:,}')
   size = tokenizer.vocab_size if vocab_size is None else vocab_size
   with named(f'{names[0]} cannot be compiled'):
-    return _over_tokens(*_automaton(expression, patterns), tokenizer, size)
+    return dataclasses.replace(_over_tokens(*_automaton(expression), tokenizer, size), narrower=narrower)
 
 
 def _of_regex(regex: Any) -> str:
   if not isinstance(regex, str):
     raise ValueError(f'regex must be a text, got {shown(regex)}')
-  with named('regex cannot be compiled'):
+  with named(f'regex cannot be compiled, {shown(regex)}'):
     return whole(regex)
 
 
@@ -114,18 +121,23 @@ def _of_schema(schema: Any) -> tuple[str, tuple[str, ...]]:
   return schema_regex(value)
 
 
-def _automaton(regex: str, patterns: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+def _automaton(regex: str) -> tuple[np.ndarray, np.ndarray]:
   """The automaton of whole texts over bytes: int32 `[S, 256]`, -1 for no way on, and bool `[S]`, the final states."""
   if importlib.util.find_spec('outlines_core') is None:
     raise ValueError("constraints need the package outlines-core: pip install 'spectr_jax[grammar]'")
   bounds = {'seconds': _SECONDS, 'memory': _MEMORY, 'most': _MOST_ANSWER}
-  process = BoundedProcess(_SCRIPT, ['outlines_core'], **bounds)
   try:
-    answer = process.ask({'regex': regex, 'patterns': list(patterns), 'most_states': _MOST_STATES})
-  finally:
-    process.stop()
+    process = BoundedProcess(_SCRIPT, ['outlines_core'], **bounds)
+    try:
+      answer = process.ask({'regex': regex, 'most_states': _MOST_STATES})
+    finally:
+      process.stop()
+  except ValueError as error:
+    raise ConstraintBusyError(f'the constraint cannot be compiled within its bounds: {error}') from error
   if 'refused' in answer:
     said = one_line(answer['refused'])
+    if answer.get('is_bound'):
+      raise ConstraintBusyError(f'the constraint cannot be compiled within its bounds: {said}')
     raise ValueError(_SAID_OF_SYNTAX if said == 'Failed to build DFA error building NFA' else said)
   is_final = np.zeros(answer['num_states'], bool)
   is_final[answer['finals']] = True

@@ -84,15 +84,29 @@ def _encoded(
   return [row if joined(row) == text else _spelled(text, ids) for text, row in zip(texts, rows)]
 
 
+def _same_names(
+  names: Mapping[int, str], ids: Mapping[bytes, int], own_names: Mapping[int, str], own: Mapping[bytes, int]
+) -> list[tuple[int, int | None]]:
+  """The target's and the draft's tokens of one name, of which one at least is special.
+
+  Arguments are the names of the target's special tokens and the ids of its other tokens by bytes, and the draft's.
+  """
+  by_name = {name: index for index, name in own_names.items()}
+  pairs = [(index, by_name.get(name, own.get(name.encode()))) for index, name in names.items()]
+  are_special = set(names.values())
+  plain = [(ids.get(name.encode()), mine) for name, mine in by_name.items() if name not in are_special]
+  return pairs + [(index, mine) for index, mine in plain if index is not None]
+
+
 def share_vocabulary(
   draft: TokenizerBase, target: TokenizerBase, *, num_draft: int, num_target: int
 ) -> SharedVocabulary:
   """What two vocabularies share.
 
-  A token is shared if it stands for the same bytes in both, whatever it is spelled like, or has the same role: it
-  begins or ends a turn of a conversation or a text. Of several tokens with the same bytes one in each vocabulary is
-  shared. All other tokens of the target are read as the draft's tokenizer encodes their text, by the last `MOST_IDS`
-  tokens if there are more; special tokens as their names.
+  A token is shared if it stands for the same bytes in both, whatever it is spelled like. A special token is shared with
+  the token of the same name, else with the one of the same role: it begins or ends a turn of a conversation or a text.
+  Of several tokens with the same bytes one in each vocabulary is shared. All other tokens of the target are read as the
+  draft's tokenizer encodes their text, by the last `MOST_IDS` tokens if there are more; special tokens as their names.
 
   Args:
     draft: The draft's tokenizer.
@@ -109,9 +123,11 @@ def share_vocabulary(
   for content, index in target_ids.items():
     if content in ids:
       to_target[ids[content]] = index
+  names, own_names = target.special_token_names, draft.special_token_names
   roles = dict(_roles(draft))
   last = roles.get('eos 0')
-  pairs = [(index, roles.get(role, last if role.startswith('eos') else None)) for role, index in _roles(target)]
+  pairs = _same_names(names, target_ids, own_names, ids)
+  pairs += [(index, roles.get(role, last if role.startswith('eos') else None)) for role, index in _roles(target)]
   pairs = [(index, mine) for index, mine in pairs if index < num_target and mine is not None and mine < num_draft]
   read: dict[int, list[int]] = {}
   taken = set(to_target[to_target >= 0].tolist())
@@ -120,7 +136,6 @@ def share_vocabulary(
       to_target[mine] = index
       taken.add(index)
     read.setdefault(index, [mine])
-  names = target.special_token_names
   missing = [index for index in range(len(theirs)) if index not in taken and index not in read]
   texts = [theirs[index] or names.get(index, '').encode() for index in missing]
   read |= dict(zip(missing, _encoded(draft, texts, own, ids)))

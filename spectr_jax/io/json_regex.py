@@ -2,43 +2,83 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
+from typing import Any
 
 ANY_DEPTH = 2  # levels of objects and lists where a schema leaves all open
 SPACE = ' ?'
-CHARACTER = r'(?:[^"\\\x00-\x1f\x7f]|\\["\\/bfnrt])'
+PLAIN = r'[^"\\\x00-\x1f]'  # a character that JSON spells as itself
+SHORT = rf'(?:{PLAIN}|\\["\\/bfnrt])'  # or escapes by a letter
+_HEX = '[0-9a-fA-F]'
+# The last is any character of the basic plane by its number, halves of others left out.
+CHARACTER = rf'(?:{PLAIN}|\\(?:["\\/bfnrt]|u(?:[0-9a-cefA-CEF]{_HEX}|[dD][0-7]){_HEX}{{2}}))'
 STRING = f'"{CHARACTER}*"'
-PLAIN = r'[^"\\\x00-\x1f\x7f]'  # a character that JSON spells as itself
 NATURAL = '(?:0|[1-9][0-9]*)'
 FRACTION = r'(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?'
 SIMPLE = {'boolean': '(?:true|false)', 'null': 'null'}
+
+# RFC 3339; 400 years have 97 leap years, so that all of them have a finite expression. There is no year 0.
+_YEAR = '(?:[1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])'
+_FOURTH = '(?:0[48]|[2468][048]|[13579][26])'
 _DATE = (
-  '[1-9][0-9]{3}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)'
-  '|02-(?:0[1-9]|1[0-9]|2[0-8]))'
+  f'(?:{_YEAR}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)'
+  f'|02-(?:0[1-9]|1[0-9]|2[0-8]))|(?:[0-9]{{2}}{_FOURTH}|{_FOURTH}00)-02-29)'
 )
-_TIME = r'(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,6})?(?:Z|[-+](?:0[0-9]|1[0-4]):[0-5][0-9])'
-_LABEL = '[a-z0-9](?:[a-z0-9-]*[a-z0-9])?'
+_HOUR = '(?:[01][0-9]|2[0-3]):[0-5][0-9]'
+_TIME = rf'{_HOUR}:[0-5][0-9](?:\.[0-9]+)?(?:[Zz]|[-+]{_HOUR})'
+# RFC 1123: labels of at most 63 characters, 253 together. To count both takes too large a table, so more than 3 labels
+# have at most 31, and more than 7 at most 15.
+_LABEL = '[A-Za-z0-9](?:[A-Za-z0-9-]{{0,{}}}[A-Za-z0-9])?'
+_LABELS = [(_LABEL.format(longest - 2), most) for longest, most in ((63, 3), (31, 7), (15, 15))]
+_HOST = f'(?:{"|".join(rf"{label}(?:[.]{label}){{0,{most - 1}}}" for label, most in _LABELS)})'
+_ATOM = "[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]+"
 _BYTE = '(?:25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])'
+_IPV4 = rf'{_BYTE}(?:\.{_BYTE}){{3}}'
+# RFC 4291: eight groups, of which two colons leave out at least one; the last two may be an address of version 4.
+_GROUP = f'{_HEX}{{1,4}}'
+_IPV6 = '(?:' + '|'.join([
+  f'(?:{_GROUP}:){{6}}(?:{_GROUP}:{_GROUP}|{_IPV4})',
+  *(f'{f"{_GROUP}(?::{_GROUP}){{{n - 1}}}" if n else ""}::'
+    + (f'(?:{_GROUP}(?::{_GROUP}){{0,{6 - n}}})?' if n < 7 else '') for n in range(8)),
+  *(f'{f"{_GROUP}(?::{_GROUP}){{{n - 1}}}" if n else ""}::(?:{_GROUP}:){{0,{5 - n}}}{_IPV4}' for n in range(6)),
+]) + ')'  # fmt: skip
+# RFC 3986.
+_NAMED = "A-Za-z0-9._~!$&'()*+,;=-"
+_PATH, _QUERY, _USER, _REGISTERED = (rf'(?:[{more}{_NAMED}]|%{_HEX}{{2}})' for more in (':@', ':@/?', ':', ''))
+_AUTHORITY = rf'(?:{_USER}*@)?(?:{_REGISTERED}*|\[(?:{_IPV6}|[vV]{_HEX}+\.[:{_NAMED}]+)\])(?::[0-9]*)?'
 FORMATS = {
   'date': _DATE,
   'time': _TIME,
-  'date-time': f'{_DATE}T{_TIME}',
-  'email': rf'[A-Za-z0-9_+-]+(?:\.[A-Za-z0-9_+-]+)*@{_LABEL}(?:\.{_LABEL})+',
-  'hostname': rf'{_LABEL}(?:\.{_LABEL})*',
-  'ipv4': rf'{_BYTE}(?:\.{_BYTE}){{3}}',
-  'uri': rf"https?://{_LABEL}(?:\.{_LABEL})*(?::[1-9][0-9]{{0,3}})?(?:/[A-Za-z0-9._~!$&'()*+,;=:@%-]*)*",
-  'uuid': '[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}',
+  'date-time': f'{_DATE}[Tt]{_TIME}',
+  'email': rf'{_ATOM}(?:\.{_ATOM})*@{_HOST}',
+  'hostname': _HOST,
+  'ipv4': _IPV4,
+  'ipv6': _IPV6,
+  'uri': (
+    rf'[A-Za-z][A-Za-z0-9+.-]*:(?://{_AUTHORITY}(?:/{_PATH}*)*|/?(?:{_PATH}+(?:/{_PATH}*)*)?)'
+    rf'(?:\?{_QUERY}*)?(?:#{_QUERY}*)?'
+  ),
+  'uuid': f'{_HEX}{{8}}(?:-{_HEX}{{4}}){{3}}-{_HEX}{{12}}',
 }
-
-# Of an expression of JavaScript, and the ranges and characters of a class.
-_CLASS_OR_ESCAPE = re.compile(r'(?P<opening>\[\^?)(?P<content>\]?(?:\\.|[^\\\]])*)(?P<end>\]?)|\\.', re.DOTALL)
-_ITEM = re.compile(r'(?!\\[dDwWsS])(\\.|.)-(?!\\[dDwWsS])(\\.|.)|(\\.|.)', re.DOTALL)
 
 
 def escaped(text: str) -> str:
   """The regular expression of one text."""
   return re.escape(text)
+
+
+def literal(value: Any) -> str:
+  """One JSON value, with the space between parts that objects have; a whole number with a point without it, too."""
+  if isinstance(value, dict):
+    inner = f',{SPACE}'.join(f'{literal(name)}:{SPACE}{literal(each)}' for name, each in value.items())
+    return rf'\{{{SPACE}{inner}{SPACE if inner else ""}\}}'
+  if isinstance(value, list):
+    inner = f',{SPACE}'.join(map(literal, value))
+    return rf'\[{SPACE}{inner}{SPACE if inner else ""}\]'
+  text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+  return f'{text[:-2]}(?:\\.0)?' if isinstance(value, float) and text.endswith('.0') else escaped(text)
 
 
 def either(parts: Sequence[str]) -> str:
@@ -112,63 +152,3 @@ def integers(low: int | None, high: int | None) -> str | None:
   if low is None or low < 0:
     parts.append('-' + _naturals(max(1, -high if high is not None else 1), None if low is None else -low))
   return either(parts)
-
-
-def alternatives(regex: str) -> list[list[str]]:
-  """The alternatives of an expression of Rust's `regex`, each as a list of its characters, escapes and beginnings of
-  classes. In classes `^` is escaped, so that it is an assertion elsewhere.
-
-  Raises:
-    ValueError: A parenthesis or a bracket has no other half, or a backslash escapes nothing: with more around it such
-      an expression might have another meaning.
-  """
-  found, num_groups, num_classes = [[]], 0, 0
-  for part in re.findall(r'\\.|\[\^?\]?|.', regex, flags=re.DOTALL):
-    if part[0] == '[':
-      num_classes += 1
-    elif num_classes:
-      num_classes -= part == ']'
-    else:
-      num_groups += (part == '(') - (part == ')')
-    if part == '\\' or num_groups < 0:
-      break
-    if part == '|' and not num_groups and not num_classes:
-      found.append([])
-    else:
-      found[-1].append(r'\^' if part == '^' and num_classes else part)
-  else:
-    if not num_groups and not num_classes:
-      return found
-  raise ValueError('a parenthesis or a bracket has no other half, or a backslash escapes nothing')
-
-
-def _in_class(part: str) -> str:
-  return {r'\d': '0-9', r'\w': '0-9A-Za-z_'}.get(part, f'\\{part}' if part in '[]&~-' else part)
-
-
-def ecma(pattern: str) -> str:
-  r"""An expression of JavaScript, and so of JSON Schema, as one of Rust's `regex`.
-
-  `\d` and `\w` are ASCII alone. In a class of characters all but ranges and escapes stand for themselves.
-  """
-
-  def of_class(found: re.Match[str]) -> str:
-    return '-'.join(_in_class(each) for each in found.groups() if each is not None)
-
-  def spelled(found: re.Match[str]) -> str:
-    if found['content'] is None:
-      return {r'\d': '[0-9]', r'\w': '[0-9A-Za-z_]'}.get(found[0], found[0])
-    return f'{found["opening"]}{_ITEM.sub(of_class, found["content"])}{found["end"]}'
-
-  return _CLASS_OR_ESCAPE.sub(spelled, pattern)
-
-
-def whole(regex: str) -> str:
-  """An expression without the `^` that its alternatives may begin with, which says nothing of a whole text.
-
-  ValueError as of `alternatives`, and for such an assertion elsewhere.
-  """
-  found = [part[part[:1] == ['^'] :] for part in alternatives(regex)]
-  if any(each in ('^', r'\A') for part in found for each in part):
-    raise ValueError(r'^ may begin the whole or an alternative of it, and stand nowhere else; \A is not supported')
-  return '|'.join(map(''.join, found))

@@ -16,26 +16,28 @@ from typing import Any, NamedTuple
 
 from spectr_jax.io.json_regex import (
   ANY_DEPTH,
+  CHARACTER,
   FORMATS,
   FRACTION,
   NATURAL,
-  PLAIN,
+  SHORT,
   SIMPLE,
   SPACE,
   STRING,
-  alternatives,
   any_value,
-  ecma,
   either,
   escaped,
   integers,
   listed,
+  literal,
 )  # fmt: skip
+from spectr_jax.io.pattern_syntax import found_in_json
 from spectr_jax.io.untrusted import shown
 
 _MOST_VISITS, _MOST_CHARACTERS = 20_000, 2**20  # of schemas that refer to themselves
 _MOST_NESTED = 3  # times that a reference may stand within itself
 _MOST_REPEATS = 1_000
+_MOST_NUMBERED = 64  # characters of a text of limited length that may be written by their numbers
 
 _ANNOTATIONS = frozenset((
   'title', 'description', 'default', 'examples', 'example', '$schema', '$id', '$comment', '$anchor', '$defs',
@@ -59,11 +61,11 @@ class SchemaRegex(NamedTuple):
 
   Attributes:
     regex: The regular expression, of whole texts.
-    patterns: Expressions of the schema within strings, which must not match characters that JSON escapes.
+    narrower: What it leaves out of the values that the schema accepts, a sentence for each kind.
   """
 
   regex: str
-  patterns: tuple[str, ...]
+  narrower: tuple[str, ...]
 
 
 def schema_regex(schema: Any) -> SchemaRegex:
@@ -82,18 +84,18 @@ def schema_regex(schema: Any) -> SchemaRegex:
     raise ValueError('the JSON schema is nested too deeply') from None
   if regex is None:
     raise ValueError('the JSON schema accepts nothing')
-  return SchemaRegex(regex, tuple(dict.fromkeys(writer.patterns)))
+  return SchemaRegex(regex, tuple(writer.narrower))
 
 
 class _Writer:
   """Writes the expressions of the parts of one schema.
 
   Attributes:
-    patterns: The expressions of `pattern` so far.
+    narrower: What is left out so far, as keys.
   """
 
   def __init__(self, root: Any):
-    self.patterns: list[str] = []
+    self.narrower: dict[str, None] = {}
     self._root, self._num_visits, self._num_characters = root, 0, 0
     self._within: list[str] = []  # references
 
@@ -109,7 +111,7 @@ class _Writer:
 
   def _value(self, schema: Any, where: str) -> str | None:
     if isinstance(schema, bool):
-      return any_value(ANY_DEPTH) if schema else None
+      return self._any() if schema else None
     if not isinstance(schema, Mapping):
       raise _refused(where, f'must be an object or a boolean, got {shown(schema)}')
     own = {name: value for name, value in schema.items() if name not in _ANNOTATIONS and not name.startswith('x-')}
@@ -126,11 +128,16 @@ class _Writer:
         raise _refused(where, f'{shown(name)} is not supported')
     return self._of_types(own, where)
 
+  def _any(self, depth: int = ANY_DEPTH) -> str:
+    self.narrower[f'what is left open is nested at most {ANY_DEPTH} levels deep'] = None
+    return any_value(depth)
+
   def _reference(self, schema: Mapping[str, Any], where: str) -> str | None:
     target = schema['$ref']
     if not isinstance(target, str) or not re.match('#(/|$)', target):
       raise _refused(where, f'$ref must name a part of this schema, such as #/$defs/NAME, got {shown(target)}')
     if self._within.count(target) > _MOST_NESTED:
+      self.narrower[f'what contains itself is nested at most {_MOST_NESTED} levels deep'] = None
       return None
     self._within.append(target)
     regex = self.value(self._part(target, where), target)
@@ -156,8 +163,7 @@ class _Writer:
       raise _refused(where, 'enum must be a list of values')
     types = _types_of(schema, where) if 'type' in schema else None
     kept = [each for each in values if types is None or _type_names(each) & set(types)]
-    texts = [json.dumps(each, ensure_ascii=False, allow_nan=False) for each in kept]
-    return either([escaped(text) for text in dict.fromkeys(texts)]) if texts else None
+    return either(list(dict.fromkeys(map(literal, kept)))) if kept else None
 
   def _alternatives(self, parts: Any, where: str, name: str) -> str | None:
     if not isinstance(parts, list) or not parts:
@@ -165,8 +171,16 @@ class _Writer:
     if name == 'allOf' and len(parts) > 1:
       raise _refused(where, 'allOf of several schemas is not supported')
     if name == 'oneOf':
-      # As far as types and listed values tell.
-      pairs = itertools.combinations([self._resolved(part, where) for part in parts], 2)
+      # As far as types and listed values tell. A tag is always written, also one that has a default.
+      resolved = [self._resolved(part, where) for part in parts]
+      for part in resolved:
+        properties = part.get('properties') if isinstance(part, dict) else None
+        if isinstance(properties, dict) and isinstance(required := part.get('required', []), list):
+          self.narrower['within oneOf, properties of listed values are always there'] = None
+          part['required'] = required + [
+            name for name, own in properties.items() if _values(own) and name not in required
+          ]
+      pairs = itertools.combinations(resolved, 2)
       if not all(itertools.starmap(_are_apart, pairs)):
         raise _refused(where, 'oneOf is supported where types or constants tell the schemas apart; anyOf is')
     found = [self.value(part, f'{where}/{name}/{place}') for place, part in enumerate(parts)]
@@ -184,7 +198,7 @@ class _Writer:
 
   def _of_types(self, schema: Mapping[str, Any], where: str) -> str | None:
     if not schema:
-      return any_value(ANY_DEPTH)
+      return self._any()
     write = {
       'object': self._object, 'array': self._array, 'string': self._string, 'integer': _integer, 'number': _number,
     }  # fmt: skip
@@ -204,7 +218,7 @@ class _Writer:
     if 'properties' not in schema:
       if required:
         raise _refused(where, f'required names {shown(required[0])}, which properties does not describe')
-      value = self.value(more, f'{where}/additionalProperties') if more is not True else any_value(ANY_DEPTH - 1)
+      value = self.value(more, f'{where}/additionalProperties') if more is not True else self._any(ANY_DEPTH - 1)
       inner = '' if value is None else listed(f'{STRING}:{SPACE}{value}', 0, None)
       return rf'\{{{SPACE}{inner}\}}'
     properties = schema['properties']
@@ -212,6 +226,8 @@ class _Writer:
       raise _refused(where, 'properties must be an object')
     if missing := [name for name in required if name not in properties]:
       raise _refused(where, f'required names {shown(missing[0])}, which properties does not describe')
+    if more is not False:
+      self.narrower['objects have no properties but those that are named'] = None
     parts: list[tuple[str, bool]] = []
     for name, own in properties.items():
       regex = self.value(own, f'{where}/properties/{name}')
@@ -239,7 +255,7 @@ class _Writer:
     items = schema.get('items', True)
     if isinstance(items, list):
       raise _refused(where, 'items must be one schema; prefixItems has one for each place')
-    item = any_value(ANY_DEPTH - 1) if items is True else self.value(items, f'{where}/items')
+    item = self._any(ANY_DEPTH - 1) if items is True else self.value(items, f'{where}/items')
     if item is None and least:
       return None
     return rf'\[{SPACE}{"" if item is None else listed(item, least, most)}\]'
@@ -253,30 +269,27 @@ class _Writer:
       known = schema['format']
       if not isinstance(known, str) or known not in FORMATS:
         raise _refused(where, f'format {shown(known)} is not supported, of formats {", ".join(FORMATS)} are')
+      if known in ('hostname', 'email'):
+        self.narrower['hosts of more than 3 labels have labels of at most 31 characters, of more than 7 at most 15'] = (
+          None
+        )
       return f'"{FORMATS[known]}"'
     least, most = (_count(schema, name, where) for name in ('minLength', 'maxLength'))
     if least is None and most is None:
       return STRING
     if least is not None and most is not None and least > most:
       return None
-    # Repeats of a choice between two would take the compiler of expressions exponential time.
-    return f'"{PLAIN}{{{least or 0},{"" if most is None else most}}}"'
+    # The number of a character needs states of its own for every place.
+    character = CHARACTER if max(least or 0, most or 0) <= _MOST_NUMBERED else SHORT
+    return f'"{character}{{{least or 0},{"" if most is None else most}}}"'
 
   def _pattern(self, pattern: Any, where: str) -> str:
     if not isinstance(pattern, str):
       raise _refused(where, f'pattern must be a text, got {shown(pattern)}')
-    found = []
     try:
-      parts = alternatives(ecma(pattern))
+      return found_in_json(pattern)
     except ValueError as error:
       raise _refused(where, f'in pattern {shown(pattern)} {error}') from None
-    for part in parts:
-      # It need not match a whole string.
-      is_first, is_last = part[:1] == ['^'], part[-1:] == ['$']
-      inner = f'(?:{"".join(part[is_first : len(part) - is_last])})'
-      self.patterns.append(inner)
-      found.append(f'{"" if is_first else PLAIN + "*"}{inner}{"" if is_last else PLAIN + "*"}')
-    return f'"{either(found)}"'
 
 
 def _integer(schema: Mapping[str, Any], where: str) -> str | None:

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from spectr_jax.io import untrusted
 from spectr_jax.io.checksums import file_hash
+from spectr_jax.io.compilation_cache import cache_programs
 from spectr_jax.io.hub.families import OWN, read_spec
 from spectr_jax.io.hub.gguf_config import architecture_of, hub_config, stop_ids
 from spectr_jax.io.hub.gguf_header import read_header
@@ -44,7 +45,7 @@ _DOWNLOADED = ('*.json', '*.safetensors', '*.jinja', 'tokenizer*', 'merges.txt',
 def load_model(
   path: epath.PathLike, *, dtype: str | None = None, weights: str | None = None, mesh: Mesh | None = None
 ) -> tuple[Model, TokenizerBase]:
-  """Reads a model and its tokenizer.
+  """Reads a model and its tokenizer. Programs that are compiled from now on are kept on disk, see `cache_programs`.
 
   Args:
     path: A folder that `save_model` wrote or as the Hugging Face hub serves it, also remote (`gs://...`), with
@@ -66,6 +67,7 @@ def load_model(
       is unknown.
   """
   check_weights(weights)
+  cache_programs()
   files = open_model(path)
   return files.load(dtype=dtype, weights=weights, mesh=mesh), files.tokenizer()
 

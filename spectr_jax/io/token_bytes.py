@@ -32,11 +32,13 @@ class TextToken:
       id that stands for nothing is `token_id:7`.
     content: Its own bytes; special tokens have none. All in a row are the text in UTF-8, with stray bytes as they are.
     offset: The character of the text that its first byte is part of, from 0.
+    end: The first character behind those that its bytes are part of; `offset` where it has none.
   """
 
   name: str
   content: bytes
   offset: int
+  end: int
 
 
 # Takes more ids, and whether they are the last; gives the text that is new.
@@ -212,7 +214,8 @@ class TokenBytes(dict[int, bytes]):
         is_waiting = bool(characters.getstate()[0]) or not raw
         offset = length + len(self._finished(text if is_waiting else text[:-1]))
         length += len(self._finished(text + characters.decode(raw[1:])))
-        tokens.append(TextToken(self._name(index, content), content, offset))
+        end = length + bool(characters.getstate()[0]) if content else offset
+        tokens.append(TextToken(self._name(index, content), content, offset, end))
       return tokens
 
     return read

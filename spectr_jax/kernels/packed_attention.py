@@ -53,23 +53,24 @@ def _attend_by_kernel(query, keys, values, documents, *, mesh=None):
 
 
 @operation
-def arrange_packed(qkv: jax.Array, *, mesh: Mesh | None = None) -> jax.Array:
-  """Puts the tokens of `qkv` `[B, N, H, 3 head_dim]` side by side on TPUs, as the kernel reads them, and of gradients.
+def arrange_packed(x: jax.Array, *, mesh: Mesh | None = None) -> jax.Array:
+  """Puts the tokens of queries, keys or values `[B, N, H, head_dim]`, and of their gradients, side by side on TPUs, as
+  the kernel reads them.
 
-  The compiler itself would put the gradients of a head's queries, keys and values side by side, each padded to 128.
+  The compiler itself would put the entries of a head side by side, padded to 128.
   """
-  return qkv
+  return x
 
 
-@arrange_packed.form('tpu', takes=lambda qkv, *, mesh=None: _takes(qkv.shape[1], qkv.dtype))
-def _side_by_side(qkv, *, mesh=None):
-  def arrange(qkv):
-    return with_layout_constraint(qkv, Layout(major_to_minor=(0, 2, 3, 1)))
+@arrange_packed.form('tpu', takes=lambda x, *, mesh=None: _takes(x.shape[1], x.dtype))
+def _side_by_side(x, *, mesh=None):
+  def arrange(x):
+    return with_layout_constraint(x, Layout(major_to_minor=(0, 2, 3, 1)))
 
   if mesh is not None:
-    divided = PartitionSpec(DATA, None, _axis_of_heads(qkv.shape[2], mesh))
+    divided = PartitionSpec(DATA, None, _axis_of_heads(x.shape[2], mesh))
     arrange = jax.shard_map(arrange, mesh=mesh, in_specs=divided, out_specs=divided, check_vma=False)
-  return arrange(qkv)
+  return arrange(x)
 
 
 def _takes(num_tokens: int, dtype: DTypeLike) -> bool:

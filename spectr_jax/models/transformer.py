@@ -43,6 +43,7 @@ class Transformer(nn.Module):
   constrain_fn: Callable[[jax.Array], jax.Array] = lambda x: x  # constrains activations to their sharding
   dropout: float = 0.0  # of entries of what a block adds; needs the rng `dropout` unless 0
   attend_fn: Callable[..., jax.Array] = attend_causally  # of queries, keys, values and mask
+  arrange_fn: Callable[[jax.Array], jax.Array] = lambda x: x  # arranges each `[B, N, H, head_dim]` of them in memory
 
   @nn.compact
   def __call__(self, tokens, positions, mask):
@@ -52,6 +53,7 @@ class Transformer(nn.Module):
 
     def mix(config, layer, query, key, value, visible, cache):
       del config, layer, cache
+      query, key, value = map(self.arrange_fn, (query, key, value))
       keys, values = slots_of(key, value)
       return self.attend_fn(query, keys, values, visible[0]), keys, values
 

@@ -209,7 +209,7 @@ def test_tokens_after_the_end_have_no_distribution():
 
 @pytest.mark.parametrize(
   'content',
-  ['', '[]', '{"acceptance": {}}', '{"acceptance": {"race": [[2]]}}', '{"acceptance": {"race": [[1], [1, 0]]}}'],
+  ['', '[]', '{"acceptance": {}}', '{"acceptance": {"race": [["1"]]}}', '{"acceptance": {"race": [[1], [1, 0]]}}'],
 )
 def test_files_without_rates_are_refused(tmp_path, content):
   path = tmp_path / 'rates.json'

@@ -145,7 +145,7 @@ def test_a_run_that_is_killed_at_any_moment_is_gone_on_with(pair, many_prompts, 
     assert process.returncode == -signal.SIGKILL
 
   # At its start, where the file may be there or not.
-  kill_when((tmp_path / '.killed.jsonl.lock').exists)
+  kill_when(path.exists)
   kill_when(path.exists)
   for _ in range(4):
     target = num_lines() + int(rng.integers(1, 6))
@@ -159,7 +159,7 @@ def test_a_run_that_is_killed_at_any_moment_is_gone_on_with(pair, many_prompts, 
 def test_a_second_run_is_refused_before_it_loads_anything(pair, many_prompts, tmp_path):
   path = tmp_path / 'out.jsonl'
   process = start(pair, many_prompts, path)
-  while process.poll() is None and not (tmp_path / '.out.jsonl.lock').exists():
+  while process.poll() is None and not path.exists():
     time.sleep(0.01)
   for more in ((), ('--resume',)):
     line = commands.refuse('decode.bulk', *flags(pair, many_prompts, path, *more))
@@ -177,7 +177,7 @@ def test_a_file_that_the_run_reads_is_no_output(pair, many_prompts, tmp_path):
   line = commands.refuse('decode.bulk', *flags(pair, many_prompts, f'{pair["draft"]}/model.json', '--resume'))
   assert line.endswith('draft/model.json, which draft reads')
   line = commands.refuse('decode.bulk', *flags(pair, many_prompts, tmp_path))
-  assert line == f'error: generations: cannot write {tmp_path}: Is a directory'
+  assert line == f'error: generations: cannot write {tmp_path}: it exists and is not a regular file'
   assert many_prompts.read_bytes() == before
 
 

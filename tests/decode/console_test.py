@@ -4,10 +4,11 @@ import io
 import pathlib
 import re
 
+import numpy as np
 import pytest
 from rich.console import Console
 
-from common.progress_bar import ProgressBar
+from common.progress_bar import ProgressBar, TimeLeft
 from decode.experiment import console
 
 
@@ -99,3 +100,36 @@ def test_no_command_draws_a_bar_of_its_own():
   files = [path for name in ('common', 'decode', 'train', 'benchmarks') for path in (root / name).rglob('*.py')]
   users = [path.name for path in files if re.search(r'\brich import.*\bprogress|rich\.progress', path.read_text())]
   assert users == ['progress_bar.py']
+
+
+def _times(kind, rng):
+  """When 1, 2, ... steps are done, in seconds, and after how many of them at once a command says so."""
+  if kind == 'train':
+    return 60 + np.cumsum(np.full(500, 0.2)), 10  # with the first step's compiling
+  if kind == 'bulk':
+    rows, times = np.full(8, 45.0), []
+    for _ in range(200):  # texts of unequal lengths; a row that is done takes the next one
+      row = rows.argmin()
+      rows[row] += rng.uniform(1, 9)
+      times.append(rows[row])
+    return np.sort(times), 1
+  if kind == 'batches':
+    return 90 + np.repeat(np.cumsum(rng.uniform(4, 6, 12)), 8), 1  # a batch is done at once
+  return np.cumsum(rng.uniform(3, 5, 40)), 1  # programs of auto, or those of chat
+
+
+@pytest.mark.parametrize('kind', ['train', 'bulk', 'batches', 'auto'])
+@pytest.mark.parametrize('seed', range(5))
+def test_what_is_left_is_right_within_a_third(kind, seed):
+  times, every = _times(kind, np.random.default_rng(seed))
+  left, checked, total = TimeLeft(), 0, len(times)
+  left.note(f'{kind} 0', 0, total, 0.0)
+  for done in range(every, total, every):
+    now = times[done - 1]
+    left.note(f'{kind} {done}', done, total, now)
+    if done >= total / 5 and times[done] > now:
+      assert left.at(now) == pytest.approx(times[-1] - now, rel=1 / 3, abs=times[-1] / 20), done
+      checked += 1
+  assert checked > 5
+  left.note(f'{kind} 0', 0, total, 0.0)
+  assert left.at(0.0) is None  # another run of it has a pace of its own

@@ -13,7 +13,7 @@ from spectr_jax import Tokenizer
 pytest.importorskip('outlines_core', reason='needs the extra grammar')
 
 
-def test_one_of_them_may_be_given(tmp_path):
+def test_one_of_them_may_be_given(tmp_path, capsys):
   with pytest.raises(ValueError, match='regex and choice are both given'):
     DecodeOptions(regex='a', choice=('b',))
   assert DecodeOptions().read_constraint() == {}
@@ -30,6 +30,11 @@ def test_one_of_them_may_be_given(tmp_path):
   made = options.make_constraint(tokenizer, tokenizer.vocab_size + 3)
   assert made.accepts(tokenizer.encode('null'))
   assert made.vocab_size == tokenizer.vocab_size + 3
+  assert capsys.readouterr().err == ''
+  path.write_text('{"properties": {"a": {"type": "null"}}}')
+  options.make_constraint(tokenizer, tokenizer.vocab_size)
+  said = '--json_schema is followed more narrowly: objects have no properties but those that are named\n'
+  assert capsys.readouterr().err == said
 
 
 def test_other_constraints_make_other_runs(tmp_path):

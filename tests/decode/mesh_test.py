@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 from small_head import save_head, save_one_pass
 
 from spectr_jax import Tokenizer, TokenTree, generate, save_model
-from spectr_jax.draft import DraftContext, model_drafter
+from spectr_jax.draft import model_drafter
 from spectr_jax.engine.sharding import DecodeSharding
 from spectr_jax.models import causal_lm, table, transformer
 from spectr_jax.sharding import make_mesh
@@ -221,8 +221,7 @@ def _place_caches(sharding, rows, target_heads, draft_heads):
   target, drafter = _model(target_heads), model_drafter(_model(draft_heads))
   sharding.check_rows(rows)
   sharding.of_cache(jax.eval_shape(lambda: target.init_cache_fn(rows, 8)), target)
-  context = DraftContext(jnp.ones(rows, jnp.int32), target, jnp.zeros((rows, 1), jnp.int32))
-  sharding.of_draft_state(jax.eval_shape(lambda: drafter.init(context, 8)), drafter)
+  sharding.of_draft_state(jax.eval_shape(lambda: drafter.init(rows, 8)), drafter)
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 from matplotlib import image
 
 from decode import plot
-from decode.experiment.records import csv_of
+from decode.study import to_csv
 
 _FIGURES = pathlib.Path(__file__).parents[2] / 'docs' / 'figures'
 
@@ -101,7 +101,7 @@ def test_tables_of_values_are_read_as_results(tmp_path):
   intervals = dict.fromkeys(('speedup_ci95_low', 'speedup_ci95_high'), '')
   intervals |= {'block_efficiency_ci95_low': 2.5, 'block_efficiency_ci95_high': 4.5}
   rows = [{**result, **intervals, 'target': 'some/target', 'draft': ''} for result in _RESULTS]
-  (tmp_path / 'r.csv').write_text(csv_of(rows))
+  (tmp_path / 'r.csv').write_text(to_csv(rows))
   results = [result | {'block_efficiency_ci95': [2.5, 4.5]} for result in _RESULTS]
   (tmp_path / 'r.json').write_text(json.dumps({'results': results}))
   names, points = plot.read_results(str(tmp_path / 'r.csv'))

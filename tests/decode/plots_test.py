@@ -6,9 +6,9 @@ import pathlib
 import numpy as np
 import pytest
 
-from decode.papers import plots
+from decode import plots
 from decode.papers.exhibits import FIGURES
-from decode.papers.figure import from_csv
+from decode.study import from_csv
 from spectr_jax import METHODS
 from spectr_jax.methods import FURTHER_METHODS
 

@@ -32,6 +32,13 @@ def test_prompts_have_places_and_ids_and_controls_are_text(tmp_path, prompt_file
   assert [prompt.text for prompt in read_prompts(path)] == ['a\0b\x1b[2J', '\u202e\x85\u2028c']
 
 
+@pytest.mark.parametrize('end', ['', '\n', '\n\n', '\r\n\r\n', '\n \t\n\n'])
+def test_blank_lines_may_end_a_file_of_objects(tmp_path, end):
+  path = tmp_path / 'prompts.jsonl'
+  path.write_bytes(f'{{"prompt": "x"}}\n{{"prompt": "y"}}{end}'.encode())
+  assert [(prompt.text, prompt.index) for prompt in read_prompts(path)] == [('x', 0), ('y', 1)]
+
+
 @pytest.mark.parametrize(
   ('line', 'message'),
   [
@@ -180,6 +187,7 @@ def test_prompts_are_taken_evenly_over_groups():
   [
     ('a.jsonl.gz', gzip.compress(b'{"prompt": "x"}\n' * 100, mtime=0)[:-9], 'cannot read prompts from .*a.jsonl.gz'),
     ('empty.txt', b'', 'empty.txt holds no prompts'),
+    ('blank.jsonl', b'\n \n', 'blank.jsonl holds no prompts'),
     ('latin.txt', b'x\n\xe9', 'latin.txt, line 2: not UTF-8'),
   ],
 )

@@ -11,9 +11,10 @@ from decode.experiment.options import DecodeOptions
 from decode.experiment.results import DecodeRun, Measurement
 from decode.experiment.settings import expand
 from decode.experiment.workload import describe
-from decode.papers import published, spec_bench, table
-from decode.papers.exhibit import Value
+from decode.papers import exhibit as exhibits
+from decode.papers import published, spec_bench
 from decode.papers.exhibits import TABLES
+from decode.study import Value
 
 # Each prompt's category, and of both methods the tokens, target calls and seconds that a run is made up of.
 _AUTOREGRESSIVE, _SPECULATIVE = 'autoregressive', 'speculative'
@@ -58,7 +59,7 @@ def _request(question_file, **sizes):
 
 
 def test_speeds_are_means_over_prompts_beside_the_leaderboard(question_file, monkeypatch):
-  monkeypatch.setattr(table, 'run_decode', _made_up_run)
+  monkeypatch.setattr(exhibits, 'run_decode', _made_up_run)
   exhibit, request = TABLES['spec_bench'], _request(question_file, num_prompts=3)
   results = exhibit.measure(request, None)
   assert {tuple(row) for row in results.rows} == {tuple(results.rows[0])}
@@ -89,7 +90,7 @@ def test_speeds_are_means_over_prompts_beside_the_leaderboard(question_file, mon
   files = exhibit.files('spec_bench', request, results, about)
   assert rows_of(files['spec_bench.json']) == results.rows
   assert files['spec_bench.png'].startswith(b'\x89PNG')
-  monkeypatch.setattr(table, 'run_decode', _made_up_run)
+  monkeypatch.setattr(exhibits, 'run_decode', _made_up_run)
   rows = TABLES['spec_bench'].measure(_request(question_file, num_prompts=6), None).rows
   printed = {(row['task'], row['method']): row for row in rows if row['of'] == 'leaderboard: A100, Vicuna-13B'}
   assert len(printed) == 3 * len(published.SPEC_BENCH)
@@ -135,7 +136,7 @@ def test_the_pretrained_pair_is_measured_by_task(question_file):
 
 def test_turns_may_be_rendered_by_the_chat_template(question_file, pair, monkeypatch):
   asked = []
-  monkeypatch.setattr(table, 'run_decode', lambda options, *rest, **more: asked.append(options) or _made_up_run(
+  monkeypatch.setattr(exhibits, 'run_decode', lambda options, *rest, **more: asked.append(options) or _made_up_run(
     options, *rest, **more
   ))  # fmt: skip
   request = _request(question_file, max_new_tokens=8)
@@ -161,7 +162,7 @@ def test_drafts_of_several_kinds_and_temperatures(question_file, monkeypatch):
     asked.append((options.draft, options.temperature, options.method, options.tree))
     return _made_up_run(options, *rest)
 
-  monkeypatch.setattr(table, 'run_decode', run)
+  monkeypatch.setattr(exhibits, 'run_decode', run)
   monkeypatch.setitem(_PROMPTS, 'writing', _PROMPTS['writing'] | {'race': (4, 2, 1.0)})
   monkeypatch.setitem(_PROMPTS, 'math', _PROMPTS['math'] | {'race': (4, 2, 1.0)})
   monkeypatch.setitem(_PROMPTS, 'qa', _PROMPTS['qa'] | {'race': (2, 1, 1.0)})

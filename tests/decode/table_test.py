@@ -9,11 +9,13 @@ import pytest
 from exhibit_checks import request_of, rows_of
 from matplotlib.figure import Figure
 
+from decode import plots
 from decode.experiment.options import DecodeOptions
 from decode.experiment.settings import Setting, expand
-from decode.papers import gbv_tables, published, spectr_tables, table, table_panels
-from decode.papers.exhibit import Request, Sizes, Value
+from decode.papers import exhibit, gbv_tables, published, spectr_tables
+from decode.papers.exhibit import Request, Sizes
 from decode.papers.exhibits import TABLES
+from decode.study import Value
 from spectr_jax import METHODS, TokenTree
 
 _SMALL = {
@@ -110,8 +112,8 @@ def test_the_breakdown_adds_up_and_is_compared(pair, prompt_file, monkeypatch):
   monkeypatch.setattr(gbv_tables, 'DRAFTING_METHODS', ('speculative', 'block'))
   grid = {'num_drafts': (1,), 'draft_length': (8,), 'num_prompts': 3, 'batch_size': 2, 'num_seeds': 2}
   runs = []
-  real = table.run_decode
-  monkeypatch.setattr(table, 'run_decode', lambda *args: runs.append(real(*args)) or runs[-1])
+  real = exhibit.run_decode
+  monkeypatch.setattr(exhibit, 'run_decode', lambda *args: runs.append(real(*args)) or runs[-1])
   request, results = _measure('gbv_table5', pair, prompt_file, **grid)
   _check('gbv_table5', request, results)
   here = {row['method']: row for row in results.rows if row['of'] == 'here'}
@@ -158,7 +160,7 @@ def test_values_changes_and_error_bars():
   assert gbv_tables._change(Value(1.0), Value(0.0)) is None
   assert gbv_tables._change(Value(1.0), Value(-2.0)) is None
   assert gbv_tables._change(Value(1.0), Value(2.0)) == '-50.0%'
-  below, above = table_panels._errors([Value(2.0, 0.5), Value(2.0, interval=(1.8, 2.4)), Value(2.0), None])
+  below, above = plots._errors([Value(2.0, 0.5), Value(2.0, interval=(1.8, 2.4)), Value(2.0), None])
   np.testing.assert_allclose(below, [0.5, 0.2, np.nan, np.nan])
   np.testing.assert_allclose(above, [0.5, 0.4, np.nan, np.nan])
   values = (2.345, 0.06), (0.0123, 0.001), (0.5,), (0.0,), (-0.0312,), (1.0, None, (0.9, 1.125))
@@ -180,7 +182,7 @@ def test_drafts_are_compared_by_name(pair, prompt_file, monkeypatch):
 
 
 def test_what_is_wrong_is_found_before_anything_is_measured(pair, prompt_file, tmp_path, monkeypatch, save_tiny_model):
-  monkeypatch.setattr(table, 'run_decode', None)
+  monkeypatch.setattr(exhibit, 'run_decode', None)
   long = tmp_path / 'long.txt'
   long.write_text('owl ' * 200 + '\n')
   stranger = save_tiny_model(
@@ -210,13 +212,13 @@ def test_lines_stand_for_what_differs():
     {'prompts': prompts, 'method': method, 'K': 3, 'L': length, **cells}
     for prompts in ('a', 'b') for method in ('spectr', 'race_block') for length in (8, 4)
   ]  # fmt: skip
-  groups = table_panels._groups(rows, panel)
+  groups = plots._groups(rows, panel)
   assert [group.name for group in groups] == ['a, spectr', 'a, race_block', 'b, spectr', 'b, race_block']
   assert groups[0].color == groups[2].color != groups[1].color
   assert groups[0].look != groups[2].look
   figure = Figure()
   axes = figure.subplots()
-  table_panels._draw_lines(axes, panel, rows)
+  plots._draw_errors(axes, panel, rows)
   drawn = [line for line in axes.get_lines() if len(line.get_xdata()) == 2 and line.get_marker() in 'os']
   assert len(drawn) == 4
   assert all(list(line.get_xdata()) == [4, 8] for line in drawn)
@@ -226,7 +228,7 @@ def test_lines_stand_for_what_differs():
     {'prompts': 'a', 'temperature': 0.4, 'method': method, 'K': k, 'L': 12, 'accepted': Value(0.5)}
     for k in labels for method in (labels[k], 'spectr')
   ]  # fmt: skip
-  groups = table_panels._groups(rows, panel)
+  groups = plots._groups(rows, panel)
   assert [(group.name, len(group.rows)) for group in groups] == [('spectr_gbv (not lossless)', 3), ('spectr', 3)]
 
 

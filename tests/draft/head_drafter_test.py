@@ -16,9 +16,10 @@ from spectr_jax.draft import Likeliest, growing, lookup_beside, new_features
 from spectr_jax.draft.head_drafter import head_drafter
 from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.loop import noise_keys, propose, run_round
-from spectr_jax.engine.state import init_decode
+from spectr_jax.engine.reading import init_decode
 from spectr_jax.kernels import matrices, products
 from spectr_jax.models import head
+from tests.draft.prompts import read as read_prompts
 from tests.slow import slow_but
 
 VD = 11
@@ -169,9 +170,9 @@ def test_a_long_prompt_is_read_in_chunks(target, monkeypatch):
   prompts, lengths = jax.random.randint(jax.random.key(5), (2, 30), 0, V), jnp.array([30, 11])
   features = jnp.stack([all_features(target, row, layers=drafter.feature_layers) for row in prompts])
   context = spectr_jax.draft.DraftContext(lengths, target, prompts, features)
-  whole = drafter.init(context, 40)
+  whole = read_prompts(drafter, context, 40)
   monkeypatch.setattr(new_features, 'PREFILL_CHUNK', 8)
-  parts = drafter.init(context, 40)
+  parts = read_prompts(drafter, context, 40)
   np.testing.assert_array_equal(parts.cache.lengths, lengths - 1)
   np.testing.assert_allclose(parts.hidden, whole.hidden, rtol=1e-5, atol=1e-5)
   np.testing.assert_allclose(parts.output, whole.output, rtol=1e-5, atol=1e-5)

@@ -12,6 +12,7 @@ from spectr_jax.draft import Commitment, DraftContext, DraftRequest, model_draft
 from spectr_jax.proposal import FirstArrivals, Independent, WithoutReplacement
 from spectr_jax.sampling import SamplingParams, logits_to_probs
 from spectr_jax.tree import TokenTree
+from tests.draft.prompts import read as read_prompts
 from tests.slow import slow
 
 pytestmark = pytest.mark.usefixtures('highest')
@@ -29,7 +30,7 @@ _probs_of = jax.jit(logits_to_probs)
 
 @jax.jit
 def _init(drafter, prompts, lengths):
-  return drafter.init(DraftContext(lengths, None, prompts), 32)
+  return read_prompts(drafter, DraftContext(lengths, None, prompts), 32)
 
 
 @functools.partial(jax.jit, static_argnames=('tree', 'rule'))

@@ -24,10 +24,11 @@ from spectr_jax.draft import (
 from spectr_jax.draft.one_pass_drafter import OnePassDrafter, config_of, one_pass_drafter
 from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.loop import noise_keys, propose, run_round
-from spectr_jax.engine.state import init_decode
+from spectr_jax.engine.reading import init_decode
 from spectr_jax.kernels import products
 from spectr_jax.models import head, one_pass
 from spectr_jax.models.one_pass_config import Convolution, Markov, OnePassConfig, Selector
+from tests.draft.prompts import read as read_prompts
 from tests.slow import slow_but
 
 VD, SLOTS, MASK = 11, 4, 20
@@ -279,9 +280,9 @@ def test_a_long_prompt_is_read_in_chunks(target, monkeypatch):
   drafter = _drafter(_DFLASH)
   prompts, lengths = jax.random.randint(jax.random.key(5), (2, 30), 0, V), jnp.array([30, 11])
   context = _context(target, drafter, prompts, lengths)
-  whole = drafter.init(context, 40)
+  whole = read_prompts(drafter, context, 40)
   monkeypatch.setattr(new_features, 'PREFILL_CHUNK', 8)
-  parts = drafter.init(context, 40)
+  parts = read_prompts(drafter, context, 40)
   for cache in (whole, parts):
     np.testing.assert_array_equal(cache.lengths, lengths - 1)
   for row, length in enumerate(lengths.tolist()):
@@ -298,7 +299,10 @@ def test_another_prompt_keeps_what_the_text_has_of_it(target, num_kept):
   other = jnp.where(jnp.arange(12) < num_kept[:, None], text, (text + 1) % V)
   lengths = [12, 4]
   before, after = (_context(target, drafter, rows, lengths) for rows in (text, other))
-  extended, wanted = drafter.reprompt(drafter.init(before, 16), after, num_kept, 6, 16), drafter.init(after, 16)
+  extended, wanted = (
+    drafter.read(read_prompts(drafter, before, 16), after, num_kept, 6),
+    read_prompts(drafter, after, 16),
+  )
   np.testing.assert_array_equal(extended.lengths, wanted.lengths)
   for row, length in enumerate(lengths):
     kept = [cache.values[1][row, :, : length - 1] for cache in (extended, wanted)]

@@ -21,6 +21,7 @@ from spectr_jax.proposal import Independent
 from spectr_jax.sampling import SamplingParams
 from spectr_jax.testing import ContextTables, enumeration_error, random_tables
 from spectr_jax.testing.tables import first_context
+from tests.draft.prompts import read as read_prompts
 from tests.slow import slow, slow_but
 
 pytestmark = pytest.mark.usefixtures('highest')
@@ -103,7 +104,7 @@ def test_tables_are_for_one_draft():
 
 @jax.jit
 def _init(drafter, prompts, lengths):
-  return drafter.init(DraftContext(lengths, None, prompts), 32)
+  return read_prompts(drafter, DraftContext(lengths, None, prompts), 32)
 
 
 @functools.partial(jax.jit, static_argnames='tree')

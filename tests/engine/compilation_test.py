@@ -14,8 +14,7 @@ from spectr_jax import Confident, Estimated, Likeliest, TokenTree, growing, look
 from spectr_jax.draft import DraftContext, model_drafter
 from spectr_jax.draft.model_drafter import ModelDrafter
 from spectr_jax.engine import loop as engine_loop
-from spectr_jax.engine import session as engine_session
-from spectr_jax.engine import state as engine_state
+from spectr_jax.engine import reading
 from spectr_jax.engine.decoder import buffer_size, choose_cache_size
 from tests.draft.tiny_heads import tiny_head, tiny_medusa, tiny_one_pass
 from tests.engine.runs import KINDS, LENGTHS, NEW, PROMPTS, begin, generate, make_keys
@@ -28,7 +27,7 @@ pytestmark = pytest.mark.usefixtures('highest')
 def test_one_compilation_per_shape_and_method(tables, traces, method):
   def run(*args, models=tables, **options):
     generate(models, method, *args, **options)
-    programs = engine_state._prefill_target._cache_size(), engine_loop.run_rounds._cache_size()
+    programs = reading._read_target._cache_size(), engine_loop.run_rounds._cache_size()
     return len(traces['target']), len(traces['draft']), *programs
 
   engine_loop.run_rounds.clear_cache()  # other tests compile the same programs
@@ -61,7 +60,7 @@ def test_limits_are_data(tables, traces):
 
   def run(models, max_new_tokens):
     generate(models, 'speculative', make_keys(), max_new_tokens=max_new_tokens)
-    return len(traces['target']), engine_state._prefill_target._cache_size(), engine_loop.run_rounds._cache_size()
+    return len(traces['target']), reading._read_target._cache_size(), engine_loop.run_rounds._cache_size()
 
   first = run(known, 5)
   assert [run(known, limit) for limit in (1, 17, 58, np.array([3, 1, 58, 2]))] == [first] * 4
@@ -77,18 +76,18 @@ def test_limits_are_data(tables, traces):
 def test_programs_hold_the_forms_of_their_platform_alone(monkeypatch, target, draft):
   """That of the default device, whatever the default backend is."""
   decoder, state = begin((target, draft), 'race_traversal', make_keys())
-  rows = engine_state.Rows(state.keys, state.sampling, PROMPTS, LENGTHS, state.limits)
-  caches = state.target_cache, state.features, state.draft_state
   guesses = jax.eval_shape(latency.draft, decoder, state)
   logits = jax.eval_shape(latency._score, decoder, state, guesses)
-  sizes = {'cache_size': decoder.cache_size, 'sharding': None}
+  sizes = {'num_new': 2, 'cache_size': decoder.cache_size, 'sharding': None}
+  context, nothing = DraftContext(LENGTHS, target, PROMPTS, None), (None, None)
   programs = {
     'rounds': (engine_loop.run_rounds, (decoder, state, 1), {}),
-    'prefill': (engine_state._prefill_target, (target, PROMPTS, LENGTHS), sizes),
-    'prefill of the draft': (
-      engine_state._prefill_draft, (decoder.drafter, DraftContext(LENGTHS, target, PROMPTS, None)), sizes,
+    'prefill': (reading._read_target, (target, nothing, PROMPTS, LENGTHS, None), sizes),
+    'prefill of the draft': (reading._read_draft, (decoder.drafter, None, context, None), sizes | {'classes': ()}),
+    'turn': (reading._read_target, (target, (state.target_cache, None), PROMPTS, LENGTHS, LENGTHS - 1), sizes),
+    'turn of the draft': (
+      reading._read_draft, (decoder.drafter, state.draft_state, context, LENGTHS - 1), sizes | {'classes': ()},
     ),
-    'turn': (engine_session._reprompt, (decoder, caches, rows, LENGTHS - 1), {'num_new': 2}),
     'draft': (latency.draft, (decoder, state), {}),
     'target': (latency._score, (decoder, state, guesses), {}),
     'verification': (latency._judge, (decoder, state, guesses, logits), {}),
@@ -108,7 +107,7 @@ def test_programs_hold_the_forms_of_their_platform_alone(monkeypatch, target, dr
 def test_methods_share_the_prefill_of_the_target(tables):
   def num_programs(method):
     generate(tables, method, make_keys(), max_new_tokens=NEW + 5)
-    return engine_state._prefill_target._cache_size()
+    return reading._read_target._cache_size()
 
   assert num_programs('autoregressive') == num_programs('speculative') == num_programs('spectr') > 0
 
@@ -166,7 +165,7 @@ def test_rounds_of_every_drafter_compile_once(target, draft, name, tree, growths
     decoder, state = begin((target, own), 'race_traversal', make_keys(seed), tree=tree, temperature=temperature)
     for _ in range(4):
       state = spectr_jax.decode_rounds(decoder, state, 1)
-      counts.append((len(num_traces), engine_loop.run_rounds._cache_size(), engine_state._prefill_draft._cache_size()))
+      counts.append((len(num_traces), engine_loop.run_rounds._cache_size(), reading._read_draft._cache_size()))
     assert int(state.result.num_target_calls.max()) == 4
   assert len(set(counts)) == 1
   assert counts[0][0] >= 1

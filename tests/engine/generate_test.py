@@ -13,7 +13,6 @@ import spectr_jax
 from spectr_jax import Confident, Decoder, NotFiniteError, SamplingParams, TokenTree, growing, model_drafter
 from spectr_jax.draft.model_drafter import ModelDrafter
 from spectr_jax.engine.result import ORIGIN_BONUS, ORIGIN_CORRECTION, ORIGIN_DRAFT
-from spectr_jax.engine.session import reprompt
 from spectr_jax.engine.trace import trace_decode
 from spectr_jax.models.table import table_model
 from tests.engine.runs import KINDS, LENGTHS, NEW, PROMPTS, TREES, VERSIONS, assert_same, begin, generate, make_keys
@@ -333,7 +332,6 @@ def test_ragged_lists_are_named_wherever_prompts_are_taken(tables):
   for take, named in (
     (lambda: spectr_jax.init_decode(decoder, key, ragged, [2, 1]), 'prompts'),
     (lambda: spectr_jax.init_decode(decoder, key, [[1], [2]], [[1], 1]), 'prompt_lengths'),
-    (lambda: reprompt(decoder, None, [0, 0], key, ragged, [2, 1]), 'prompts'),
     (lambda: spectr_jax.refill(decoder, state, [0, 1], key, ragged, [2, 1]), 'prompts'),
     (lambda: next(spectr_jax.Session(decoder).stream(key, ragged)), 'the prompt'),
     (lambda: next(spectr_jax.generate_many(target, None, many, batch_size=1, longest_prompt=4, **new)), 'prompt a'),

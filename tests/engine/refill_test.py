@@ -10,11 +10,11 @@ import pytest
 
 from spectr_jax import METHODS, SamplingParams, TokenTree, generate, with_gumbel
 from spectr_jax.engine.decoder import Decoder
+from spectr_jax.engine.generate import generate_many
 from spectr_jax.engine.loop import decode_rounds
-from spectr_jax.engine.refill import Pool, Request, generate_many, padded_lengths, refill
-from spectr_jax.engine.result import NotFiniteError
+from spectr_jax.engine.reading import init_decode, refill
+from spectr_jax.engine.rows import Request, Rows
 from spectr_jax.engine.sharding import DecodeSharding
-from spectr_jax.engine.state import init_decode
 from spectr_jax.models.table import table_model
 from spectr_jax.sharding import make_mesh
 from tests.slow import slow, slow_but
@@ -113,8 +113,8 @@ def test_programs_do_not_depend_on_the_number_of_requests(tables, traces):
   options, first = {'method': 'spectr', 'tree': TokenTree.chains(2, 2), 'batch_size': 8}, len(traces['target'])
   list(_together(tables, _requests(20), **options))
   before = len(traces['target'])
-  # A prefill for all rows, one per padded length, and the round.
-  assert len(set(traces['target'][first:])) <= 2 + len(padded_lengths(_LONGEST))
+  # The first prompts, those that follow, and the round.
+  assert len(set(traces['target'][first:])) <= 3
   list(_together(tables, _requests(60, seed=2), **options))
   assert len(traces['target']) == before
 
@@ -125,11 +125,6 @@ def test_on_a_mesh(tables):
   options = {'method': 'spectr', 'tree': TokenTree.chains(2, 2)}
   continuations = _together(tables, _requests(6), sharding=sharding, **options)
   _assert_as_by_themselves(tables, _requests(6), continuations, **options)
-
-
-def test_padded_lengths():
-  for longest, lengths in ((256, [16, 32, 64, 128, 256]), (100, [16, 32, 64, 100]), (16, [16]), (5, [5])):
-    assert padded_lengths(longest) == lengths
 
 
 def test_bad_requests_are_named(tables):
@@ -223,15 +218,18 @@ def test_a_row_that_is_not_finite_ends_alone(tables):
   ]
   options = {'method': 'speculative', 'tree': TokenTree.chains(1, 2)}
   decoder = Decoder.make(target, draft, max_new_tokens=_NEW, cache_size=_LONGEST + _NEW, **options)
-  pool = Pool(decoder, requests[:3], batch_size=3, longest_prompt=_LONGEST)
-  with pytest.raises(NotFiniteError, match='row 1, ') as caught:
-    pool.advance(1)
-  assert pool.forgive(caught.value.row) is requests[1]
-  assert pool.free == [1]
-  pool.put(requests[3:])
-  while len(pool.done()) < 3:
-    pool.advance(2)
-  result = pool.result()
-  for row, request in pool.owners.items():
+  rows = Rows(decoder, batch_size=3, longest_prompt=_LONGEST)
+  rows.put(requests[:3])
+  failed = [piece for piece in rows.step() if piece.error is not None]
+  assert [piece.request for piece in failed] == [requests[1]]
+  assert f'row {failed[0].row}, ' in str(failed[0].error)
+  rows.end([failed[0].row])
+  assert rows.free == [failed[0].row]
+  rows.put(requests[3:])
+  num_done = 0
+  while num_done < 3:
+    num_done += sum(piece.is_done for piece in rows.step(2))
+  result = rows.result
+  for row, request in rows.owners.items():
     expected, _, _ = _by_itself((target, draft), request, **options)
     np.testing.assert_array_equal(result.tokens[row, : result.lengths[row]], expected)

@@ -9,8 +9,9 @@ import pytest
 import spectr_jax
 from spectr_jax import Confident, Decoder, SamplingParams, TokenTree, growing, lookup_beside, lookup_drafter
 from spectr_jax.engine import loop as engine_loop
-from spectr_jax.engine import session as engine_session
-from spectr_jax.engine.session import Session, reprompt
+from spectr_jax.engine import reading
+from spectr_jax.engine import state as engine_state
+from spectr_jax.engine.session import Session
 from tests.draft.feature_drafter import FeatureDrafter
 from tests.draft.tiny_heads import tiny_head, tiny_one_pass
 from tests.engine.runs import TREES, VERSIONS, begin, make_keys
@@ -32,6 +33,10 @@ def _next_prompts(result, rng):
     prompts[row, : kept + len(new)] = text[:kept] + new
     sizes.append(kept + len(new))
   return prompts, np.array(sizes), np.array(shared)
+
+
+def _reprompt(decoder, state, num_kept, *rows, **options):
+  return spectr_jax.refill(decoder, state, range(4), *rows, num_kept=num_kept, **options)
 
 
 def _own(target, draft):
@@ -65,7 +70,7 @@ def test_a_turn_is_the_same_as_anew(target, draft, make, method, slots):
   prompts, lengths, shared = _next_prompts(state.result, np.random.default_rng(0))
   rows, options = (make_keys(1), prompts, lengths), {'sampling': SamplingParams(0.7)}
   anew = spectr_jax.decode_rounds(decoder, spectr_jax.init_decode(decoder, *rows, **options))
-  state = spectr_jax.decode_rounds(decoder, reprompt(decoder, state, shared, *rows, **options))
+  state = spectr_jax.decode_rounds(decoder, _reprompt(decoder, state, shared, *rows, **options))
   for field in ('tokens', 'lengths', 'num_target_calls', 'origins'):
     np.testing.assert_array_equal(getattr(state.result, field), getattr(anew.result, field), err_msg=field)
 
@@ -79,7 +84,7 @@ def test_what_is_kept_is_not_read_again(target, draft):
   lengths = np.full(4, prompts.shape[1])
   keys = jax.numpy.stack([jax.random.key(5)] * 4)
   shared = np.array([0, 3, len(text), 0])  # a lie about row 1
-  state = spectr_jax.decode_rounds(decoder, reprompt(decoder, state, shared, keys, prompts, lengths))
+  state = spectr_jax.decode_rounds(decoder, _reprompt(decoder, state, shared, keys, prompts, lengths))
   tokens = np.asarray(state.result.tokens)
   np.testing.assert_array_equal(tokens[2:], tokens[[0, 0]])
   assert (tokens[1] != tokens[0]).any()
@@ -104,15 +109,14 @@ def test_a_session_streams_what_generate_gives(target, draft):
 
 def test_no_turn_compiles_after_the_programs_were_compiled(target, draft, monkeypatch):
   """Whatever the lengths of prompts and of what is new in them; and nothing of the compilation stays in the text."""
-  monkeypatch.setattr(engine_session, '_FEW', 3)
-  monkeypatch.setattr(engine_session, '_MANY', 9)
+  monkeypatch.setattr(reading, '_FEW', 3)
   decoder = Decoder.make(target, draft, method='block', tree=TokenTree.chains(1, 2), max_new_tokens=_NEW, cache_size=60)
   session, steps, text = Session(decoder), [], []
   session.compile(lambda done, total: steps.append((done, total)))
-  assert steps == [(number, 4) for number in range(5)]
+  assert steps == [(number, 3) for number in range(4)]
 
   def num_programs():
-    return engine_session._reprompt._cache_size(), engine_loop.run_rounds._cache_size()
+    return reading._read_target._cache_size(), reading._read_draft._cache_size(), engine_loop.run_rounds._cache_size()
 
   before = num_programs()
   for turn, num_new in enumerate((1, 17, 4, 2, 6)):
@@ -122,6 +126,19 @@ def test_no_turn_compiles_after_the_programs_were_compiled(target, draft, monkey
     anew = Session(decoder)
     assert new == [token for part in anew.stream(jax.random.key(turn), prompt) for token in part]
     before, text = num_programs(), [*prompt, *new]
+
+
+def test_a_single_prompt_compiles_nothing_after_what_it_runs_was_compiled(target, draft):
+  decoder = Decoder.make(target, draft, method='block', tree=TokenTree.chains(1, 2), max_new_tokens=_NEW, cache_size=53)
+  session = Session(decoder)
+  session.compile(prompt_length=9)
+  programs = engine_loop.run_rounds, reading._read_target, reading._read_draft, engine_state.first_state
+  before = [each._cache_size() for each in programs]
+  new = [token for part in session.stream(jax.random.key(3), list(range(9))) for token in part]
+  assert before == [each._cache_size() for each in programs]
+  assert (session.num_read, session.tokens) == (9, [*range(9), *new])
+  assert session.prompt_seconds > 0
+  assert new == [token for part in Session(decoder).stream(jax.random.key(3), list(range(9))) for token in part]
 
 
 def test_a_stream_may_be_left(target):
@@ -140,11 +157,11 @@ def test_prompts_that_do_not_fit_are_refused(target):
   decoder, state = begin((target, None), 'autoregressive', make_keys(), _PROMPTS, _LENGTHS, cache_size=40)
   for rows, message in (
     (([0, 3, 0, 0], make_keys(), _PROMPTS, _LENGTHS), 'from 0 to the length of each prompt'),
-    (([0, 0], jax.random.key(0), _PROMPTS[:2], _LENGTHS[:2]), 'a prompt for each of the 4 rows'),
+    (([0, 0], jax.random.key(0), _PROMPTS[:2], _LENGTHS[:2]), 'rows must be one different row of 4 for each prompt'),
     (([0] * 4, make_keys(), np.zeros((4, 39), int), [1, 2, 39, 3]), 'cache_size must be at least'),
   ):
     with pytest.raises(ValueError, match=message):
-      reprompt(decoder, state, *rows)
+      _reprompt(decoder, state, *rows)
   session, ids = Session(dataclasses.replace(decoder, max_new_tokens=8)), 'the prompt has ids from .*, the vocabulary'
   for prompt, message in (
     ([], 'has 0 tokens, allowed are 1 to 32'), ([1] * 33, 'has 33 tokens, allowed are 1 to 32'), ([9999], ids),

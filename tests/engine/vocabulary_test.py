@@ -8,7 +8,8 @@ import pytest
 
 import spectr_jax
 from spectr_jax import Session, TokenTree, vocabulary_drafter
-from spectr_jax.engine.refill import Request, generate_many
+from spectr_jax.engine.generate import generate_many
+from spectr_jax.engine.rows import Request
 from spectr_jax.engine.sharding import DecodeSharding
 from spectr_jax.models import causal_lm, transformer
 from spectr_jax.sharding import make_mesh

@@ -15,9 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import engine_drafts, engine_stubs, public_verifiers
+from benchmarks import engine_stubs, public_verifiers
 from spectr_jax import SamplingParams, TokenTree, logits_to_probs
-from spectr_jax.models.table import table_model
 from spectr_jax.testing import check_verifier
 
 _FOLDER = engine_stubs.find('tpu_inference')
@@ -118,29 +117,3 @@ def test_whole_blocks_keep_more(samplers):
     kept[name] = float(np.mean(np.asarray(out) >= 0) * len(out) / num_rows)
   assert kept['ours'] > kept['theirs'] + 0.01, kept
   np.testing.assert_allclose(logits_to_probs(jnp.asarray(logits), SamplingParams(ones)), q, atol=1e-6)
-
-
-def _decode(samplers, target, draft, variant, temperature):
-  theirs, ours, metadata_class = samplers
-  models = (table_model(jnp.asarray(rows, jnp.float32)) for rows in (target, draft))
-  tokens, calls = engine_drafts.decode(
-    {'engine': theirs, 'adapter': ours}, metadata_class, *models, np.ones((256, 2), np.int32), np.full(256, 2),
-    temperature, variant=variant, depth=_DEPTH, max_new_tokens=12, seed=0,
-  )  # fmt: skip
-  assert (tokens == 12).all()
-  return calls
-
-
-@pytest.mark.parametrize('variant', engine_drafts.VARIANTS)
-def test_rounds_of_the_engine(samplers, variant):
-  """A draft equal to the target keeps all that it draws; of likeliest tokens as many as the target would draw."""
-  rng = np.random.default_rng(0)
-  logits, others = rng.normal(size=(2, 5, 5))
-  if variant[0] == 'sampled':
-    assert (_decode(samplers, logits, logits, variant, 1.0) == 4).all()
-  else:
-    uniform = np.zeros((5, 5))
-    tokens_per_call = 1 + 1 / 5 + 1 / 25
-    assert np.mean(_decode(samplers, uniform, others, variant, 1.0)) == pytest.approx(12 / tokens_per_call, rel=0.04)
-  greedy = _decode(samplers, logits, others, variant, 0.0)
-  np.testing.assert_array_equal(greedy, _decode(samplers, logits, others, engine_drafts.VARIANTS[0], 0.0))

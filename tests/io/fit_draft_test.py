@@ -1,5 +1,6 @@
 """What two tokenizers share: by the bytes that tokens stand for and by roles, whatever tokens are spelled like."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -8,7 +9,8 @@ import tokenizers
 from text_tokenizers import TOKENIZERS
 from tokenizers import models
 
-from spectr_jax import Model, fit_draft
+import spectr_jax
+from spectr_jax import Model, SamplingParams, TokenTree, fit_draft
 from spectr_jax.draft.vocabulary_drafter import VocabularyDrafter
 from spectr_jax.io.fit_draft import MOST_IDS, SAMPLE, describe_vocabulary, share_of_mass, share_vocabulary
 from spectr_jax.io.hub.hub_tokenizer import HubTokenizer
@@ -93,6 +95,60 @@ def test_special_tokens_are_shared_by_their_roles():
   assert {own: other for own, other in _pairs(without) if own in special.values()} == {3: 7, 9: 200}
   assert _read(without, [41]) == [9]
   assert int(without.bos_id) == -1
+
+
+_LLAMA = (
+  "<|begin|>{% for m in messages %}<|header|>{{ m['role'] }}<|/header|>\n\n{{ m['content'] }}<|eot|>{% endfor %}"
+  '<|header|>assistant<|/header|>\n\n'
+)
+
+
+def _with_names(ids, **options):
+  names = ['<|begin|>', '<|end|>', '<|header|>', '<|/header|>', '<|eot|>']
+  return _hub(tiny_hub.backend(dict(zip(names, ids))), bos_id=ids[0], chat_template=_LLAMA, **options)
+
+
+@pytest.mark.parametrize('eos_places', [(1, 4), (4, 1), (4,)])
+def test_special_tokens_of_one_name_are_shared(eos_places):
+  """Also where the two tokenizers end a text with another one of them first."""
+  mine, theirs = (1, 2, 3, 5, 8), (301, 302, 305, 307, 310)
+  draft = _with_names(mine, eos_ids=(2, 8))
+  target = _with_names(theirs, eos_ids=tuple(theirs[place] for place in eos_places))
+  vocabulary = _shared(draft, target)
+  assert {own: other for own, other in _pairs(vocabulary) if own in mine} == dict(zip(mine, theirs))
+  messages = [{'role': 'system', 'content': 'the owl'}, {'role': 'user', 'content': 'he'}]
+  assert _read(vocabulary, target.encode_chat(messages)) == draft.encode_chat(messages)
+
+
+def test_a_token_is_shared_by_name_where_one_of_both_calls_it_special():
+  plain, special = tiny_hub.backend({}), tiny_hub.backend({'<tool>': 300})
+  plain.add_tokens([tokenizers.AddedToken('<tool>', normalized=False, special=False)])
+  plain, special = _hub(plain, eos_ids=()), _hub(special, eos_ids=())
+  index = plain.encode('<tool>')
+  assert plain.special_token_names == {}
+  assert len(index) == 1
+  for draft, target, own, other in ((plain, special, index[0], 300), (special, plain, 300, index[0])):
+    vocabulary = _shared(draft, target)
+    assert (own, other) in _pairs(vocabulary)
+    assert _read(vocabulary, [other]) == [own]
+
+
+def test_a_template_of_shared_names_takes_as_few_calls_as_with_equal_ids():
+  mine, theirs = (1, 2, 3, 5, 8), (301, 302, 305, 307, 310)
+  draft, target = _with_names(mine, eos_ids=(8,)), _with_names(theirs, eos_ids=(310,))
+  rows = [tokenizer.encode('<|begin|><|header|>a<|/header|>b<|end|>cd<|eot|>fgij') for tokenizer in (draft, target)]
+  models = []
+  for tokenizer, row in zip((draft, target), rows):
+    logits = np.zeros((tokenizer.vocab_size, tokenizer.vocab_size), np.float32)
+    logits[row[:-1], row[1:]] = 30
+    models.append(table.table_model(jnp.asarray(logits)))
+  drafter = fit_draft(models[0], draft, models[1], target)
+  options = {'method': 'speculative', 'tree': TokenTree.chains(1, 2), 'max_new_tokens': 12}
+  found = spectr_jax.generate(
+    jax.random.key(0), models[1], drafter, [rows[1][:1]], sampling=SamplingParams(0.0), **options
+  )
+  assert found.tokens[0].tolist() == rows[1][1:]
+  assert int(found.num_target_calls[0]) == 4  # three tokens each
 
 
 def test_of_a_token_of_many_ids_the_last_are_read():

@@ -192,16 +192,22 @@ def test_a_user_without_a_home(monkeypatch, tmp_path):
 
 
 def test_a_home_that_is_not_known(monkeypatch, capsys):
-  from common import compilation_cache
+  import jax
+
+  from spectr_jax.io import compilation_cache
 
   def unknown(_):
     raise KeyError
 
-  changed = {}
+  changed, before, update = {}, jax.config.jax_compilation_cache_dir, jax.config.update
+  update('jax_compilation_cache_dir', None)
   monkeypatch.setattr('jax.config.update', changed.__setitem__)
   monkeypatch.setattr(pwd, 'getpwuid', unknown)
   for name in ('HOME', 'XDG_CACHE_HOME', 'JAX_COMPILATION_CACHE_DIR'):
     monkeypatch.delenv(name, raising=False)
-  compilation_cache.keep_compiled(None)
+  try:
+    compilation_cache.cache_programs()
+  finally:
+    update('jax_compilation_cache_dir', before)
   assert changed == {'jax_enable_compilation_cache': False}
   assert 'compiled programs are not kept: Could not determine home directory' in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Files and folders that appear complete or not at all; outputs with one writer."""
+"""Files and folders that appear complete or not at all; folders with one writer."""
 
 import multiprocessing
 import os
@@ -9,45 +9,40 @@ import time
 import pytest
 
 from spectr_jax.io import new_files
-from spectr_jax.io.new_files import NewFile, new_folder, only_writer, write_file
+from spectr_jax.io.new_files import check_new_folder, new_file, new_folder, only_writer, write_file
 
 
 def _names(folder):
   return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_file_appears_when_it_is_complete(tmp_path):
+@pytest.mark.parametrize('failure', [OSError(28, 'No space left on device'), KeyboardInterrupt()])
+@pytest.mark.parametrize('place', ['written', 'synced'])
+def test_a_file_is_the_old_one_until_it_is_the_new_one(tmp_path, monkeypatch, failure, place):
   path = tmp_path / 'o.json'
   path.write_text('old')
   path.chmod(0o600)
-  new = NewFile(path)
-  new.write(b'new')
+
+  def fail(*_):
+    raise failure
+
+  def write():
+    with new_file(path) as file:
+      file.write(b'new')
+      file.flush()
+      assert path.read_text() == 'old'
+      if place == 'written':
+        fail()
+      monkeypatch.setattr(new_files.os, 'fsync', fail)
+
+  with pytest.raises((ValueError, KeyboardInterrupt), match=r'^(cannot write .*o.json: No space left on device)?$'):
+    write()
   assert path.read_text() == 'old'
-  new.commit()
-  new.discard()
+  monkeypatch.undo()
+  write_file(path, b'new')
   assert path.read_text() == 'new'
   assert stat.S_IMODE(path.stat().st_mode) == 0o600
-  other = NewFile(tmp_path / 'other.json')
-  other.write(b'new')
-  other.discard()
   assert _names(tmp_path) == ['o.json']
-
-
-def test_links_stay_and_planted_names_are_not_used(tmp_path, monkeypatch):
-  victim, real, link = tmp_path / 'victim', tmp_path / 'real.json', tmp_path / 'o.json'
-  victim.write_text('mine')
-  link.symlink_to(real)
-  for name in ('o.json.unfinished', 'real.json.unfinished', '.real.json.00.unfinished'):
-    (tmp_path / name).symlink_to(victim)
-  write_file(link, b'new')
-  assert link.is_symlink()
-  assert real.read_text() == 'new'
-  # Even a name that was guessed is refused, since it is created and never opened.
-  monkeypatch.setattr(new_files.secrets, 'token_hex', lambda _: '00')
-  with pytest.raises(ValueError, match=r'cannot write .*real\.json: File exists'):
-    write_file(link, b'newer')
-  assert victim.read_text() == 'mine'
-  assert real.read_text() == 'new'
 
 
 @pytest.mark.parametrize('kind', ['folder', 'pipe', 'no_parent'])
@@ -63,22 +58,6 @@ def test_what_cannot_be_replaced_is_refused(tmp_path, kind):
     write_file(path, b'')
 
 
-def test_a_full_disk_keeps_what_was_there(tmp_path, monkeypatch):
-  path = tmp_path / 'o.json'
-  path.write_text('old')
-
-  def fail(_):
-    raise OSError(28, 'No space left on device')
-
-  new = NewFile(path)
-  monkeypatch.setattr(new_files.os, 'fsync', fail)
-  new.write(b'new')
-  with pytest.raises(ValueError, match=r'o\.json: No space left on device'):
-    new.commit()
-  assert path.read_text() == 'old'
-  assert _names(tmp_path) == ['o.json']
-
-
 def _hold(path, ready):
   with only_writer(path):
     ready.set()
@@ -86,39 +65,18 @@ def _hold(path, ready):
 
 
 def test_one_writer_until_its_process_ends(tmp_path):
-  path = tmp_path / 'o.json'
   context = multiprocessing.get_context('spawn')
   ready = context.Event()
-  process = context.Process(target=_hold, args=(path, ready))
+  process = context.Process(target=_hold, args=(tmp_path, ready))
   process.start()
   assert ready.wait(60)
-  with pytest.raises(ValueError, match=r'o\.json is being written by another process'), only_writer(path):
+  with pytest.raises(ValueError, match=f'{tmp_path} is being written by another process'), only_writer(tmp_path):
     pass
   os.kill(process.pid, signal.SIGKILL)
   process.join()
-  assert _names(tmp_path) == ['.o.json.lock']
-  with only_writer(path):
-    with pytest.raises(ValueError, match='another process'), only_writer(path):
-      pass
-    with only_writer(tmp_path / 'other.json'):
-      pass
-  assert _names(tmp_path) == []
-
-
-def test_a_lock_is_neither_a_link_nor_written(tmp_path):
-  victim = tmp_path / 'victim'
-  victim.write_text('mine')
-  (tmp_path / '.o.lock').symlink_to(victim)
-  with pytest.raises(ValueError, match='o.lock'), only_writer(tmp_path / 'o'):
+  with only_writer(tmp_path), pytest.raises(ValueError, match='another process'), only_writer(tmp_path):
     pass
-  (tmp_path / '.p.lock').write_text('mine')
-  with only_writer(tmp_path / 'p'):
-    pass
-  assert (tmp_path / '.p.lock').read_text() == victim.read_text() == 'mine'
-  os.mkfifo(tmp_path / '.q.lock')
-  with only_writer(tmp_path / 'q'):
-    pass
-  assert (tmp_path / '.q.lock').is_fifo()
+  assert not _names(tmp_path)
 
 
 @pytest.mark.parametrize('has_exchange', [True, False])
@@ -150,6 +108,9 @@ def test_a_foreign_file_is_not_replaced_and_a_failure_changes_nothing(tmp_path):
   (path / 'a').write_text('mine')
   with pytest.raises(ValueError, match='model/a is not replaced'), new_folder(path, overwrite=True) as folder:
     (folder / 'a').write_text('new')
+  with pytest.raises(ValueError, match='model/a is not replaced'):
+    check_new_folder(path, ('a',))
+  check_new_folder(path, ('a',), owned=lambda _: ('a',))
   with pytest.raises(KeyError), new_folder(path, overwrite=True, owned=lambda _: ('a',)) as folder:
     raise KeyError
   assert _names(tmp_path) == ['model']

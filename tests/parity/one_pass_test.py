@@ -230,7 +230,7 @@ def test_states_distributions_and_estimates(tmp_path, name):
   other = [*rows[0][0][:6], 1, 2, 3]
   features = jnp.pad(read(other), ((0, 1), (0, 0), (0, 0)))[None]
   context = DraftContext(jnp.array([len(other)]), target, jnp.array([other]), features)
-  cache = drafter.reprompt(_row(state.draft_state, 0), context, jnp.array([6]), 3, 48)
+  cache = drafter.read(_row(state.draft_state, 0), context, jnp.array([6]), 3)
   assert cache.lengths.tolist() == [len(other) - 1]
   assert_same(cache, other, [4] * (SLOTS - 1))
 

@@ -8,7 +8,7 @@ from published_heads import V
 import spectr_jax
 from spectr_jax import SamplingParams, TokenTree
 from spectr_jax.engine.loop import noise_keys, propose, run_round
-from spectr_jax.engine.state import init_decode
+from spectr_jax.engine.reading import init_decode
 
 TEMPERATURE = 4.0  # so that no probability vanishes in float32
 _SIZE = 48

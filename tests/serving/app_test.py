@@ -2,7 +2,9 @@
 
 import concurrent.futures
 import dataclasses
+import gzip
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +16,7 @@ import spectr_jax
 from decode.serving.answer import Answer, Served, _Place
 from decode.serving.protocol import parse
 from spectr_jax import SamplingParams, Tokenizer, TokenTree, log_likelihood, sample_keys
+from tests.serving import stub as stub_module
 from tests.serving.stub import DEPTH, EOS, LONGEST, NEW, client_of, make_tokenizer, make_worker, running
 
 _TEXT = 'the quick brown fox'
@@ -288,9 +291,138 @@ def test_special_tokens_are_stop_texts(client, tokenizer):
     for stop, cut in ((name, text), ([before[-1] + name, 'zzz'], text[: -len(before[-1])])):
       stopped = _ask(client, body | {'stop': stop, 'logprobs': 0})['choices'][index]
       assert (stopped['text'], stopped['finish_reason']) == (cut, 'stop')
-      assert stopped['logprobs']['tokens'] == [*before, name]
-      streamed = [each for event in _events(client, body | {'stop': stop}) for each in event['choices']]
-      assert ''.join(each['text'] for each in streamed if each['index'] == index) == cut
+      shown = before if stop == name else before[:-1]
+      assert stopped['logprobs']['tokens'] == shown
+      events = _events(client, body | {'stop': stop, 'logprobs': 0})
+      streamed = [each for event in events for each in event['choices'] if each['index'] == index]
+      assert ''.join(each['text'] for each in streamed) == cut
+      assert [token for each in streamed for token in each['logprobs']['tokens']] == shown
+
+
+def _whole_tokens(logprobs, text):
+  """The places of tokens that lie in a text whole: what log probabilities show of a text that was cut."""
+  pairs = zip(logprobs['tokens'], logprobs['text_offset'], strict=True)
+  sizes = ((offset, 1 if token in _SPECIAL or token.startswith(_OTHERS) else len(token)) for token, offset in pairs)
+  return [offset + size <= len(text) for offset, size in sizes]
+
+
+def _stop_within(text):
+  """A text of two characters for which others stand before it, none of them U+FFFD nearby, or None."""
+  found = re.search('(?<=[^\ufffd])[^\ufffd]{2}', text)
+  return found and text.index(found[0]) > 0 and text[text.index(found[0]) - 1] != '\ufffd' and found[0]
+
+
+@pytest.mark.parametrize('more', [{}, {'echo': True}, {'logprobs': 3}, {'logprobs': 3, 'echo': True}])
+def test_log_probabilities_end_where_the_text_ends(client, tokenizer, more):
+  num_cut = 0
+  for seed in range(4):
+    body = {'prompt': 'the owl', 'seed': seed, 'n': 4, 'max_tokens': NEW, 'logprobs': 0} | more
+    for index, choice in enumerate(_ask(client, body)['choices']):
+      begin = len(tokenizer.decode(tokenizer.encode_prompt('the owl'))) if 'echo' in more else 0
+      new = choice['text'][begin:]
+      if not (stop := _stop_within(new)):  # within a token, over two, or a token itself
+        continue
+      cut = choice['text'][: begin + new.index(stop)]
+      stopped = _ask(client, body | {'stop': [stop]})['choices'][index]
+      assert (stopped['text'], stopped['finish_reason']) == (cut, 'stop')
+      is_whole = _whole_tokens(choice['logprobs'], cut)
+      size = sum(is_whole)
+      assert is_whole == [True] * size + [False] * (len(is_whole) - size)
+      for name in ('tokens', 'text_offset', 'token_logprobs', 'top_logprobs'):
+        assert len(stopped['logprobs'][name]) == size
+      for name in ('tokens', 'text_offset'):
+        assert stopped['logprobs'][name] == choice['logprobs'][name][:size]
+      num_cut += 1
+      if not more:
+        streamed = _events(client, body | {'stop': [stop]})
+        own = [each['logprobs'] for event in streamed for each in event['choices'] if each['index'] == index]
+        for name in ('tokens', 'text_offset'):
+          assert [value for each in own for value in each[name]] == stopped['logprobs'][name]
+  assert num_cut > 3
+
+
+def test_log_probabilities_end_before_the_token_that_a_stop_text_begins_in(stub, tokenizer, monkeypatch):
+  stub.start()
+  client, body = client_of(stub, tokenizer), {'prompt': 'a', 'max_tokens': NEW, 'logprobs': 0}
+  mark = next(index for index, name in tokenizer.special_token_names.items() if index != EOS)
+  said = [*tokenizer.encode(' the owl☃'), mark, *tokenizer.encode(' owl')]
+  said += tokenizer.encode('!' * (NEW - len(said)))
+  monkeypatch.setattr(stub_module, 'said', lambda prompt: said)
+  text, num_inside = tokenizer.decode(said), 0
+  contents = [token.content for token in tokenizer.decode_tokens(said)]
+  for begin in range(len(text)):
+    for end in range(begin + 1, min(begin + 4, len(text)) + 1):
+      stop, cut = text[begin:end], text[: text.index(text[begin:end])].encode()
+      # Tokens whose bytes are all before the stop text, those without bytes where more of the text follows.
+      sizes = [len(b''.join(contents[: size + 1])) for size in range(NEW)]
+      places = [
+        place for place in range(NEW) if sizes[place] <= len(cut) and (contents[place] or sizes[place] < len(cut))
+      ]
+      own = _ask(client, body | {'stop': stop})['choices'][0]
+      assert own['text'].encode() == cut
+      assert own['logprobs']['tokens'] == [token.name for token in tokenizer.decode_tokens(said)][: len(places)]
+      assert len(own['logprobs']['token_logprobs']) == len(places)
+      for more in ({}, {'echo': True}):
+        likeliest = _ask(client, body | {'stop': stop, 'logprobs': 2} | more)['choices'][0]['logprobs']
+        assert likeliest['tokens'][len(tokenizer.encode_prompt('a')) if more else 0 :] == own['logprobs']['tokens']
+      pieces = [each['logprobs'] for event in _events(client, body | {'stop': stop}) for each in event['choices']]
+      for name in ('tokens', 'text_offset', 'token_logprobs'):
+        assert [value for each in pieces for value in each[name]] == own['logprobs'][name]
+      num_inside += sizes[len(places) - 1] < len(cut) if places else bool(cut)
+  assert num_inside > 3
+
+
+def test_log_probabilities_of_chats_end_where_the_text_ends(client):
+  body = {'messages': [{'role': 'user', 'content': 'owl'}], 'n': 8, 'logprobs': True, 'max_tokens': NEW, 'seed': 1}
+  num_cut = 0
+  for index, choice in enumerate(_ask(client, body, 'chat/completions')['choices']):
+    text = choice['message']['content']
+    if not (first := _stop_within(text)):
+      continue
+    stop = {'stop': [first, 'zzzz']}
+    stopped = _ask(client, body | stop, 'chat/completions')['choices'][index]
+    content = stopped['logprobs']['content']
+    assert stopped['message']['content'] == text[: text.index(first)]
+    joined = b''.join(bytes(entry['bytes']) for entry in content).decode(errors='replace')
+    following = bytes(choice['logprobs']['content'][len(content)]['bytes']).decode(errors='replace')
+    assert stopped['message']['content'].startswith(joined)
+    assert len(joined) + max(len(following), 1) > len(stopped['message']['content'])
+    events = _events(client, body | stop, 'chat/completions')
+    own = [each['logprobs']['content'] for event in events for each in event['choices'] if each['index'] == index]
+    assert [entry['token'] for each in own for entry in each] == [entry['token'] for entry in content]
+    # A stop text that does not come holds back no more than until the end.
+    unstopped = _events(client, body | {'stop': ['zzzz']}, 'chat/completions')
+    own = [each['logprobs']['content'] for event in unstopped for each in event['choices'] if each['index'] == index]
+    assert sum(map(len, own)) == len(choice['logprobs']['content'])
+    num_cut += 1
+  assert num_cut > 1
+
+
+@pytest.mark.parametrize('name', ['gzip', 'br', 'deflate', 'zstd', 'identity, gzip', 'GZIP', 'x\tunknown'])
+def test_bodies_in_another_coding_are_refused_by_its_name(client, name):
+  for path in ('completions', 'chat/completions'):
+    response = client.post(f'/v1/{path}', content=gzip.compress(b'{}'), headers={'Content-Encoding': name})
+    assert response.status_code == 415
+    assert 'Content-Encoding' in response.json()['error']['message']
+    assert response.json()['error']['message'].isprintable()
+  for plain in ('identity', 'Identity', '', ' '):
+    response = client.post('/v1/completions', json=_PROMPT, headers={'Content-Encoding': plain})
+    assert response.status_code == 200
+
+
+def test_an_assistant_may_have_said_nothing(client):
+  def ask(role, **content):
+    messages = [{'role': 'user', 'content': 'owl'}, {'role': role} | content, {'role': 'user', 'content': 'fox'}]
+    return client.post('/v1/chat/completions', json={'messages': messages, 'seed': 1, 'max_tokens': 4})
+
+  nothing, empty = ask('assistant', content=None), ask('assistant', content='')
+  assert nothing.status_code == 200
+  assert nothing.json()['choices'] == empty.json()['choices']
+  assert nothing.json()['usage'] == empty.json()['usage']
+  assert ask('assistant', content=None, tool_calls=None, refusal=None).status_code == 200
+  for role in ('user', 'system', 'developer'):
+    assert ask(role, content=None).json()['error']['param'] == 'messages[1].content'
+  assert ask('assistant').status_code == 400
 
 
 def test_names_reach_the_template(worker):

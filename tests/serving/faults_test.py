@@ -112,7 +112,7 @@ def test_what_fails_alone_is_told_alone(stub):
 
 def test_rows_that_a_failed_program_took_are_made_anew(models, tokenizer, monkeypatch):
   worker = make_worker(models, tokenizer)
-  put, failures = worker_module.Pool.put, [1]
+  put, failures = worker_module.Rows.put, [1]
 
   def put_once_badly(self, requests):
     if failures:
@@ -122,7 +122,7 @@ def test_rows_that_a_failed_program_took_are_made_anew(models, tokenizer, monkey
       raise RuntimeError('out of memory')
     put(self, requests)
 
-  monkeypatch.setattr(worker_module.Pool, 'put', put_once_badly)
+  monkeypatch.setattr(worker_module.Rows, 'put', put_once_badly)
   first, second = _AskedJob([1, 2]), _AskedJob([1, 2])
   worker.submit([first])
   with running(worker):
@@ -138,14 +138,14 @@ def test_cancelled_jobs_free_their_rows(models, tokenizer):
   worker = make_worker(models, tokenizer, batch_size=1)
   never, second, current, last = (_AskedJob([1, 2], sampling=SamplingParams(0.5)) for _ in range(4))
   worker.submit([never, second])
-  never.is_cancelled = True  # while it waits: it never has a row
+  never.is_over = True  # while it waits: it never has a row
   with running(worker):
     assert len(second.result()) <= NEW
     assert never.told.empty()
     # In its row: the next one takes it.
     worker.submit([current])
     current.told.get(timeout=120)
-    current.is_cancelled = True
+    current.is_over = True
     worker.submit([last])
     assert last.told.get(timeout=120).tokens
 
@@ -170,8 +170,8 @@ def test_a_thread_that_cannot_go_on_says_so(stub, monkeypatch, tokenizer):
   def fail(*_, **__):
     raise RuntimeError('the device is lost')
 
-  monkeypatch.setattr(stub._pool, 'advance', fail)
-  monkeypatch.setattr(worker_module, 'Pool', fail)
+  monkeypatch.setattr(stub._rows, 'step', fail)
+  monkeypatch.setattr(worker_module, 'Rows', fail)
   stub.start()
   results = [job.result() for job in waiting]
   assert [type(result) for result in results] == [FailedError, FailedError, EndedError]

@@ -11,11 +11,12 @@ import time
 import pytest
 from starlette.testclient import TestClient
 
-from decode.serving import gate
+from decode.serving import compiling, gate
 from decode.serving.answer import Served
 from decode.serving.gate import host_of
-from decode.serving.worker import Worker
-from tests.serving.stub import LONGEST, NEW, StubPool, client_of, make_app_of
+from decode.serving.worker import Job, Worker
+from spectr_jax.io.constraints import ConstraintBusyError
+from tests.serving.stub import LONGEST, NEW, StubRows, client_of, make_app_of, make_stub, patch
 
 _POST = '/v1/completions'
 _BODY = {'prompt': 'owl', 'max_tokens': 4}
@@ -118,6 +119,7 @@ def _check_sums(text):
   return counts
 
 
+_FORM = {'response_format': {'type': 'json_object'}}
 _CHAT = [{'role': 'user', 'content': 'owl'}]
 # What is sent, and how it ends: the outcome of the request, and those of its continuations.
 _TRAFFIC = [
@@ -173,7 +175,7 @@ def _asgi(path, body, *, leave_after=None):
 
 
 def test_metrics_add_up_whatever_comes(stub, tokenizer, monkeypatch):
-  monkeypatch.setattr(StubPool, 'seconds', 0.001)
+  monkeypatch.setattr(StubRows, 'seconds', 0.001)
   app, draws = make_app_of(stub, tokenizer), random.Random(0)
   expected = {'requests': collections.Counter(), 'continuations': collections.Counter()}
   stub.start()
@@ -212,12 +214,12 @@ def test_metrics_add_up_whatever_comes(stub, tokenizer, monkeypatch):
 def test_a_full_queue_and_an_end_are_said_and_counted(stub, tokenizer):
   client = client_of(stub, tokenizer)
   assert client.get('/health').status_code == 503  # nobody decodes
-  stub.most_waiting = 1
-  stub._waiting.append(None)
+  stub.most_waiting = 1  # beside two rows
+  stub._waiting += [Job([1], None, None, NEW, None, print) for _ in range(3)]
   full = client.post(_POST, json=_BODY)
-  assert (full.status_code, stub.num_waiting) == (429, 1)
+  assert (full.status_code, stub.num_waiting) == (429, 3)
   assert int(full.headers['Retry-After']) > 0
-  many = client.post(_POST, json=_BODY | {'n': 2})
+  many = client.post(_POST, json=_BODY | {'n': 4})
   assert (many.status_code, many.json()['error']['param']) == (400, 'n')
   stub._waiting.clear()
   stub.stop()
@@ -319,3 +321,162 @@ def test_who_is_read_for_long_keeps_nobody_waiting(stub, tokenizer, monkeypatch)
       let_go.set()
       for each in asked:
         each.join(20)
+
+
+@pytest.fixture
+def held(monkeypatch, tokenizer):
+  """Makes an endpoint of so many rows and places, whose rounds wait for an event."""
+  patch(monkeypatch)
+  let_go, workers, step = threading.Event(), [], StubRows.step
+
+  def wait(self):
+    assert let_go.wait(20)
+    return step(self)
+
+  monkeypatch.setattr(StubRows, 'step', wait)
+
+  def make(**sizes):
+    workers.append(make_stub(tokenizer, **sizes))
+    workers[0].start()
+    return workers[0], make_app_of(workers[0], tokenizer), let_go
+
+  yield make
+  let_go.set()
+  workers[0].stop()
+
+
+async def _until(is_so):
+  deadline = time.monotonic() + 20
+  while not is_so():
+    assert time.monotonic() < deadline
+    await asyncio.sleep(0.005)
+
+
+def _begin(app, body, path=_POST):
+  """A request on its way, what was sent of it, and what lets its client go away."""
+  scope, receive, send = _asgi(path, json.dumps(body).encode())
+  gone, sent = asyncio.Event(), []
+
+  async def receive_or_leave():
+    message = asyncio.ensure_future(receive())
+    left = asyncio.ensure_future(gone.wait())
+    try:
+      await asyncio.wait({message, left}, return_when=asyncio.FIRST_COMPLETED)
+      return message.result() if message.done() else {'type': 'http.disconnect'}
+    finally:
+      message.cancel()
+      left.cancel()
+
+  async def keep(message):
+    sent.append(message)
+    await send(message)
+
+  return asyncio.create_task(app(scope, receive_or_leave, keep)), sent, gone
+
+
+@pytest.mark.parametrize('more', [{}, {'stream': True}, {'n': 3}, {'n': 3, 'stream': True}, {'prompt': ['owl', 'a']}])
+def test_who_leaves_the_queue_frees_it_at_once(held, more):
+  worker, app, let_go = held(batch_size=1, most_waiting=3)
+
+  async def ask():
+    first, *_ = _begin(app, _BODY)
+    await _until(lambda: worker.num_rows == 1)
+    size = more.get('n', 1) * len(more.get('prompt', 'x'))
+    for _ in range(3):  # the queue is full again and again
+      leavers = [_begin(app, _BODY | more) for _ in range(3 // size)]
+      await _until(lambda: worker.num_waiting == 3 // size * size)
+      refused = _begin(app, _BODY | {'n': 4 - 3 // size * size})
+      await refused[0]
+      assert refused[1][0]['status'] == 429
+      for task, _, gone in leavers:
+        gone.set()
+        await task
+      assert worker.num_waiting == 0
+      text = worker.metrics.render(rows=worker.num_rows, queue=worker.num_waiting)
+      assert 'spectr_jax_queue 0\n' in text
+      assert _check_sums(text)['requests_in_progress']['completions',] == 1
+    fifth, sent, _ = _begin(app, _BODY | {'n': 3})
+    await _until(lambda: worker.num_waiting == 3)
+    let_go.set()
+    await asyncio.gather(first, fifth)
+    assert sent[0]['status'] == 200
+
+  asyncio.run(ask())
+
+
+def test_who_leaves_while_a_form_is_compiled_frees_the_place(held, monkeypatch):
+  let_go, num_begun = threading.Event(), []
+
+  def compile_slowly(*_):
+    num_begun.append(1)
+    assert let_go.wait(20)
+    return 'no'
+
+  monkeypatch.setattr(compiling, '_compiled', compile_slowly)
+  worker, app, _ = held(batch_size=1, most_waiting=3)
+
+  async def ask():
+    forms = [_BODY | {'structured_outputs': {'regex': 'a' * size}} for size in range(1, 19)]
+    leavers = [_begin(app, form) for form in forms[:16]]
+    await _until(lambda: num_begun)
+    await _until(lambda: _counts(worker.metrics.render())['requests_received_total']['completions',] == 16)
+    await asyncio.sleep(0.1)  # they are read
+    refused = _begin(app, forms[16])
+    await refused[0]
+    assert refused[1][0]['status'] == 429
+    for task, _, gone in leavers:
+      gone.set()
+      await task
+    last = _begin(app, forms[17])
+    await asyncio.sleep(0.1)
+    let_go.set()
+    await last[0]
+    assert last[1][0]['status'] == 400  # it was compiled
+    assert len(num_begun) == 2
+
+  asyncio.run(ask())
+
+
+def test_a_burst_fills_rows_and_queue(held):
+  worker, app, let_go = held(batch_size=8, most_waiting=8)
+
+  async def burst(number, **more):
+    begun = [_begin(app, _BODY | more) for _ in range(number)]
+    await _until(lambda: sum(bool(sent) for _, sent, _ in begun) + worker.num_held // more.get('n', 1) >= number)
+    let_go.set()
+    await asyncio.gather(*(task for task, *_ in begun))
+    await _until(lambda: worker.is_idle)
+    let_go.clear()
+    return collections.Counter(sent[0]['status'] for _, sent, _ in begun)
+
+  assert asyncio.run(burst(24)) == {200: 16, 429: 8}
+  assert asyncio.run(burst(24, stream=True)) == {200: 16, 429: 8}
+  assert asyncio.run(burst(9, n=2)) == {200: 8, 429: 1}
+  assert asyncio.run(burst(16)) == {200: 16}
+
+
+def test_a_lack_of_time_is_no_fault_of_a_schema(held, monkeypatch):
+  answers = []
+
+  def answer(*_, **__):
+    error = answers.pop(0)
+    if error is not None:
+      raise error
+
+  monkeypatch.setattr(compiling, 'compile_constraint', answer)
+  worker, app, _ = held(batch_size=1, most_waiting=3)
+  for path, body in ((_POST, _BODY), ('/v1/chat/completions', {'messages': _CHAT})):
+    client, form = TestClient(app), {'structured_outputs': {'regex': 'a'}} if path == _POST else _FORM
+    answers[:] = [ConstraintBusyError('it takes longer than 30 seconds'), MemoryError(), ValueError('no text'), None]
+    for words in ('longer than 30 seconds', 'memory'):
+      response = client.post(path, json=body | form)
+      assert (response.status_code, response.json()['error']['type']) == (503, 'server_error')
+      assert int(response.headers['Retry-After']) > 0
+      assert words in response.json()['error']['message']
+      assert response.json()['error']['param'] == [*form][0]
+    for _ in range(2):  # what the schema forbids is kept
+      response = client.post(path, json=body | form)
+      assert (response.status_code, response.json()['error']['message']) == (400, 'no text')
+    assert len(answers) == 1
+  counts = _check_sums(worker.metrics.render())['requests_total']
+  assert counts['completions', 'failed'] == counts['chat', 'failed'] == 2

@@ -8,8 +8,8 @@ from starlette.testclient import TestClient
 
 from decode.serving.answer import Served
 from decode.serving.app import make_app
-from spectr_jax.engine.refill import _replace_rows
-from spectr_jax.engine.state import first_state
+from spectr_jax.engine.loop import run_rounds
+from spectr_jax.engine.reading import _put_rows
 from tests.serving.stub import NEW, make_worker, running
 
 _FILTERS = {'top_k': 3, 'top_p': 0.5, 'min_p': 0.1}
@@ -29,7 +29,7 @@ def test_filters_are_data(client):
   sizes = set()
   for subset in _SUBSETS:
     _ask(client, subset)
-    sizes.add((first_state._cache_size(), _replace_rows._cache_size()))
+    sizes.add((run_rounds._cache_size(), _put_rows._cache_size()))
   assert len(sizes) == 1
 
 

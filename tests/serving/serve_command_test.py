@@ -104,7 +104,7 @@ def lose(*_, **__):
   raise RuntimeError('the device is lost')
 
 def start(self, start=worker.Worker.start):
-  worker.Pool = self._pool.advance = lose
+  worker.Rows = self._rows.step = lose
   start(self)
 
 worker.Worker.start = start

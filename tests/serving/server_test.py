@@ -21,11 +21,11 @@ _BODY = {'prompt': 'owl', 'max_tokens': 12}
 
 
 class _Server:
-  def __init__(self, folder, *, host='127.0.0.1', seconds=0.0, **options):
+  def __init__(self, folder, *, host='127.0.0.1', seconds=0.0, keep_alive=75, **options):
     context = commands._fork_server()
     connection, other = context.Pipe()
     self._folder = pathlib.Path(folder)
-    self.process = context.Process(target=serve, args=(other, str(folder), host, seconds, options))
+    self.process = context.Process(target=serve, args=(other, str(folder), host, seconds, keep_alive, options))
     self.process.start()
     assert connection.poll(60)
     self.host, self.port = host, connection.recv()
@@ -134,14 +134,17 @@ def test_refusals_reach_who_sends_much(start):
     assert _answer(client)[0] == 413
 
 
-def _is_counted(server, number):
-  def received():
+def _is_counted(server, number, *, num_held=0):
+  """Waits until so many requests were received, and so many continuations hold a row or wait for one."""
+
+  def total(pattern):
     text = httpx.get(f'http://127.0.0.1:{server.port}/metrics').text
-    return sum(map(int, re.findall(r'requests_received_total\{.*\} (\d+)', text)))
+    return sum(map(int, re.findall(pattern, text)))
 
   deadline = time.monotonic() + 20
-  while received() < number and time.monotonic() < deadline:
-    time.sleep(0.02)
+  for pattern, least in ((r'requests_received_total\{.*\} (\d+)', number), (r'_(?:rows|queue) (\d+)', num_held)):
+    while total(pattern) < least and time.monotonic() < deadline:
+      time.sleep(0.02)
 
 
 def test_the_end_waits_for_no_half_request(start):
@@ -173,9 +176,11 @@ def test_the_end_waits_for_answers(start):
   asked = [threading.Thread(target=ask, args=(stream,)) for stream in (True, False, True, False)]
   for each in asked:
     each.start()
-  _is_counted(server, 4)
-  server.send(signal.SIGTERM)
-  assert server.end()[0] == 0
+  _is_counted(server, 4, num_held=1)
+  server.send(signal.SIGINT)
+  code, err = server.end()
+  assert code == 0
+  assert re.fullmatch('ending once [1-4] answers? in progress (is|are) complete; a second signal .*\n', err)
   for each in asked:
     each.join(20)
   assert [status for status, _ in answers] == [200] * 4
@@ -188,7 +193,7 @@ def test_a_second_signal_ends_it_at_once(start, numbers):
   with server.connect() as client, server.connect() as half:
     client.sendall(_request(stream=True))
     half.sendall(_head(500) + b'{"pr')
-    _is_counted(server, 2)
+    _is_counted(server, 2, num_held=1)
     server.send(numbers[0])
     time.sleep(0.5)
     assert server.process.is_alive()
@@ -197,7 +202,21 @@ def test_a_second_signal_ends_it_at_once(start, numbers):
     code, err = server.end()
     assert time.monotonic() - begin < 3
   assert code == 128 + numbers[1]
-  assert err == 'error: ended at once, answers that had begun are incomplete\n'
+  said, *end = err.splitlines(keepends=True)
+  assert re.fullmatch('ending once 1 answer in progress is complete; a second signal ends it at once\n', said)
+  assert ''.join(end) == 'error: ended at once, answers that had begun are incomplete\n'
+
+
+def test_idle_connections_are_closed_after_a_while(start):
+  server = start(keep_alive=1)
+  with server.connect() as client:
+    for _ in range(2):
+      client.sendall(_request())
+      assert _answer(client)[0] == 200
+      time.sleep(0.3)
+    begin = time.monotonic()
+    assert client.recv(1) == b''
+    assert 0.4 < time.monotonic() - begin < 10
 
 
 def test_a_thread_that_ends_ends_the_process(start):

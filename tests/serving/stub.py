@@ -19,6 +19,7 @@ from decode.serving.worker import Worker
 from spectr_jax import Decoder, TokenTree
 from spectr_jax.engine.likelihood import LogLikelihood
 from spectr_jax.engine.result import Generation, NotFiniteError
+from spectr_jax.engine.rows import Piece
 from spectr_jax.io.hub.hub_tokenizer import HubTokenizer
 
 NEW, LONGEST, ROWS, DEPTH = 12, 60, 3, 2
@@ -32,48 +33,46 @@ def said(prompt, num_tokens=NEW):
   return [(sum(prompt) + place) % WORDS for place in range(num_tokens)]
 
 
-class StubPool:
-  """As `Pool`; a round takes some seconds."""
+class StubRows:
+  """As `Rows`; a round takes some seconds."""
 
   seconds = 0.0
 
-  def __init__(self, decoder, requests, *, batch_size, longest_prompt):
-    del requests, longest_prompt
-    self.state, self.owners, self._decoder = None, {0: None}, decoder
-    self._lengths = dict.fromkeys(range(batch_size), 0)
-
-  @property
-  def free(self):
-    return [row for row in self._lengths if row not in self.owners]
+  def __init__(self, decoder, *, batch_size, longest_prompt, filters):
+    del decoder, longest_prompt, filters
+    self.state, self.owners, self.free = None, {}, list(range(batch_size))
+    self._lengths = [0] * batch_size
 
   def put(self, requests):
     if any(request.tokens[0] == BAD_PUT for request in requests):
       raise RuntimeError('cannot be put')
-    taken = dict(zip(self.free, requests, strict=False))
-    self.owners |= taken
-    self._lengths |= dict.fromkeys(taken, 0)
+    for request in requests:
+      row = self.free.pop(0)
+      self.owners[row], self._lengths[row] = request, 0
 
-  def advance(self, num_rounds):
+  def step(self):
     time.sleep(self.seconds)
+    pieces = []
     for row, request in self.owners.items():
       if request.tokens[0] == BAD_POOL:
-        worker_module.Pool = None
+        worker_module.Rows = None
         raise RuntimeError('the device is lost')
-      if request.tokens[0] == BAD_ROUND:
-        raise NotFiniteError(row, 0, 1)
-      self._lengths[row] = min(self._lengths[row] + SIZE * num_rounds, NEW)
-
-  def forgive(self, row):
-    return self.owners.pop(row)
+      error = NotFiniteError(row, 0, 1) if request.tokens[0] == BAD_ROUND else None
+      start, self._lengths[row] = self._lengths[row], min(self._lengths[row] + SIZE, NEW)
+      pieces.append(Piece(row, request, start, self._lengths[row], error is not None, error))
+    return pieces
 
   def end(self, rows):
-    assert all(row in self._lengths for row in rows)
+    for row in list(rows):
+      del self.owners[row]
+      self.free.append(row)
 
+  @property
   def result(self):
     tokens = np.full((len(self._lengths), NEW), -1)
     for row, request in self.owners.items():
       tokens[row] = said(request.tokens)
-    lengths = np.array(list(self._lengths.values()))
+    lengths = np.array(self._lengths)
     return Generation(
       tokens, lengths, lengths // SIZE, np.zeros((len(lengths), 1)), np.zeros_like(tokens), 0 * lengths,
       logprobs=np.zeros(tokens.shape, np.float32),
@@ -89,7 +88,7 @@ def read(target, texts, *, num_top, width):
 
 def patch(patcher):
   """Puts the stub in place of the engine."""
-  patcher.setattr(worker_module, 'Pool', StubPool)
+  patcher.setattr(worker_module, 'Rows', StubRows)
   patcher.setattr(worker_module, 'log_likelihood', read)
 
 
@@ -129,16 +128,16 @@ def make_stub(tokenizer, *, batch_size=2, most_waiting=64):
   return Worker(decoder, tokenizer, batch_size=batch_size, longest_prompt=LONGEST, most_waiting=most_waiting)
 
 
-def serve(connection, folder, host, seconds, options):
+def serve(connection, folder, host, seconds, keep_alive, options):
   """The server in a process of its own: sends its port, prints into a folder, and ends as the command does."""
   for number in (1, 2):
     os.dup2(os.open(os.path.join(folder, str(number)), os.O_WRONLY | os.O_CREAT), number)
-  worker_module.Pool, worker_module.log_likelihood = StubPool, read
-  StubPool.seconds, server_module.QUIET_SECONDS = seconds, 1.0
+  worker_module.Rows, worker_module.log_likelihood = StubRows, read
+  StubRows.seconds, server_module.QUIET_SECONDS = seconds, 1.0
   tokenizer = make_tokenizer()
   worker, sock = make_stub(tokenizer), listen(host, 0)
   worker.start()
-  server = Server(make_app_of(worker, tokenizer, **options), worker)
+  server = Server(make_app_of(worker, tokenizer, **options), worker, keep_alive=keep_alive)
   connection.send(sock.getsockname()[1])
   server.run(sockets=[sock])
   worker.stop()

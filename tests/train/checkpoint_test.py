@@ -1,8 +1,8 @@
 """Checkpoints whose files are damaged, and folders of checkpoints in which other things stand."""
 
-import json
 import os
 import random
+import re
 import shutil
 
 import jax
@@ -12,7 +12,7 @@ import pytest
 from etils import epath
 
 from tests.hostile import refusal
-from train.checkpoint import Checkpoints
+from train.checkpoint import Checkpoints, checksum
 
 
 def state_of(step):
@@ -67,81 +67,90 @@ def files_of(checkpoint):
   return sorted(path for path in checkpoint.rglob('*') if path.is_file())
 
 
-def flip(path, place=9, bit=0):
-  content = bytearray(path.read_bytes())
-  content[place] ^= 1 << bit
-  path.write_bytes(content)
-
-
 def test_what_was_saved_is_read_and_older_ones_go(tmp_path):
   assert restore(tmp_path) is None
   save(tmp_path, 3, 6, 9)
   assert sorted(os.listdir(tmp_path / 'checkpoints')) == ['6', '9']
   assert_is_step(restore(tmp_path), 9)
-  for step in ('6', '9'):
-    checkpoint = tmp_path / 'checkpoints' / step
-    hashes = json.loads((checkpoint / 'checksums.json').read_text())['sha256']
-    assert sorted([*hashes, 'checksums.json']) == [str(path.relative_to(checkpoint)) for path in files_of(checkpoint)]
-    assert {'_CHECKPOINT_METADATA', 'default/_METADATA', 'default/manifest.ocdbt'} <= hashes.keys()
   save(tmp_path, 12)
   assert_is_step(restore(tmp_path), 12)
 
 
-def test_a_flipped_bit_a_missing_end_and_more_in_any_file_is_damage(run, newest):
-  rng = random.Random(0)
+def test_the_checksum_is_a_sum_of_bits_by_place():
+  arrays = {
+    'a': np.random.default_rng(0).normal(size=(3, 4, 5)).astype(np.float32), 'b': np.arange(7, dtype=jnp.bfloat16),
+    'c': np.int32(-5), 'd': np.zeros((0, 3), np.float32),
+  }  # fmt: skip
+  wanted = 0
+  for array in arrays.values():
+    words = array.reshape(-1).view(f'u{array.dtype.itemsize}').tolist()
+    wanted = (31 * wanted + sum(word * (2 * place + 1) for place, word in enumerate(words))) % 2**32
+  assert int(checksum(arrays)) == wanted
+  for name, array in arrays.items():
+    for place, bit in [(0, 0), (array.size - 1, 8 * array.dtype.itemsize - 1)] if array.size else ():
+      words = array.reshape(-1).view(f'u{array.dtype.itemsize}').copy()
+      words[place] ^= words.dtype.type(1 << bit)
+      assert int(checksum(arrays | {name: words.view(array.dtype).reshape(array.shape)})) != wanted
+
+
+def damages(content, rng):
+  """A flipped bit, a missing end, no end at all, and zeros where a block was lost."""
+  flipped, begin = bytearray(content), rng.randrange(len(content))
+  flipped[begin] ^= 1 << rng.randrange(8)
+  size = min(64, len(content) - begin)
+  return bytes(flipped), content[:begin], b'', content[:begin] + bytes(size) + content[begin + size :], None
+
+
+def outcomes(run, path, damaged):
+  """Reads the newest checkpoint with other content of a file; the refusals, which name what is damaged."""
+  content, refusals = path.read_bytes(), []
+  for other in damaged:
+    path.unlink()
+    if other is not None:
+      path.write_bytes(other)
+    try:
+      assert_is_step(restore(run), 6)
+    except ValueError as error:
+      refusals.append(str(error))
+  path.write_bytes(content)
+  line = re.compile(r'checkpoint .*/6 is damaged.*; with --allow_fallback, training continues from step 3')
+  assert all(map(line.fullmatch, refusals))
+  return refusals
+
+
+@pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')  # reads still under way
+def test_damage_of_any_file_is_refused_or_changes_no_number(run, newest):
+  rng, refused = random.Random(0), set()
   for path in files_of(newest):
-    content = path.read_bytes()
-    flip(path, rng.randrange(len(content)), rng.randrange(8))
-    for damaged in (path.read_bytes(), content[: rng.randrange(len(content))], content + b'\0'):
-      path.write_bytes(damaged)
-      message = refuse(run, r'checkpoint .*/6 is damaged \(.*\); with --allow_fallback, training continues from step 3')
-      assert path.name in message
-    path.write_bytes(content)
-  assert_is_step(restore(run), 6)
-  flip(newest / 'default' / 'manifest.ocdbt')
+    if outcomes(run, path, damages(path.read_bytes(), rng)):
+      refused.add(path.relative_to(newest).parts[:2])
+  assert {('default', 'd'), ('default', 'manifest.ocdbt'), ('default', '_METADATA')} <= refused
+  # Bits that change a number and nothing else.
+  largest = max(files_of(newest), key=lambda path: path.stat().st_size)
+  content = largest.read_bytes()
+  flips = [bytearray(content) for _ in range(20)]
+  for flipped in flips:
+    flipped[rng.randrange(len(content) // 2)] ^= 1 << rng.randrange(8)
+  assert any('its numbers differ from their checksum' in line for line in outcomes(run, largest, map(bytes, flips)))
+
+
+def test_the_one_before_serves_on_request(run, newest):
+  (newest / 'default' / 'manifest.ocdbt').write_bytes(b'')
+  refuse(run, '/6 is damaged.*; with --allow_fallback, training continues from step 3')
+  assert newest.is_dir()
   assert_is_step(restore(run, allow_fallback=True), 3)
   assert (run / 'damaged_checkpoints' / '6-0').is_dir()
   assert_is_step(restore(run), 3)
-
-
-def written(name, content):
-  """Damage: a file of a checkpoint has another content."""
-  return lambda checkpoint: (checkpoint / name).write_bytes(content)
-
-
-@pytest.mark.parametrize(('damage', 'message'), [
-  (lambda checkpoint: next((checkpoint / 'default' / 'd').iterdir()).unlink(), 'default/d/[0-9a-f]* is missing'),
-  (lambda checkpoint: shutil.rmtree(checkpoint / 'default'), 'is missing'),
-  (written('default/d/other', b'1'), 'default/d/other was not saved with it'),
-  (lambda checkpoint: (checkpoint / 'checksums.json').unlink(), 'checksums.json is missing'),
-  (written('checksums.json', b'{"sha256": {}}'), 'checksums.json is not as it was written'),
-  (written('checksums.json', b'[' * 10**6), 'checksums.json is damaged: it is nested too deeply'),
-  (written('checksums.json', b'[1]'), 'checksums.json must hold an object'),
-  (written('_CHECKPOINT_METADATA', b'{"a":' * 10**6), '_CHECKPOINT_METADATA is damaged: it is nested too deeply'),
-  (written('_CHECKPOINT_METADATA', b'\xff\xfe'), '_CHECKPOINT_METADATA is damaged: byte 0 is not UTF-8'),
-])  # fmt: skip
-def test_damage_is_named_and_the_one_before_serves(run, newest, damage, message):
-  damage(newest)
-  refuse(run, rf'/6 is damaged \(.*{message}.*\); with --allow_fallback')
-  assert newest.is_dir()
-  assert_is_step(restore(run, allow_fallback=True), 3)
-  assert not newest.exists()
-
-
-def test_damage_of_an_older_one_does_not_matter_until_it_is_needed(run, newest):
-  flip(run / 'checkpoints' / '3' / 'default' / 'manifest.ocdbt')
-  assert_is_step(restore(run), 6)
-  flip(newest / 'default' / 'manifest.ocdbt')
+  (run / 'checkpoints' / '3' / 'default' / 'manifest.ocdbt').write_bytes(b'')
   assert 'allow_fallback' not in refuse(run, '/3 is damaged', allow_fallback=True)
-  assert not (run / 'damaged_checkpoints').exists()
+  assert (run / 'checkpoints' / '3').is_dir()
 
 
 def test_what_systems_and_killed_processes_leave_is_no_damage(run, newest):
-  newest.rename(run / 'checkpoints' / '6.orbax-checkpoint-tmp-complete')
+  newest.rename(run / 'checkpoints' / '6.orbax-checkpoint-tmp')
   assert_is_step(restore(run), 3)
   save(run, 6)
   assert_is_step(restore(run), 6)
-  assert sorted(os.listdir(run / 'checkpoints')) == ['3', '6']
   (newest / 'default' / '.DS_Store').write_bytes(b'1')
   (run / 'checkpoints' / 'notes.txt').write_text('mine')
   for name in ('30x', '-1'):
@@ -150,25 +159,12 @@ def test_what_systems_and_killed_processes_leave_is_no_damage(run, newest):
 
 
 @pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')  # reads still under way
-def test_what_is_whole_and_does_not_fit(run, newest, tmp_path):
+def test_what_is_whole_and_does_not_fit(run, newest):
   like = state_of(0)
   like['params']['kernel'] = jnp.zeros((7, 30))
-  refuse(run, '/6 has all of its files, but is of another configuration or version', like)
+  refuse(run, '/6 is damaged, or of another configuration or version', like)
   newest.rename(run / 'checkpoints' / '7')
   refuse(run, '/7 is that of step 6; with --allow_fallback')
-  save(tmp_path / 'other', 3, moments=[jnp.full((40, 30), jnp.nan)])
-  refuse(tmp_path / 'other', '/3 is damaged .it has numbers that are not finite')
-
-
-def pipe(path):
-  path.unlink(missing_ok=True)
-  path.parent.mkdir(exist_ok=True)
-  os.mkfifo(path)
-
-
-def link(path):
-  path.rename(path.parents[2] / 'd')
-  path.symlink_to(path.parents[2] / 'd')
 
 
 def file_of_a_user(path):
@@ -176,26 +172,14 @@ def file_of_a_user(path):
   (path / 'thesis.tex').write_text('mine')
 
 
-@pytest.mark.parametrize(('change', 'name', 'message'), [
-  (pipe, '6/default/_METADATA', r'/6 is damaged \(.*_METADATA is not a regular file\)'),
-  (pipe, '3/metrics/metrics', r'/3 is damaged \(.*metrics is not a regular file\)'),
-  (link, '6/default/d', r'/6 is damaged \(.*/d is a symbolic link\)'),
-  (lambda path: path.symlink_to(path.parent / '6'), '9', r'/9 is damaged \(.*/9 is a symbolic link\)'),
-  (lambda path: os.truncate(path, 10**10), '6/default/_METADATA', r'/6 is damaged \(.* has 10,000,000,000 bytes'),
-  (lambda path: os.truncate(path, 10**10), '3/_CHECKPOINT_METADATA', r'/3 is damaged \(.* has 10,000,000,000 bytes'),
-  (file_of_a_user, '5', '/5 is not a checkpoint'),
-  (lambda path: path.write_text('mine'), '12', '/12 is not a checkpoint'),
-  *(
-    (lambda path: shutil.copytree(path.parent / '6', path), name, f"holds '{shown}', which is no step")
-    for name, shown in ((str(10**18), '1000000000000000000'), ('9' * 200, '9+[.]+9+'), ('007', '007'))
-  ),
-  (lambda path: path.symlink_to(path.parent), '9.orbax-checkpoint-tmp', 'is no unfinished checkpoint'),
+@pytest.mark.parametrize(('change', 'name'), [
+  (file_of_a_user, '5'), (lambda path: path.write_text('mine'), '12'),
 ])  # fmt: skip
-def test_what_is_no_checkpoint_is_one_line_and_stays(run, change, name, message):
+def test_what_is_no_checkpoint_is_one_line_and_stays(run, change, name):
   change(run / 'checkpoints' / name)
   before = sorted(os.listdir(run / 'checkpoints'))
   for options in ({}, {'allow_fallback': True}):
-    refuse(run, message + '.*: move it to another place', **options)
+    refuse(run, f'/{name} is not a checkpoint: move it to another place', **options)
   assert sorted(os.listdir(run / 'checkpoints')) == before
 
 
@@ -206,14 +190,3 @@ def test_the_folder_of_checkpoints_may_be_on_another_disk(tmp_path):
   save(tmp_path / 'run', 3)
   assert_is_step(restore(tmp_path / 'run'), 3)
   assert os.listdir(tmp_path / 'elsewhere') == ['3']
-
-
-def test_damaged_checkpoints_go_nowhere_else(run, newest, tmp_path):
-  flip(newest / 'default' / 'manifest.ocdbt')
-  aside = run / 'damaged_checkpoints'
-  aside.symlink_to(tmp_path)
-  refuse(run, 'cannot move .*/6 to .*damaged_checkpoints: .* is a symbolic link', allow_fallback=True)
-  aside.unlink()
-  aside.write_text('mine')
-  refuse(run, 'cannot move .*/6 to .*damaged_checkpoints: File exists', allow_fallback=True)
-  assert newest.is_dir()

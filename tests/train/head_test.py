@@ -25,6 +25,7 @@ from spectr_jax.io.load import open_model
 from spectr_jax.models import causal_lm, head, one_pass
 from spectr_jax.proposal import Independent
 from spectr_jax.sampling import SamplingParams
+from tests.draft.prompts import read as read_prompts
 from tests.train.train_test import lines_of
 from train import head_data, head_step
 from train.eagle3_head import head_config, unrolled_outputs
@@ -201,7 +202,7 @@ def test_one_pass_training_sees_what_drafting_sees(target, shard, batch, make_dr
       context = DraftContext(
         jnp.array([anchor + 1]), target[0], tokens=text, features=jnp.asarray(shard.features[row : row + 1, :, :-1])
       )
-      cache = drafter.init(context, text.shape[1])
+      cache = read_prompts(drafter, context, text.shape[1])
       slots = jnp.array([[text[0, anchor], *[one.mask_id] * (one.num_slots - 1)]])
       outputs = one_pass.run_block(drafter.params, one, frozen['embedding'][slots], cache)
       block = one_pass.begin(drafter.params, one, outputs, text[:, anchor : anchor + 1], 3)

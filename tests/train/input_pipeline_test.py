@@ -1,8 +1,5 @@
 import collections
 import itertools
-import json
-import os
-import zlib
 
 import jax
 import numpy as np
@@ -10,7 +7,6 @@ import pytest
 from etils import epath
 
 from common.text_files import Files
-from tests.hostile import Tally, mutated_json_text, refusal, rngs
 from train.input_pipeline import PackedText, batch_at, batch_rows, encode_documents, load_packed
 from train.text_sources import SplitByContent, is_held_out
 
@@ -76,44 +72,9 @@ def test_a_damaged_cache_is_named(cached):
         read()
     (path / name).write_bytes(content)
   read()
-  for name in ('train.bin', 'index.json'):
-    (path / name).rename(path / 'kept')
-    os.mkfifo(path / name)
-    with pytest.raises(ValueError, match=f'is damaged .*{name} is not a regular file'):
-      read()
-    (path / 'kept').rename(path / name)
-
-
-def test_a_hostile_index(cached):
-  path, read = cached
-  content = (path / 'index.json').read_text()
-  tokens = np.fromfile(path / 'train.bin', np.uint16)
-  for changes, message in (
-    ({'dtype': 'O'}, "dtype. 'uint16' or 'uint32'"),
-    ({'dtype': 'float64'}, "dtype. 'uint16' or 'uint32'"),
-    ({'num_tokens': 10**12}, 'train.bin has [0-9]+ bytes'),
-    ({'num_tokens': -1}, 'num_tokens" a whole number'),
-    ({'crc32': None}, 'index.json has no train/crc32'),
-    ({'num_bytes': 'many'}, 'num_bytes" a whole number'),
-    # Whoever changes the text can change its checksum as well.
-    ({'crc32': zlib.crc32(np.r_[np.uint16(300), tokens[1:]])}, 'train.bin has token 300, and there are 300'),
-  ):
-    index = json.loads(content)
-    index['train'] |= changes
-    (path / 'index.json').write_text(json.dumps(index))
-    if 'token 300' in message:
-      np.r_[np.uint16(300), tokens[1:]].tofile(path / 'train.bin')
-    refusal(read, path, f'is damaged .*{message}.*: delete it')
-
-
-@pytest.mark.slow
-def test_hostile_encoded_text(cached):
-  path, read = cached
-  index, tally = json.loads((path / 'index.json').read_text()), Tally(path)
-  for rng in rngs():
-    (path / 'index.json').write_bytes(mutated_json_text(index, rng))
-    tally.read(read)
-  tally.check()
+  (path / 'index.json').write_text('{"train": {"dtype": "uint16"}, "held_out": {}}')
+  with pytest.raises(ValueError, match=f'{path.name} is damaged .*num_tokens.*: delete it'):
+    read()
 
 
 def test_a_text_that_cannot_be_kept(tmp_path, corpus, tokenizer):

@@ -147,7 +147,7 @@ def test_a_damaged_checkpoint_is_one_clear_line(tmp_path, capfd, config, straigh
   shutil.copytree(straight[0], tmp_path, dirs_exist_ok=True)
   newest = tmp_path / 'checkpoints' / '12'
   (newest / 'default' / '_METADATA').write_text('{"tree')
-  wanted = '/12 is damaged .*; with --allow_fallback, training continues from step 9'
+  wanted = '/12 is damaged.*; with --allow_fallback, training continues from step 9'
   with pytest.raises(ValueError, match=wanted):
     train(config, tmp_path)
   assert 'Traceback' not in capfd.readouterr().err
@@ -157,7 +157,7 @@ def test_a_damaged_checkpoint_is_one_clear_line(tmp_path, capfd, config, straigh
   assert (outcome.step, outcome.held_out) == (12, straight[1])
   assert_same_run(tmp_path, straight[0])
   assert (tmp_path / 'damaged_checkpoints' / '12-0').is_dir()
-  assert re.search(r'/12 is damaged .*; continuing from step 9', capfd.readouterr().err)
+  assert re.search(r'/12 is damaged.*; continuing from step 9', capfd.readouterr().err)
 
 
 @pytest.mark.parametrize(('field', 'value', 'message'), [

@@ -23,23 +23,34 @@ EAGLE3_FIELDS = {
 
 
 def _feature_layers(head: layout.Described) -> tuple[int, ...]:
-  """The target's layers that a head of EAGLE-3's kind reads, numbered as in `Model.features_fn`.
+  """The target's layers that a head of EAGLE-3's kind reads, numbered as in `Model.features_fn`: i enters block i.
 
-  In an `eagle_config` numbers name blocks whose outputs are read, at the top those whose inputs are.
+  | writer | field of `config.json` | i stands for |
+  |---|---|---|
+  | EAGLE's repository | none: 2, n // 2, n - 3 of n blocks | what enters block i |
+  | speculators (EAGLE-3, P-EAGLE) and vLLM | at the top | what enters block i |
+  | SpecForge, Model-Optimizer | in `eagle_config`, the first is 1 | what leaves block i |
+  | SGLang's exports | in `eagle_config`, the first is another one | what enters block i |
+
+  In `eagle_config` the first number tells, as in SGLang (pull requests 25454 and 32334), unless the target has too few
+  blocks for that. DFlash's and DSpark's `target_layer_ids` leave blocks, see `one_pass_formats`.
   """
   num_inputs, sizes = head.shape_of('fc.weight')[1], head.sizes
   if num_inputs % sizes.width:
     raise ValueError(f'the head reads {num_inputs} numbers of the target, whose hidden states have {sizes.width}')
   nested = head.spec['eagle_config'].get('eagle_aux_hidden_state_layer_ids')
-  named = head.spec.get('eagle_aux_hidden_state_layer_ids') or (nested and [layer + 1 for layer in nested])
-  if not named and sizes.num_layers < 3:
+  named = head.spec.get('eagle_aux_hidden_state_layer_ids') or head.spec.get('aux_hidden_state_layer_ids')
+  if not named and not nested and sizes.num_layers < 3:
     raise ValueError(f'config.json does not say which layers the head reads, and the target has {sizes.num_layers}')
-  layers = tuple(named or (2, sizes.num_layers // 2, sizes.num_layers - 3))
+  layers = tuple(named or nested or layout.usual_layers(sizes))
   if num_inputs != len(layers) * sizes.width:
     raise ValueError(
       f'the head reads {num_inputs // sizes.width} hidden states of the target, and the configuration names'
       f' {len(layers)} layers: {", ".join(map(str, layers))}'
     )
+  layout.check_layer_ids(layers, sizes)
+  if not named and nested and layers[0] == 1 and max(layers) < sizes.num_layers:
+    return tuple(layer + 1 for layer in layers)
   return layers
 
 

@@ -41,6 +41,25 @@ class TargetSizes:
   num_layers: int
 
 
+def usual_layers(sizes: TargetSizes) -> tuple[int, int, int]:
+  """The layers that EAGLE-3 reads by itself; in a small target some are equal."""
+  return 2, sizes.num_layers // 2, sizes.num_layers - 3
+
+
+def check_layer_ids(layers: tuple[int, ...], sizes: TargetSizes) -> None:
+  """Refuses layers of which one is read twice, or does not stand before, between or behind the target's blocks.
+
+  Negative ones count from the output of the final norm, -1, as in `Model.features_fn`.
+  """
+  if min(layers) >= 0 and layers == usual_layers(sizes):
+    return
+  if min(layers) < -2 - sizes.num_layers or max(layers) > sizes.num_layers or len(set(layers)) < len(layers):
+    raise ValueError(
+      f'the head reads layers {", ".join(map(str, layers))} of the target; possible are different ones from 0 to'
+      f' {sizes.num_layers}'
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class Described:
   """What the files of a head say, before it is known what kind it is of, and the target that it is for."""

@@ -72,6 +72,8 @@ def _read_one_pass(head: layout.Described, **differences: Any) -> layout.Layout:
       raise ValueError(
         f'the head reads what enters layer {layer} of the target; possible are 0 to {head.sizes.num_layers - 1}'
       )
+  if differences['feature_layers']:
+    layout.check_layer_ids(differences['feature_layers'], head.sizes)
   markov, confidence = _markov(head), None
   if head.has('confidence_head.proj.weight'):
     read = head.shape_of('confidence_head.proj.weight')[1]

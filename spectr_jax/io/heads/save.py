@@ -88,7 +88,7 @@ def eagle3_spec(config: HeadConfig, vocab_size: int) -> dict[str, Any]:
     'tie_word_embeddings': False,
     'dtype': block.dtype,
   }
-  sizes = TargetSizes(vocab_size, config.target_dim, config.embedding_dim, 0)
+  sizes = TargetSizes(vocab_size, config.target_dim, config.embedding_dim, 3 + max(map(abs, config.feature_layers)))
   _check_spec('EAGLE-3', spec, config, sizes)
   return spec
 
@@ -131,7 +131,7 @@ def one_pass_spec(config: OnePassConfig, vocab_size: int) -> dict[str, Any]:
       'enable_confidence_head': config.confidence is not None,
       'confidence_head_with_markov': config.confidence != 'hidden',
     }
-  sizes = TargetSizes(vocab_size, config.target_dim, backbone.embed_dim, 1 + max(config.feature_layers))
+  sizes = TargetSizes(vocab_size, config.target_dim, backbone.embed_dim, 3 + max(map(abs, config.feature_layers)))
   _check_spec('speculators', spec, config, sizes)
   return spec
 

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import json
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -246,13 +247,13 @@ def _read_backend(folder: epath.Path, added: Mapping[str, Any]) -> Backend:
 
 
 def _ids_of(path: epath.Path, content: Mapping[str, Any], name: str, num_ids: int) -> list[int]:
-  """The ids that a field of a file has, one or several."""
+  """The ids that a field of a file has, one or several; a warning names those that are beyond the vocabulary."""
   value = content.get(name)
   ids = [] if value is None else [value] if isinstance(value, int) else value
-  for index in ids:
-    if index >= num_ids:
-      raise ValueError(f'{path}: {name} {index} is none of the {num_ids} ids that the model has')
-  return ids
+  beyond = [index for index in ids if index >= num_ids]
+  if beyond:
+    warnings.warn(f'{path}: {name} {shown(beyond)} is beyond the {num_ids} ids of the model: left out', stacklevel=3)
+  return [index for index in ids if index < num_ids]
 
 
 def load_hub_tokenizer(folder: epath.PathLike) -> HubTokenizer:
@@ -260,8 +261,9 @@ def load_hub_tokenizer(folder: epath.PathLike) -> HubTokenizer:
 
   The folder has `tokenizer.json`, and may have `tokenizer_config.json`, `special_tokens_map.json`,
   `generation_config.json`, `config.json` and `chat_template.jinja`. Text ends at the tokenizer's `eos_token` and at the
-  ids of `generation_config.json`, or of `config.json` if that says nothing. Prompts begin with the token that the rules
-  of `tokenizer.json` put in front of a text, whatever `add_bos_token` says: Transformers 5 reads them so.
+  ids of `generation_config.json`, or of `config.json` if that says nothing; ids beyond the vocabulary are left out,
+  with a warning. Prompts begin with the token that the rules of `tokenizer.json` put in front of a text, whatever
+  `add_bos_token` says: Transformers 5 reads them so.
 
   A missing or damaged file raises a `ValueError` that names it.
   """

@@ -83,10 +83,38 @@ def test_greedy_tokens_are_the_targets(tmp_path, target, name):
   np.testing.assert_array_equal(found.tokens, plain.tokens)
 
 
-def test_configurations_name_layers_in_two_ways(tmp_path, target):
-  name, fc = 'eagle_aux_hidden_state_layer_ids', {'fc.weight': np.ones((D, 2 * D), np.float32)}
-  for spec in ({name: [1, 4]}, {'eagle_config': {name: [0, 3]}}):
-    assert load_drafter(write_head(tmp_path, 'eagle3', fc, spec), target).feature_layers == (1, 4)
+_AT_TOP = 'eagle_aux_hidden_state_layer_ids'
+
+
+@pytest.mark.parametrize(
+  ('name', 'spec', 'layers'),
+  [
+    ('eagle3', {_AT_TOP: None}, (2, 2, 2)),  # EAGLE's repository, of 5 blocks
+    ('speculators', {_AT_TOP: [1, 3, 4]}, (1, 3, 4)),
+    ('speculators', {_AT_TOP: None, 'aux_hidden_state_layer_ids': [0, 2, 5]}, (0, 2, 5)),
+    ('speculators peagle', {_AT_TOP: [1, 3, 4]}, (1, 3, 4)),
+    ('eagle3', {'eagle_config': {_AT_TOP: [1, 2, 4]}}, (2, 3, 5)),  # SpecForge
+    ('eagle3', {'eagle_config': {_AT_TOP: [2, 3, 4]}}, (2, 3, 4)),  # exports of SGLang
+    ('eagle3', {'eagle_config': {_AT_TOP: [3, 4, 5]}}, (3, 4, 5)),
+    ('eagle3', {'eagle_config': {_AT_TOP: [0, 1, 2]}}, (0, 1, 2)),
+    ('eagle3', {'eagle_config': {_AT_TOP: [1, 3, 5]}}, (1, 3, 5)),  # there is no block 5
+    ('eagle3', {_AT_TOP: [2, 3, 4], 'eagle_config': {_AT_TOP: [1, 2, 3]}}, (2, 3, 4)),
+    ('dflash', {'dflash_config': _DFLASH | {'target_layer_ids': [-1, 3]}}, (0, 4)),
+    ('dspark', {'target_layer_ids': [-1, 2]}, (0, 3)),
+    ('speculators dspark', {'aux_hidden_state_layer_ids': [0, 3]}, (0, 3)),
+  ],
+)  # fmt: skip
+def test_layer_numbers_mean_what_their_writers_mean(tmp_path, target, name, spec, layers):
+  assert load_drafter(write_head(tmp_path, name, {}, spec), target).feature_layers == layers
+
+
+@pytest.mark.parametrize('ids', [[2, 3, 6], [1, 1, 3], [1, 6, 3]])
+@pytest.mark.parametrize('nested', [True, False])
+def test_layer_numbers_without_a_meaning_are_refused(tmp_path, target, ids, nested):
+  named = {_AT_TOP: ids}
+  folder = write_head(tmp_path, 'eagle3', {}, {'eagle_config': named} if nested else named)
+  message = f'the head reads layers {", ".join(map(str, ids))} of the target; possible are different ones from 0 to 5'
+  hostile.refusal(lambda: load_drafter(folder, target), folder, message)
 
 
 _BACKBONE = {
@@ -242,7 +270,7 @@ def test_medusa_heads_guess_one_token_further_each(tmp_path, target):
     ('eagle3', {'d2t': np.full(VD, V)}, {}, "d2t names tokens that are not among the target's 23"),
     ('eagle3', {'fc.weight': np.ones((D, 47), np.float32)}, {}, 'reads 47 numbers of the target, whose .* have 16'),
     ('eagle3', {'fc.weight': np.ones((D, 2 * D), np.float32)}, {}, 'reads 2 hidden states .* names 3 layers: 2, 2, 2'),
-    ('eagle3', {}, {'eagle_aux_hidden_state_layer_ids': [1, 2, 9]}, 'feature layers must be from 0 to 6'),
+    ('eagle3', {}, {'eagle_aux_hidden_state_layer_ids': [1, 2, 9]}, 'possible are different ones from 0 to 5'),
     ('eagle3', {}, {'hidden_size': None}, 'the configuration of the head has no hidden_size'),
     ('eagle3', {'d2t': None, 't2d': None}, {}, 'the head guesses 11 tokens, but the target has 23'),
     ('eagle', {}, {'bias': False}, '1 tensors too many, the first of them fc.bias'),
@@ -289,6 +317,7 @@ def test_medusa_heads_guess_one_token_further_each(tmp_path, target):
     ('dflash', {}, {'dflash_config': {'mask_token_id': MASK}}, 'the configuration of the head has no target_layer_ids'),
     ('dflash', {}, {'dflash_config': _DFLASH | {'target_layer_ids': []}}, 'feature_layers must be integers, at least'),
     ('dflash', {}, {'dflash_config': _DFLASH | {'target_layer_ids': [0, 4]}}, 'enters layer 5 of the target; possible'),
+    ('dflash', {}, {'dflash_config': _DFLASH | {'target_layer_ids': [3, 3]}}, 'are different ones from 0 to 5'),
     ('dflash', {}, {'dflash_config': _DFLASH | {'mask_token_id': V}}, "mask_id 23 is not among the target's 23 tokens"),
     ('dflash', {}, {'dflash_config': _DFLASH | {'output_multiplier': 0.5}}, 'output_multiplier 0.5 is not supported'),
     ('dflash', {}, {'layer_types': ['full_attention', 'chunked']}, "layer_types: 'chunked' is not supported"),

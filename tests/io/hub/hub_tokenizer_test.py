@@ -212,6 +212,16 @@ def test_damaged_folders_are_one_line(tmp_path, name, text, message):
   hostile.refusal(lambda: load_hub_tokenizer(folder), folder, message)
 
 
+@pytest.mark.parametrize('stops', [999, [41, 999], [999, 302, 41]])
+def test_an_end_beyond_the_vocabulary_is_left_out_with_one_warning(tmp_path, stops):
+  """Transformers decodes with such a file too, as no token has that id."""
+  folder = tiny_hub.write(tmp_path / 'model', config={'vocab_size': 302}, generation_config={'eos_token_id': stops})
+  with pytest.warns(UserWarning, match='generation_config.json: eos_token_id .* is beyond the 302 ids') as found:
+    tokenizer = load_hub_tokenizer(folder)
+  assert len(found) == 1
+  assert tokenizer.eos_ids == (() if stops == 999 else (41,))
+
+
 def _chat(backend=None, template=tiny_hub.CHAT, **parts):
   return _make(backend, chat_template=template, **parts)
 

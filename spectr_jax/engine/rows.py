@@ -1,0 +1,254 @@
+"""Rows that take one request after another while one compiled loop runs; what they hold is not read again."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Iterable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from spectr_jax.constraint import Constraint, numbered, place_of
+from spectr_jax.engine import checks
+from spectr_jax.engine.decoder import Decoder
+from spectr_jax.engine.loop import decode_rounds
+from spectr_jax.engine.reading import empty_state, forget_rows, read_rows
+from spectr_jax.engine.result import Generation, NotFiniteError
+from spectr_jax.engine.state import checked_prompts, finish
+from spectr_jax.engine.stop import StopStrings
+from spectr_jax.sampling import SamplingParams
+from spectr_jax.sharding import fetch
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+  """A prompt to continue.
+
+  Attributes:
+    name: The name of its continuation.
+    tokens: Ids, at least one.
+    key: A typed key; the continuation depends on it, the prompt and the sampling parameters alone.
+    sampling: Its own sampling parameters, scalars; None for those of all.
+    max_new_tokens: Its own limit of new tokens, at most that of all; None for that.
+    constraint: What its continuation must follow, or the number of one of the decoder's constraints, or None.
+  """
+
+  name: Hashable
+  tokens: Sequence[int]
+  key: jax.Array
+  sampling: SamplingParams | None = None
+  max_new_tokens: int | None = None
+  constraint: Constraint | int | None = None
+
+
+class Piece(NamedTuple):
+  """New tokens of a request.
+
+  Attributes:
+    row: Its row.
+    request: The request.
+    start, end: The new tokens are `Rows.result.tokens[row, start:end]`.
+    is_done: Whether these are its last ones.
+    error: What ended it, if a model's logits were not finite.
+  """
+
+  row: int
+  request: Request
+  start: int
+  end: int
+  is_done: bool
+  error: NotFiniteError | None
+
+
+class Rows:
+  """The rows of a batch, which take one request after another while one compiled loop runs.
+
+  A row keeps what it holds of its text after it has ended. A request begins with the longest prefix of its prompt that
+  any row holds, and goes to that row if it is free; the models read the rest. So the next turn of a conversation, or
+  a prompt behind a header that an earlier one had, reads what is new. Tokens do not depend on it, up to rounding.
+
+  Attributes:
+    decoder: The decoder; its constraints follow the requests'.
+    state: Between two rounds.
+    owners: The requests in progress, by row.
+    free: The rows without a request, the one that ended first in front.
+    result: All tokens so far, as NumPy arrays, of the last step.
+    num_kept: int `[B]`, tokens of each row's prompt that were not read, since a row held them.
+    num_read: The tokens of prompts that the target has read in all.
+  """
+
+  def __init__(
+    self,
+    decoder: Decoder,
+    *,
+    batch_size: int,
+    longest_prompt: int | None = None,
+    sampling: SamplingParams | None = None,
+    filters: SamplingParams | None = None,
+  ):
+    """Begins without a request.
+
+    Args:
+      decoder: Its `cache_size` holds the longest prompt and the new tokens.
+      batch_size: B, rows; with a sharding a multiple of what divides them.
+      longest_prompt: The most tokens of a prompt; None for what the caches hold.
+      sampling: Of requests that have none of their own.
+      filters: Those that requests may use without compiling the loop anew, of scalars; None for those that come.
+    """
+    self.decoder, self._sampling = decoder, sampling or SamplingParams()
+    self._longest = decoder.cache_size - int(decoder.max_new_tokens) if longest_prompt is None else longest_prompt
+    # Reading for an eighth of the rows at a time takes few programs, and not too much work for a single row.
+    self.rows_at_a_time = max(1, batch_size // 8)
+    if decoder.sharding is not None:
+      self.rows_at_a_time = decoder.sharding.round_up(self.rows_at_a_time)
+    self._is_numbered = decoder.constraints is not None
+    self._constraints: list[Constraint] = []
+    self.state = empty_state(decoder, batch_size, filters)
+    self.owners: dict[int, Request] = {}
+    self.free, self._is_new = list(range(batch_size)), True
+    self.result: Generation = fetch(dataclasses.replace(self.state.result, statistics=None))
+    # What rows hold: texts, and their lengths; the caches lack the last token.
+    self._texts, self._lengths = np.zeros((batch_size, decoder.cache_size), np.int32), np.zeros(batch_size, np.int64)
+    self._num_seen, self._is_done = np.zeros(batch_size, np.int64), np.ones(batch_size, bool)
+    self.num_kept, self.num_read = np.zeros(batch_size, np.int64), 0
+
+  def check(self, request: Request) -> Request:
+    """The request itself; ValueError if its prompt is empty or too long, or has an id that is not in the vocabulary."""
+    checks.as_ids(f'prompt {request.name}', request.tokens, self.decoder.target.vocab_size, self._longest)
+    if request.constraint is not None and isinstance(request.constraint, int) != self._is_numbered:
+      what = "the number of one of the decoder's" if self._is_numbered else 'a Constraint, as the decoder has none'
+      raise ValueError(f'prompt {request.name}: its constraint must be {what}')
+    return request
+
+  def put(self, requests: Sequence[Request]) -> None:
+    """Gives free rows to requests, several at a time, those with similar numbers of tokens to read together.
+
+    Raises:
+      ValueError: As for `check`, or there are more requests than free rows.
+    """
+    if len(requests) > len(self.free):
+      raise ValueError(f'{len(requests)} requests do not fit into {len(self.free)} free rows')
+    waiting = [(request, np.asarray(self.check(request).tokens, np.int32)) for request in requests]
+    self._add_constraints(requests)
+    waiting.sort(key=lambda each: len(each[1]) - self._held(each[1]).max())
+    batch_size = len(self._lengths)
+    # The first requests are read all together, as those of a single row always are; then there is no copy.
+    is_whole = batch_size == 1 or (self._is_new and 2 * len(requests) > batch_size)
+    size = batch_size if is_whole else self.rows_at_a_time
+    for start in range(0, len(waiting), size):
+      self._is_new = False
+      self._read(waiting[start : start + size], size, is_whole)
+
+  def _held(self, tokens: np.ndarray) -> np.ndarray:
+    """The number of tokens at the beginning of a prompt that each row holds, but for the last one, `[B]`."""
+    is_other = self._texts[:, : len(tokens)] != tokens
+    shared = np.where(is_other.any(axis=1), is_other.argmax(axis=1), len(tokens))
+    return np.clip(np.minimum(shared, self._lengths - 1), 0, len(tokens) - 1)
+
+  def _places(self, prompts: Sequence[np.ndarray]) -> list[tuple[int, int, int]]:
+    """For each prompt a free row, the row that holds the most of it, and how much that is."""
+    held, free = [self._held(tokens) for tokens in prompts], list(self.free)
+    places: list[tuple[int, int, int]] = [(0, 0, 0)] * len(prompts)
+    # The row itself if it is free, before it is taken for another prompt; of equal ones that which ended first.
+    order = [*self.free, *self.owners]
+    for i in sorted(range(len(prompts)), key=lambda i: -held[i].max()):
+      source = max(order, key=lambda row: (held[i][row], row in free))
+      row = source if source in free else free[0]
+      if not held[i][source]:
+        source = row = free[0]
+      free.remove(row)
+      places[i] = row, source, int(held[i][source])
+    return places
+
+  def _read(self, waiting: Sequence[tuple[Request, np.ndarray]], size: int, is_whole: bool) -> None:
+    requests, prompts = zip(*waiting, strict=True)
+    rows, sources, kept = np.array(self._places(prompts)).T
+    num_more = size - len(waiting)
+    none = np.arange(len(waiting), size) if is_whole else np.full(num_more, len(self._lengths))
+    # Entries without a request fill the shape. They repeat the last one.
+    filled, lengths = [*requests, *[requests[-1]] * num_more], np.array([len(each) for each in prompts])
+    tokens = np.zeros((size, self._longest), np.int32)
+    for row, each in zip(tokens, [*prompts, *[prompts[-1]] * num_more]):
+      row[: len(each)] = each
+    limit = int(self.decoder.max_new_tokens)
+    limits = [limit if each.max_new_tokens is None else each.max_new_tokens for each in filled]
+    numbers = [
+      each.constraint if isinstance(each.constraint, int) else place_of(each.constraint, self._constraints)
+      for each in filled
+    ]
+    padded_lengths, padded_kept = (np.pad(x, (0, num_more), 'edge') for x in (lengths, kept))
+    checked = checked_prompts(
+      self.decoder,
+      jnp.stack([each.key for each in filled]),
+      tokens,
+      padded_lengths,
+      SamplingParams.of_rows([each.sampling or self._sampling for each in filled]),
+      np.array(limits),
+      like=self.state.sampling,
+      constraint=np.array(numbers, np.int32),
+      width=self.decoder.cache_size,
+    )
+    places = np.append(rows, none), np.append(sources, none)
+    self.state = read_rows(self.decoder, self.state, *places, checked, padded_lengths, padded_kept)
+    if is_whole and num_more:
+      self.state = finish(self.decoder, self.state, none)
+    for row, request, each in zip(rows.tolist(), requests, prompts):
+      self._texts[row, : len(each)] = each
+      self.owners[row] = request
+      self.free.remove(row)
+    self._lengths[rows], self._num_seen[rows], self._is_done[rows] = lengths, 0, False
+    self.num_kept[rows] = kept
+    self.num_read += int((lengths - 1 - kept).sum())
+
+  def _add_constraints(self, requests: Sequence[Request]) -> None:
+    """Makes tables for the constraints of requests that have come, beside those of the rows in progress."""
+    new = [each.constraint for each in requests if isinstance(each.constraint, Constraint)]
+    if all(place_of(each, self._constraints) >= 0 for each in new):
+      return
+    used = [each.constraint for each in self.owners.values() if isinstance(each.constraint, Constraint)]
+    constraints, _ = numbered([*used, *new], len(used) + len(new))
+    decoder = self.decoder.with_constraints(constraints, keeps_sizes=True)
+    self.state = decoder.adopt(self.state, self.decoder, [place_of(each, constraints) for each in self._constraints])
+    self.decoder, self._constraints = decoder, constraints
+
+  def step(self, num_rounds: int | None = 1, *, stop: StopStrings | None = None) -> list[Piece]:
+    """Runs up to so many rounds, or without a limit; the requests with new tokens, or that have come to their end.
+
+    A request whose logits are not finite ends by itself. The rows of requests that are done stay theirs until `end`.
+
+    Args:
+      num_rounds: As for `decode_rounds`.
+      stop: Texts that end requests, or None: the token that completes one is a request's last.
+    """
+    self.state = decode_rounds(self.decoder, self.state, num_rounds)
+    result, is_done = fetch((dataclasses.replace(self.state.result, statistics=None), self.state.is_done))
+    self.result, self._is_done = result, np.array(is_done)
+    if result.failures.any():
+      self.state = forget_rows(self.decoder, self.state, result.failures != 0)
+    pieces = []
+    for row, request in self.owners.items():
+      start, end, is_over = int(self._num_seen[row]), int(result.lengths[row]), bool(is_done[row])
+      failure = int(result.failures[row])
+      error = self.decoder.error(row, int(result.num_target_calls[row]), failure) if failure else None
+      if stop is not None and (found := stop.find(result.tokens[row, :end], start)) is not None:
+        end, is_over = found.num_tokens, True
+      if error is None and end == start and not is_over:
+        continue
+      at, self._num_seen[row] = self._lengths[row], end
+      if error is None:
+        self._texts[row, at : at + end - start] = result.tokens[row, start:end]
+      self._lengths[row] = at + end - start if error is None else 0
+      pieces.append(Piece(row, request, start, end, is_over or error is not None, error))
+    return pieces
+
+  def end(self, rows: Iterable[int]) -> None:
+    """Ends requests, done or not, and frees their rows, which keep what they hold."""
+    rows = list(rows)
+    if running := [row for row in rows if not self._is_done[row]]:
+      self.state = finish(self.decoder, self.state, running)
+      self._is_done[running] = True
+    for row in rows:
+      del self.owners[row]
+      self.free.append(row)
