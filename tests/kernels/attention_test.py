@@ -38,7 +38,7 @@ def _inputs(
     array(batch_size, num_kv_heads, head_dim, num_new),
     array(batch_size, num_kv_heads, num_new, head_dim),
     jnp.asarray(mask),
-    (*prefix, jnp.asarray(visible)),
+    (*prefix, jnp.asarray(visible), jnp.zeros((batch_size, num_queries), jnp.int32)),
   )
 
 
@@ -81,7 +81,7 @@ _SIZES = {
 def test_is_attention(sizes, has_window, soft_cap):
   query, new_keys, new_values, mask, prefix = inputs = _inputs(batch_size=3, has_window=has_window, **sizes)
   kernel = functools.partial(attend_by_kernel, soft_cap=soft_cap, interpret=True)
-  found = kernel(query, new_keys, new_values, mask, *prefix)
+  found = kernel(query, new_keys, new_values, mask, *prefix[:3])
   assert found.shape == query.shape
   assert found.dtype == query.dtype
   expected = _in_float64(*inputs, soft_cap)
@@ -93,7 +93,7 @@ def test_is_attention(sizes, has_window, soft_cap):
 def test_unused_slots_are_not_read():
   """Also where the slots of a row end within a block."""
   sizes = dict(num_queries=2, num_heads=2, num_kv_heads=1, head_dim=16, num_new=4, num_slots=200)
-  query, new_keys, new_values, mask, (keys, values, visible) = _inputs(batch_size=3, **sizes)
+  query, new_keys, new_values, mask, (keys, values, visible, _) = _inputs(batch_size=3, **sizes)
   is_far = np.arange(200) >= 128  # the third row uses 66 slots, two blocks of 64
   keys, values = jnp.where(is_far, jnp.nan, keys), jnp.where(is_far[:, None], jnp.nan, values)
   found = attend_by_kernel(query, new_keys, new_values, mask, keys, values, visible, soft_cap=None, interpret=True)
@@ -129,7 +129,7 @@ def test_which_heads_it_takes(head_dim, query_dtype, cache_dtype, is_taken):
 def test_attention_over_a_cache_is_a_kernel_on_gpus(platform, dtype, has_prefix, has_kernel):
   query, new_keys, new_values, mask, prefix = _inputs(batch_size=3, **_SIZES['a tree of grouped heads'])
   arrays = [x.astype(dtype) for x in (query, new_keys, new_values)]
-  prefix = (*(x.astype(dtype) for x in prefix[:2]), prefix[2])
+  prefix = (*(x.astype(dtype) for x in prefix[:2]), *prefix[2:])
 
   def attend(*arrays):
     return attention.attend(*arrays, mask[:1], prefix if has_prefix else None, soft_cap=2.0)
@@ -151,7 +151,7 @@ def test_can_be_lowered_for_gpus_that_are_not_there():
     query, new_keys, new_values, mask, prefix = _inputs(batch_size=2, **sizes)
     attend = jax.jit(functools.partial(attend_by_kernel, soft_cap=2.0))
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
-      traced = attend.trace(query, new_keys, new_values, mask, *prefix)
+      traced = attend.trace(query, new_keys, new_values, mask, *prefix[:3])
       assert 'triton' in traced.lower(lowering_platforms=('cuda',)).as_text()
 
 
@@ -187,11 +187,11 @@ def test_slots_that_no_query_sees_are_not_visited(monkeypatch):
   """NaN behind the committed tokens of the longest row, but for the last block with any of them."""
   monkeypatch.setattr(attention, '_BLOCK_SLOTS', 7)
   inputs = _inputs(**_RAGGED, dtype='float32', lengths=(0, 5, 9))
-  query, keys, values, mask, (old_keys, old_values, slots) = inputs
+  query, keys, values, mask, (old_keys, old_values, slots, places) = inputs
   bad = jnp.arange(21) >= 14
   old_keys = jnp.where(bad, jnp.nan, old_keys)
   old_values = jnp.where(bad[:, None], jnp.nan, old_values)
-  found = attention._attend_in_blocks(query, keys, values, mask, (old_keys, old_values, slots), soft_cap=None)
+  found = attention._attend_in_blocks(query, keys, values, mask, (old_keys, old_values, slots, places), soft_cap=None)
   assert np.isfinite(found).all()
 
 
@@ -237,20 +237,21 @@ def forms():
 
 
 @pytest.mark.skipif(native.form() is None, reason=f'no products in C++: {native.why_not()}')
+@pytest.mark.parametrize('soft_cap', [None, 1.5])
 @pytest.mark.parametrize('has_window', [False, True])
 @pytest.mark.parametrize('sizes', _SIZES.values(), ids=_SIZES)
-def test_attention_in_c_is_that_of_every_query(forms, sizes, has_window):
+def test_attention_in_c_is_that_of_every_query(forms, sizes, has_window, soft_cap):
   """In float32, whatever type queries have; a row does not depend on those beside it, up to rounding of a tile."""
   inputs = _inputs(batch_size=3, dtype='float32', cache_dtype='float32', has_window=has_window, **sizes)
-  expected = _in_float64(*inputs, None)
+  expected = _in_float64(*inputs, soft_cap)
   num_forms = 0
   for _ in forms:
-    assert attention.tree_attention.form_for(*inputs, soft_cap=None).__name__ == '_attend_natively'
-    found = np.asarray(attention.tree_attention(*inputs, soft_cap=None))
+    assert attention.tree_attention.form_for(*inputs, soft_cap=soft_cap).__name__ == '_attend_natively'
+    found = np.asarray(attention.tree_attention(*inputs, soft_cap=soft_cap))
     np.testing.assert_allclose(found, expected, atol=5e-6)
     *arrays, prefix = inputs
     row = [array[1:2] for array in arrays], tuple(array[1:2] for array in prefix)
-    np.testing.assert_array_equal(attention.tree_attention(*row[0], row[1], soft_cap=None), found[1:2])
+    np.testing.assert_array_equal(attention.tree_attention(*row[0], row[1], soft_cap=soft_cap), found[1:2])
     num_forms += 1
   assert num_forms
 
@@ -271,14 +272,14 @@ def test_attention_in_c_keeps_nan_and_large_scores(forms):
 
 
 def test_attention_in_c_takes_what_it_can():
-  """Not a bound on scores, bfloat16 caches, narrow heads, or what a mesh divides."""
+  """Not bfloat16 caches, narrow heads, or what a mesh divides."""
   sizes = dict(batch_size=1, num_queries=2, num_heads=2, num_kv_heads=1, num_new=2, num_slots=8, dtype='float32')
 
-  def is_native(*, head_dim=16, soft_cap=None, cache_dtype='float32'):
+  def is_native(*, head_dim=16, cache_dtype='float32'):
     inputs = _inputs(head_dim=head_dim, cache_dtype=cache_dtype, **sizes)
-    return attention.tree_attention.form_for(*inputs, soft_cap=soft_cap).__name__ == '_attend_natively'
+    return attention.tree_attention.form_for(*inputs, soft_cap=None).__name__ == '_attend_natively'
 
   assert is_native() == (native.form() is not None)
-  assert not any([is_native(head_dim=8), is_native(soft_cap=2.0), is_native(cache_dtype='bfloat16')])
+  assert not any([is_native(head_dim=8), is_native(cache_dtype='bfloat16')])
   with native.disabled():
     assert not is_native()
