@@ -283,3 +283,51 @@ def test_attention_in_c_takes_what_it_can():
   assert not any([is_native(head_dim=8), is_native(cache_dtype='bfloat16')])
   with native.disabled():
     assert not is_native()
+
+
+@pytest.mark.skipif(native.form() is None, reason=f'no products in C++: {native.why_not()}')
+@pytest.mark.parametrize('soft_cap', [None, 2.0])
+@pytest.mark.parametrize('window', [None, 3, 200])
+@pytest.mark.parametrize('length', [1, 11, 250, 509, 520])
+def test_attention_in_c_is_a_function_of_the_text_to_the_bit(forms, length, window, soft_cap):
+  """The last of a text's tokens, read alone, behind others of its call, as a node of a tree, or in a longer cache."""
+  rng = np.random.default_rng(length)
+  num_heads, num_kv_heads, width = 6, 2, 32
+
+  def array(*shape):
+    return rng.normal(size=shape).astype(np.float32)
+
+  keys, values, query = array(num_kv_heads, width, length), array(num_kv_heads, length, width), array(num_heads, width)
+
+  def attend(num_pending, num_others, cache_size):
+    """With the last tokens of the text pending, in order among other ones that are not of it."""
+    num_kept, num_new = length - num_pending, num_pending + num_others
+    at = np.sort(rng.permutation(num_new)[:num_pending]) if num_others else np.arange(num_pending)
+    new_keys, new_values = array(1, num_kv_heads, width, num_new), array(1, num_kv_heads, num_new, width)
+    new_keys[0, :, :, at] = np.moveaxis(keys[:, :, num_kept:], 2, 0)
+    new_values[0, :, at] = np.moveaxis(values[:, num_kept:], 1, 0)
+    old_keys, old_values = array(1, num_kv_heads, width, cache_size), array(1, num_kv_heads, cache_size, width)
+    old_keys[0, :, :, :num_kept], old_values[0, :, :num_kept] = keys[:, :, :num_kept], values[:, :num_kept]
+    queries = array(1, num_new, num_heads, width)
+    node = at[-1]
+    queries[0, node] = query
+    mask = rng.random((1, num_new, num_new)) < 0.3
+    mask[:, np.arange(num_new), np.arange(num_new)] = True
+    is_near = np.arange(length)[::-1] < (length if window is None else window)
+    mask[0, node] = False
+    mask[0, node, at] = is_near[num_kept:]
+    visible = np.zeros((1, num_new, cache_size), bool)
+    visible[..., :num_kept] = True  # others see all
+    visible[0, node, :num_kept] = is_near[:num_kept]
+    places = rng.integers(num_kept, num_kept + num_new, (1, num_new)).astype(np.int32)
+    places[0, node] = length - 1
+    prefix = old_keys, old_values, visible, places
+    arrays = jax.tree.map(jnp.asarray, (queries, new_keys, new_values, mask, prefix))
+    return np.asarray(attention.tree_attention(*arrays, soft_cap=soft_cap))[0, node]
+
+  for _ in forms:
+    expected = attend(1, 0, length)
+    assert np.isfinite(expected).all()
+    for num_pending in {1, min(2, length), min(9, length), min(length, 70)}:
+      for num_others, cache_size in ((0, 1024), (3, length + 5), (40, 700)):
+        np.testing.assert_array_equal(attend(num_pending, num_others, max(cache_size, length)), expected)
