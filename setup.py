@@ -10,7 +10,8 @@ from setuptools.errors import CompileError
 
 _SOURCES = pathlib.Path('spectr_jax/kernels/native')
 _HEADERS = [
-  str(_SOURCES / name) for name in ('attention.h', 'blocks.h', 'blocks_avx512.h', 'norms.h', 'panels.h', 'product.h', 'steps.h')
+  str(_SOURCES / name)
+  for name in ('attention.h', 'blocks.h', 'blocks_avx512.h', 'norms.h', 'panels.h', 'product.h', 'steps.h')
 ]
 # Flags of each form; nothing else in its file is compiled for its processors.
 _FLAGS = {

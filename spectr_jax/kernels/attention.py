@@ -13,8 +13,8 @@ from spectr_jax.kernels.dispatch import launch, operation
 from spectr_jax.kernels.products import accumulation_dtype
 from spectr_jax.sharding import dividing_axes
 
-# Keys `[B, K, head_dim, S]` and values `[B, K, S, head_dim]` of a committed prefix, bool `[B, 1 or N, S]`, the slots that
-# each query sees, and int32 `[B, N]`, the slot that each query's own token will take.
+# Keys `[B, K, head_dim, S]` and values `[B, K, S, head_dim]` of a committed prefix; bool `[B, 1 or N, S]`, the slots
+# that each query sees; and int32 `[B, N]`, the slot that each query's own token will take.
 Prefix: TypeAlias = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 Rotation: TypeAlias = tuple[jax.Array, jax.Array]  # sines and cosines `[B, N, 1, F]`
 _BLOCK_SLOTS = 256  # slots of a cache that a CPU's attention of many queries visits at a time

@@ -30,8 +30,7 @@ from spectr_jax.kernels.products import MANY_TOKENS, int8_product, multiply
 
 # The name of the products that become one, by theirs.
 JOINED = {('q', 'k', 'v'): 'qkv', ('gate', 'up'): 'gate_up'}
-# Numbers of a kernel of 16 or 8 bits. Smaller ones are multiplied faster than a call is made; in float32 XLA multiplies
-# by all that stay in the caches faster.
+# Numbers of a kernel. Smaller ones are multiplied faster than a call is made.
 _LEAST_PACKED = 2**13
 MOST_DOUBLED = 2**31  # bytes of kernels that a model keeps in both orders; with more, it keeps them in their own
 
@@ -63,6 +62,14 @@ class PackedKernel:
   def shape(self) -> tuple[int, ...]:
     """`(in, out)`."""
     return (math.prod(self.panels.shape[1:]) // native.PANEL, self.num_out)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class OrderedGain:
+  """The gain of a norm whose sums have one order, those of `native.norm`."""
+
+  values: jax.Array  # float32 `[D]`
 
 
 Kernel: TypeAlias = jax.Array | Int8Kernel | BlockKernel | TransposedKernel | PackedKernel
@@ -170,6 +177,8 @@ def _with_output_head(params):
     head = Int8Kernel(embedding.values.T, embedding.scale, 1 - embedding.channel_axis)
     is_own = 'unembedding' in params or not _is_packed(head)
     return kernels_for_decoding(params if is_own else {'unembedding': head, **params})
+  if not is_in_blocks(embedding) and embedding.dtype == jnp.float32 and _is_packed(embedding):
+    return kernels_for_decoding({'unembedding': embedding.T, **params})
   if is_in_blocks(embedding) or embedding.dtype != jnp.bfloat16:
     return kernels_for_decoding(params)
   head, bits = _head_and_bits(embedding)
@@ -211,10 +220,17 @@ def _packed(kernel: jax.Array | Int8Kernel) -> PackedKernel:
   return PackedKernel(native.pack(values), values.shape[1], kernel.scale if isinstance(kernel, Int8Kernel) else None)
 
 
+def _is_gain(keys: Any, node: Any) -> bool:
+  """Whether a parameter is the gain of a norm for `native`: it is whole on one device, of at most 32 bits."""
+  if keys[-1].key != 'gain' or not isinstance(node, jax.Array) or isinstance(node, Tracer) or len(node.devices()) > 1:
+    return False
+  return node.dtype != jnp.float64 and native.form() is not None
+
+
 @kernels_for_decoding.form('cpu')
 def _converted_for_cpu(params: Mapping[str, Any]) -> Mapping[str, Any]:
   def is_whole(node):
-    return is_int8(node) or isinstance(node, (BlockKernel, TransposedKernel, PackedKernel))
+    return is_int8(node) or isinstance(node, (BlockKernel, TransposedKernel, PackedKernel, OrderedGain))
 
   def is_product(keys, node):
     if isinstance(node, (BlockKernel, TransposedKernel, PackedKernel)) or keys[-1].key not in ('kernel', 'unembedding'):
@@ -222,14 +238,14 @@ def _converted_for_cpu(params: Mapping[str, Any]) -> Mapping[str, Any]:
     return len(node.shape) == 2
 
   def is_packed(keys, node):
-    is_wide = getattr(node, 'dtype', None) == jnp.float32
-    least = products.LARGE if is_wide else min(products.LARGE, _LEAST_PACKED)
-    return is_product(keys, node) and node.size >= least and _is_packed(node)
+    return is_product(keys, node) and node.size >= min(products.LARGE, _LEAST_PACKED) and _is_packed(node)
 
   def is_slow(keys, node):
     return is_product(keys, node) and node.size >= products.LARGE and not is_packed(keys, node)
 
   def convert(keys, node):
+    if _is_gain(keys, node):
+      return OrderedGain(node.astype(jnp.float32))
     if is_packed(keys, node):
       return _packed(node)
     if not is_slow(keys, node):

@@ -46,9 +46,7 @@ def linears(params: Mapping[str, Any], names: tuple[str, ...], x: jax.Array, wid
 
 
 def _rms_norm(params, x, config):
-  return layers.rms_norm(
-    x, params['gain'].astype(accumulation_dtype(x.dtype)) + config.gain_offset, epsilon=config.norm_epsilon
-  )
+  return layers.rms_norm(x, params['gain'], epsilon=config.norm_epsilon, offset=config.gain_offset)
 
 
 def norm(params: Mapping[str, Any], x: jax.Array, config: CausalLMConfig) -> jax.Array:

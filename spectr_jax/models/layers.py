@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from spectr_jax.kernels import native
 from spectr_jax.kernels.attention import Rotation
 from spectr_jax.kernels.block_kernel import BlockKernel, is_in_blocks
 from spectr_jax.kernels.int8 import Int8Kernel, is_int8
-from spectr_jax.kernels.matrices import matmul
+from spectr_jax.kernels.matrices import OrderedGain, matmul
 from spectr_jax.kernels.products import accumulation_dtype, inverse_root
 
 
@@ -28,15 +29,26 @@ def take_rows(embedding: jax.Array | Int8Kernel | BlockKernel, rows: jax.Array) 
   return jax.lax.bitcast_convert_type(taken, jnp.bfloat16) if taken.dtype == jnp.uint16 else taken
 
 
-def rms_norm(x: jax.Array, gain: jax.Array, *, epsilon: float = 1e-6) -> jax.Array:
-  """Root-mean-square norm of `x` `[..., D]` with gains `[D]`, in float32 or wider; NaN where squares overflow."""
+def rms_norm(x: jax.Array, gain: jax.Array | OrderedGain, *, epsilon: float = 1e-6, offset: float = 0.0) -> jax.Array:
+  """Root-mean-square norm of `x` `[..., D]` with gains `[D]` and an offset of all, in float32 or wider; NaN where
+  squares overflow.
+  """
+  if isinstance(gain, OrderedGain):
+    return _ordered_norm(x, gain.values + offset if offset else gain.values, None, epsilon)
   wide = x.astype(accumulation_dtype(x.dtype))
   scale = inverse_root(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + epsilon)
-  return (wide * scale * gain).astype(x.dtype)
+  return (wide * scale * (gain.astype(wide.dtype) + offset)).astype(x.dtype)
 
 
-def layer_norm(x: jax.Array, gain: jax.Array, bias: jax.Array, *, epsilon: float) -> jax.Array:
+def _ordered_norm(x, gain, bias, epsilon):
+  """A norm in float32 whose result does not depend on the rows beside it, to the bit."""
+  return native.norm(x.reshape(-1, x.shape[-1]), gain, bias, epsilon=epsilon).reshape(x.shape)
+
+
+def layer_norm(x: jax.Array, gain: jax.Array | OrderedGain, bias: jax.Array, *, epsilon: float) -> jax.Array:
   """Layer norm of `x` `[..., D]` with gains and biases `[D]`, in float32 or wider; NaN where squares overflow."""
+  if isinstance(gain, OrderedGain):
+    return _ordered_norm(x, gain.values, bias.astype(jnp.float32), epsilon)
   wide = x.astype(accumulation_dtype(x.dtype))
   centered = wide - jnp.mean(wide, axis=-1, keepdims=True)
   scale = inverse_root(jnp.mean(jnp.square(centered), axis=-1, keepdims=True) + epsilon)
