@@ -37,6 +37,24 @@ def accumulation_dtype(dtype: DTypeLike) -> jnp.dtype:
   return jnp.promote_types(dtype, jnp.float32)
 
 
+@operation
+def rounded(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+  """`x` in a type of activations. It is rounded once on CPUs, however XLA joins what stands before and behind."""
+  return x.astype(dtype)
+
+
+@rounded.form('cpu', takes=lambda x, dtype: x.dtype == jnp.float32 and jnp.dtype(dtype) == jnp.bfloat16)
+def _rounded_for_certain(x, dtype):
+  # XLA leaves out a conversion to bfloat16 and back where both meet in one loop, which depends on the rows of a call.
+  return jax.lax.reduce_precision(x, 8, 7).astype(dtype)
+
+
+def sum_of(x: jax.Array, y: jax.Array) -> jax.Array:
+  """`x + y` of one type, added in float32 or wider and rounded once."""
+  wide = accumulation_dtype(x.dtype)
+  return rounded(x.astype(wide) + y.astype(wide), x.dtype)
+
+
 def inverse_root(variance: jax.Array) -> jax.Array:
   """`rsqrt` for norms: NaN where the variance has overflowed, since 0 would make numbers out of range look sound."""
   return jnp.where(variance < jnp.inf, jax.lax.rsqrt(variance), jnp.nan)

@@ -18,7 +18,7 @@ from spectr_jax.kernels.block_kernel import is_in_blocks
 from spectr_jax.kernels.dispatch import operation
 from spectr_jax.kernels.layouts import heads_in_order
 from spectr_jax.kernels.matrices import JOINED, matmul, params_for_decoding
-from spectr_jax.kernels.products import accumulation_dtype
+from spectr_jax.kernels.products import accumulation_dtype, rounded, sum_of
 from spectr_jax.kernels.tpu import fused_layers
 from spectr_jax.model import KVCache, Model, ModelOutput, slots_of
 from spectr_jax.models import functions, layers
@@ -32,7 +32,7 @@ from spectr_jax.sharding import CAUSAL_LM_RULES
 def linear(params: Mapping[str, Any], x: jax.Array) -> jax.Array:
   """The product of `x` `[..., in]` with `kernel` `[in, out]`, and perhaps `bias` `[out]`, in the dtype of `x`."""
   out = matmul(x, params['kernel'])
-  return (out + params['bias'] if 'bias' in params else out).astype(x.dtype)
+  return rounded(out + params['bias'] if 'bias' in params else out, x.dtype)
 
 
 def linears(params: Mapping[str, Any], names: tuple[str, ...], x: jax.Array, widths: Sequence[int]) -> list[jax.Array]:
@@ -128,7 +128,7 @@ def mlp(params, config: CausalLMConfig, x: jax.Array) -> jax.Array:
   def activation(products):
     # Rounded once, as in PyTorch. To round after each of its operations takes CPUs longer than these.
     wide = products.astype(accumulation_dtype(products.dtype))
-    return ACTIVATIONS[config.activation](wide).astype(products.dtype)
+    return rounded(ACTIVATIONS[config.activation](wide), products.dtype)
 
   if config.is_gated:
     gate, up = linears(params, ('gate', 'up'), x, [config.mlp_dim] * 2)
@@ -162,14 +162,17 @@ def block(
   attended, keys, values = attention(
     params['attention'], config, layer, normed, rotation, visible, cache, mix_fn=mix_fn
   )
-  after = x + post('attention', attended)
+  after = sum_of(x, post('attention', attended))
   normed = norm(params['mlp_norm'], x if config.is_parallel else after, config)
-  return after + post('mlp', mlp(params['mlp'], config, normed)), keys, values
+  return sum_of(after, post('mlp', mlp(params['mlp'], config, normed))), keys, values
 
 
 def _embed(params, tokens, *, config):
   x = layers.take_rows(params['embedding'], tokens).astype(config.dtype)
-  return x if config.embedding_scale == 1 else x * jnp.asarray(config.embedding_scale, x.dtype)
+  if config.embedding_scale == 1:
+    return x
+  wide = accumulation_dtype(x.dtype)
+  return rounded(x.astype(wide) * jnp.asarray(config.embedding_scale, x.dtype).astype(wide), x.dtype)
 
 
 def _unembed(params, features, *, config):
@@ -196,7 +199,7 @@ def streams_of(
   x = constrain_fn(_embed(params, tokens, config=config))
   if config.rope is None:
     # Padding may stand at any position; a missing one would embed as NaN.
-    x += jnp.take(params['position_embedding'], positions, axis=0, mode='clip')
+    x = sum_of(x, jnp.take(params['position_embedding'], positions, axis=0, mode='clip').astype(x.dtype))
   visible = {
     window: (visible_tokens(window, mask), cache and visible_slots(window, positions, cache), positions)
     for window in {config.window(layer) for layer in range(config.num_layers)}

@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
+from spectr_jax.kernels.products import sum_of
 from spectr_jax.model import KVCache
 from spectr_jax.models import causal_lm
 from spectr_jax.models.causal_lm_config import CausalLMConfig, check_sizes
@@ -212,8 +213,8 @@ def _first_block(
     x = causal_lm.norm(params['attention_norm'], x, block)
   rotation = causal_lm.rotation_of(block.rope_of(0), positions)
   mixed, kept = attend_fn(*causal_lm.project(params['attention'], block, x, rotation))
-  x = residual + causal_lm.linear(params['attention']['out'], mixed.reshape(*x.shape[:2], -1))
-  return x + causal_lm.mlp(params['mlp'], block, causal_lm.norm(params['mlp_norm'], x, block)), kept
+  x = sum_of(residual, causal_lm.linear(params['attention']['out'], mixed.reshape(*x.shape[:2], -1)))
+  return sum_of(x, causal_lm.mlp(params['mlp'], block, causal_lm.norm(params['mlp_norm'], x, block))), kept
 
 
 def _finish(params: Mapping[str, Any], config: HeadConfig, x: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -16,7 +16,7 @@ from spectr_jax.kernels.attention import Rotation
 from spectr_jax.kernels.block_kernel import BlockKernel, is_in_blocks
 from spectr_jax.kernels.int8 import Int8Kernel, is_int8
 from spectr_jax.kernels.matrices import OrderedGain, matmul
-from spectr_jax.kernels.products import accumulation_dtype, inverse_root
+from spectr_jax.kernels.products import accumulation_dtype, inverse_root, rounded
 
 
 def take_rows(embedding: jax.Array | Int8Kernel | BlockKernel, rows: jax.Array) -> jax.Array:
@@ -60,7 +60,7 @@ def rotate(x: jax.Array, rotation: Rotation) -> jax.Array:
   sin, cos = rotation
   width = 2 * sin.shape[-1]
   first, second = jnp.split(x[..., :width].astype(accumulation_dtype(x.dtype)), 2, axis=-1)
-  rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+  rotated = rounded(jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1), x.dtype)
   return rotated if width == x.shape[-1] else jnp.concatenate([rotated, x[..., width:]], axis=-1)
 
 
