@@ -41,7 +41,7 @@ def test_format(path, notebook):
   assert text == nbformat.writes(notebook) + '\n'
   # Named by hand: they stay when a notebook is run again.
   assert all(re.fullmatch(r'[a-z]+(-[a-z]+)*', cell.id) for cell in notebook.cells)
-  assert not re.search(r'.*(/(home|root|Users|tmp|work|content)/|[A-Z]:\\\\Users).*', text)
+  assert not re.search(r'/(home|root|Users|tmp|work|content)/|[A-Z]:\\\\Users', text)
   for source in execute.code_of(notebook):
     ast.parse(source)
     assert max(map(len, source.splitlines())) <= 120
@@ -69,15 +69,16 @@ def _printed(notebook):
 
 
 def test_what_is_stored_gains(path, notebook):
-  """Every table of speeds shows a gain; in the notebook that is read first nothing is slower than without a draft."""
+  """What is read first has no slower rows; a pair that anybody trains may have, and is told so below its table."""
   said = _printed(notebook)
   tables = re.split(r'^autoregressive .* 1\.00x +- *$', said, flags=re.MULTILINE)[1:]
   assert len(tables) == (path.stem in ('quickstart', 'train_pair'))
   for table in tables:
     gains = [float(value) for value in re.findall(r' (\d+\.\d\d)x\b', table)]
     assert len(gains) == 3
-    assert max(gains) > 1
     assert path.stem != 'quickstart' or min(gains) > 1
+    assert ('Nothing gains here' in said) == (max(gains) <= 1)
+    assert said.count(' is slower here') == sum(gain < 1 for gain in gains)
   if path.stem == 'real_models':
     speeds = {name: float(value) for name, value in re.findall(r'^(\w+) +\d.* call +([\d.]+) tokens/s$', said, re.M)}
     assert list(speeds) == ['autoregressive', 'speculative', 'block']
