@@ -11,7 +11,9 @@ from setuptools.errors import CompileError
 _SOURCES = pathlib.Path('spectr_jax/kernels/native')
 _HEADERS = [
   str(_SOURCES / name)
-  for name in ('attention.h', 'blocks.h', 'blocks_avx512.h', 'norms.h', 'panels.h', 'product.h', 'steps.h')
+  for name in (
+    'attention.h', 'blocks.h', 'blocks_avx512.h', 'norms.h', 'panels.h', 'product.h', 'softmax.h', 'steps.h', 'threads.h'
+  )
 ]
 # Flags of each form; nothing else in its file is compiled for its processors.
 _FLAGS = {
@@ -20,6 +22,7 @@ _FLAGS = {
   'form_avx512_vnni.cc': ['-mavx512f', '-mavx512bw', '-mavx512vl', '-mavx512vnni', '-mfma', '-mf16c'],
   'form_avx512_bf16.cc': ['-mavx512f', '-mavx512bw', '-mavx512vl', '-mavx512bf16', '-mfma'],
   'products.cc': [],
+  'rounds.cc': [],
 }
 
 

@@ -128,12 +128,12 @@ class KVCache:
     offsets = jnp.arange(depth)
     slots = jnp.where(offsets < num_committed[:, None], self.lengths[:, None] + offsets, size)
 
-    def keep(arrays, pending, axis):
-      return tuple(write_slots(*layer, path, slots, axis) for layer in zip(arrays, pending, strict=True))
-
+    num_layers = len(self.keys)
+    arrays, pending = (*self.keys, *self.values), (*self.pending_keys, *self.pending_values)
+    written = write_slots(arrays, pending, path, slots, [3] * num_layers + [2] * num_layers)
     return KVCache(
-      keys=keep(self.keys, self.pending_keys, 3),
-      values=keep(self.values, self.pending_values, 2),
+      keys=tuple(written[:num_layers]),
+      values=tuple(written[num_layers:]),
       lengths=jnp.minimum(self.lengths + num_committed, size),
       pending_keys=(),
       pending_values=(),
@@ -168,6 +168,7 @@ def cache_partition_specs(cache: Any) -> Any:
 # For messages about a model that fails, and does not say for which texts it was made.
 NO_LIMIT = 'a model that takes texts up to some length only must state it as context_length, and this one states none'
 
+NETWORK = 'network'  # the scope of a model's calls in compiled programs
 PREFILL_CHUNK = 128  # prompt tokens per call; attention's memory grows with their product with the cache's size
 
 
@@ -228,7 +229,8 @@ class Model:
       mask: bool `[N, M]` or `[B, N, M]`, the pending tokens that each token attends to; see `apply_fn`.
       cache: The cache, with the tokens of earlier calls of the round pending.
     """
-    return self.apply_fn(self.params, tokens, positions, mask, cache)
+    with jax.named_scope(NETWORK):
+      return self.apply_fn(self.params, tokens, positions, mask, cache)
 
   def with_features(self, layers: tuple[int, ...]) -> Model:
     """The model whose calls also return the hidden states of `layers`; itself for none. ValueError if it has none."""

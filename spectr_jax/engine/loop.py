@@ -25,6 +25,7 @@ from spectr_jax.engine.result import (
 from spectr_jax.engine.sharding import tracing_with
 from spectr_jax.engine.state import DecodeState, constrain
 from spectr_jax.engine.statistics import round_statistics
+from spectr_jax.kernels import noise
 from spectr_jax.kernels.cache_writes import write_rows
 from spectr_jax.kernels.dispatch import round_on_one_device
 from spectr_jax.kernels.layouts import in_rows
@@ -43,7 +44,7 @@ _PURPOSE_DRAFT, _PURPOSE_VERIFY, _PURPOSE_POSITION = range(3)
 
 def noise_keys(decoder: Decoder, state: DecodeState) -> tuple[jax.Array, jax.Array]:
   """The next round's keys `[B, L + 1]` for drafting and for verification, one per depth of the tree."""
-  depths = jnp.arange(decoder.tree.max_depth + 1)
+  depths, own_keys = jnp.arange(decoder.tree.max_depth + 1), noise.for_rounds(state.keys)
   fold_each = jax.vmap(jax.random.fold_in, (None, 0))
 
   def of_positions(key, root_position):
@@ -57,9 +58,9 @@ def noise_keys(decoder: Decoder, state: DecodeState) -> tuple[jax.Array, jax.Arr
     return jax.vmap(fold_each, (0, None))(own, depths)
 
   if decoder.method.is_seed_exact:
-    keys = jax.vmap(of_positions)(state.keys, state.root_position)
+    keys = jax.vmap(of_positions)(own_keys, state.root_position)
     return keys, keys
-  keys = jax.vmap(of_round)(state.keys, state.root_position)
+  keys = jax.vmap(of_round)(own_keys, state.root_position)
   return keys[:, 0], keys[:, 1]
 
 
@@ -192,17 +193,20 @@ def _record(
   lengths = result.lengths + count
   # An EOS beyond the limit makes no difference, because the limit has ended its row.
   is_done = state.is_done | has_eos | (lengths >= state.limits)
+  rows, values = [result.tokens, result.origins], [tokens, origins]
+  if result.logprobs is not None:
+    rows, values = [*rows, result.logprobs], [*values, _log_probs(output, path, tokens)]
+  new_tokens, new_origins, *logprobs = write_rows(rows, slots, values)
   result = dataclasses.replace(
     result,
-    tokens=write_rows(result.tokens, slots, tokens),
+    tokens=new_tokens,
     lengths=lengths,
     num_target_calls=result.num_target_calls + ~state.is_done,
     accepted_by_depth=result.accepted_by_depth + (is_kept & (places < accepted))[:, : tree.max_depth],
-    origins=write_rows(result.origins, slots, origins),
+    origins=new_origins,
     failures=failures,
+    logprobs=logprobs[0] if logprobs else None,
   )
-  if result.logprobs is not None:
-    result = dataclasses.replace(result, logprobs=write_rows(result.logprobs, slots, _log_probs(output, path, tokens)))
   return result, is_done
 
 
@@ -254,10 +258,11 @@ def _extend_context(state: DecodeState, output: ModelOutput, tokens, path, num_c
   is_new = places < num_committed[:, None]
   text, features = state.text, state.features
   if text is not None:  # the tokens after the root
-    text = write_rows(text, jnp.where(is_new, state.root_position[:, None] + 1 + places, text.shape[1]), tokens)
+    slots = jnp.where(is_new, state.root_position[:, None] + 1 + places, text.shape[1])
+    (text,) = write_rows([text], slots, [tokens])
   if features is not None:  # those of the root and of the accepted nodes
     slots = jnp.where(is_new, state.root_position[:, None] + places, features.shape[1])
-    features = write_rows(features, slots, jax.vmap(lambda row, nodes: row[nodes])(output.features, path))
+    (features,) = write_rows([features], slots, [jax.vmap(lambda row, nodes: row[nodes])(output.features, path)])
   return dataclasses.replace(state, text=text, features=features)
 
 

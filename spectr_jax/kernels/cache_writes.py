@@ -6,33 +6,44 @@ in another type, on TPUs in another layout.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 
+from spectr_jax.kernels import native
 from spectr_jax.kernels.dispatch import operation
 
 _MOST_SELECTED = 128  # entries; a prefill may write more, once
 
 
 @operation
-def write_slots(array: jax.Array, pending: jax.Array, path: jax.Array, slots: jax.Array, axis: int) -> jax.Array:
-  """The array with pending entries `path`, int32 `[B, D]`, in `slots`, int32 `[B, D]`; those from S on are dropped.
+def write_slots(
+  arrays: Sequence[jax.Array], pending: Sequence[jax.Array], path: jax.Array, slots: jax.Array, axes: Sequence[int]
+) -> list[jax.Array]:
+  """The arrays with entries `path`, int32 `[B, D]`, of those pending in `slots`, int32 `[B, D]`.
 
-  `axis`, 2 or 3, is that of the S slots of the array `[B, H, ...]`, and of the M entries of `pending`.
+  `axes` are those of the S slots of each array `[B, ...]`, and of the M entries pending for it. Slots from S on are
+  dropped; none is negative.
   """
 
   # Row by row and not by indices of rows, so that the compiler sees that no row of another device is needed.
-  def keep(row, pending, path, slots):
+  def keep(row, pending, path, slots, axis):
     before = (slice(None),) * (axis - 1)
     return row.at[*before, slots].set(pending[*before, path], mode='drop')
 
-  return jax.vmap(keep)(array, pending, path, slots)
+  return [
+    jax.vmap(functools.partial(keep, axis=axis))(array, own, path, slots)
+    for array, own, axis in zip(arrays, pending, axes, strict=True)
+  ]
 
 
-@operation
-def write_rows(rows: jax.Array, slots: jax.Array, values: jax.Array) -> jax.Array:
-  """`rows` `[B, S, ...]` with `values` `[B, D, ...]` at `slots` `[B, D]`; slots beyond S are dropped."""
-  return jax.vmap(lambda row, slots, values: row.at[slots].set(values, mode='drop'))(rows, slots, values)
+def write_rows(rows: Sequence[jax.Array], slots: jax.Array, values: Sequence[jax.Array]) -> list[jax.Array]:
+  """Each of `rows` `[B, S, ...]` with its `values` `[B, D, ...]` at `slots` `[B, D]`; slots from S on are dropped."""
+  path = jnp.broadcast_to(jnp.arange(slots.shape[1], dtype=jnp.int32), slots.shape)
+  values = [new.astype(old.dtype) for old, new in zip(rows, values, strict=True)]
+  return write_slots(rows, values, path, slots.astype(jnp.int32), [1] * len(rows))
 
 
 @operation
@@ -47,25 +58,28 @@ def _wide(dtype):
 
 
 def _bits(array):
-  return jax.lax.bitcast_convert_type(array, jnp.uint16)
+  return jax.lax.bitcast_convert_type(array, jnp.uint16) if array.dtype == jnp.bfloat16 else array
 
 
-def _is_bfloat16(array, *_):
-  return array.dtype == jnp.bfloat16
+@write_slots.form('cpu')
+def _write_slots_as_integers(arrays, pending, path, slots, axes):
+  """XLA on CPUs would convert whole arrays of bfloat16 to float32 and back."""
+  written = write_slots.plain([*map(_bits, arrays)], [*map(_bits, pending)], path, slots, axes)
+  return [jax.lax.bitcast_convert_type(new, old.dtype) for new, old in zip(written, arrays)]
 
 
-# XLA on CPUs would convert the whole array to float32 and back.
-@write_slots.form('cpu', takes=_is_bfloat16)
-def _write_slots_as_integers(array, pending, path, slots, axis):
-  return jax.lax.bitcast_convert_type(write_slots.plain(_bits(array), _bits(pending), path, slots, axis), array.dtype)
+write_slots.register('cpu', native.write, takes=lambda *_: native.takes())
 
 
-@write_rows.form('cpu', takes=_is_bfloat16)
-def _write_rows_as_integers(rows, slots, values):
-  return jax.lax.bitcast_convert_type(write_rows.plain(_bits(rows), slots, _bits(values)), rows.dtype)
+@write_slots.form('tpu', takes=lambda arrays, pending, path, slots, axes: path.shape[1] <= _MOST_SELECTED)
+def _select_of_all(arrays, pending, path, slots, axes):
+  kept = zip(arrays, pending, axes, strict=True)
+  return [
+    write_slots.plain([array], [own], path, slots, [axis])[0] if axis == 1 else _select(array, own, path, slots, axis)
+    for array, own, axis in kept
+  ]
 
 
-@write_slots.form('tpu', takes=lambda array, pending, path, slots, axis: path.shape[1] <= _MOST_SELECTED)
 def _select(array, pending, path, slots, axis):
   """Writes by a product with one term per pending entry for every slot of the cache.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from spectr_jax.kernels import native
 from spectr_jax.kernels.blocks import SMALL, fits_kernels, in_blocks, on_each_device
 from spectr_jax.kernels.dispatch import launch, lazy, operation
 
@@ -56,6 +57,9 @@ def _draw(uniform, weights):
   row, before = first_above(sums, level)
   column, _ = first_above(blocks[row], level - before)
   return (first_of(row) + column).astype(jnp.int32)
+
+
+draw_several.register('cpu', native.draw_several, takes=lambda uniforms, weights: native.takes(uniforms, weights))
 
 
 def _takes_draws(uniforms, weights):

@@ -7,6 +7,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from spectr_jax.kernels import native
 from spectr_jax.kernels.blocks import argmin, fits_kernels
 from spectr_jax.kernels.dispatch import launch, lazy, operation
 
@@ -21,6 +22,9 @@ def softmax(logits: jax.Array, scale: jax.Array, is_greedy: jax.Array) -> jax.Ar
   none = functools.partial(jnp.full, logits.shape[:-1], -1, jnp.int32)
   points = jax.lax.cond(jnp.any(is_greedy), lambda: _points(logits, is_greedy), none)
   return _at_points(_of_rows(logits, scale), points)
+
+
+softmax.register('cpu', native.softmax, takes=lambda logits, *_: native.takes(logits))
 
 
 @softmax.form('gpu')

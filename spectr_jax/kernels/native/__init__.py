@@ -1,4 +1,4 @@
-"""Products of a few rows and a packed kernel, and attention, on CPUs, in C++ on XLA's own threads.
+"""Products of a few rows and a packed kernel, attention, and what a round computes beside its networks, on CPUs in C++.
 
 The bound of speculation is that a call on a few tokens costs what a call on one costs. XLA's products on a CPU are far
 from it. Here a kernel is packed once, in the order in which it is read, so that the rows of a tree cost little beside
@@ -17,19 +17,24 @@ import ctypes
 import functools
 import logging
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from spectr_jax.sharding import dividing_axes
+
 PANEL = 16  # outputs of a panel, as in product.h
 WIDEST_HEAD = 256  # numbers of a head of attention, as there
 # Inputs that stand beside each other in a panel, by the kernel's type.
 _TOGETHER = {jnp.dtype(jnp.float32): 1, jnp.dtype(jnp.bfloat16): 2, jnp.dtype(jnp.int8): 4}
 _TARGET, _BLOCK_TARGET, _ATTENTION_TARGET = 'spectr_product', 'spectr_block_product', 'spectr_attention'
-_NORM_TARGET = 'spectr_norm'
+_NORM_TARGET, _SOFTMAX_TARGET, _DRAW_TARGET, _WRITE_TARGET = 'spectr_norm', 'spectr_softmax', 'spectr_draw', 'spectr_write'
+_TARGETS = (
+  _TARGET, _BLOCK_TARGET, _ATTENTION_TARGET, _NORM_TARGET, _SOFTMAX_TARGET, _DRAW_TARGET, _WRITE_TARGET
+)
 _ATTENTION_SHAPES = (1, 3, 1, 16), (1, 1, 16, 6), (1, 1, 6, 16)  # of queries, keys and values that are compared
 _logger = logging.getLogger(__name__)
 
@@ -54,7 +59,7 @@ def _load() -> ctypes.CDLL:
     raise _UnavailableError('this processor has neither AVX2 nor AVX-512')
   jax.local_devices(backend='cpu')  # a backend that begins later would fail as a whole where it refuses the library
   try:
-    for target in (_TARGET, _BLOCK_TARGET, _ATTENTION_TARGET, _NORM_TARGET):
+    for target in _TARGETS:
       jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, target)), platform='cpu')
   except Exception as error:  # of any kind: XLA refuses in its own ways
     raise _UnavailableError(f'XLA refuses it: {error}') from None
@@ -112,6 +117,11 @@ def form() -> str | None:
   """The form of products for this processor, `avx512_bf16`, `avx512_vnni`, `avx512`, `avx2` or None."""
   library, _ = _library()
   return None if library is None or _is_disabled.get() else library.spectr_form().decode()
+
+
+def takes(*arrays: jax.Array) -> bool:
+  """Whether calls of this library take these arrays: in float32, on one device, on a processor that has a form."""
+  return all(array.dtype == jnp.float32 for array in arrays) and not dividing_axes() and form() is not None
 
 
 @contextlib.contextmanager
@@ -222,3 +232,29 @@ def norm(rows: jax.Array, gain: jax.Array, bias: jax.Array | None, *, epsilon: f
   out = jax.ShapeDtypeStruct(rows.shape, rows.dtype)
   bias = jnp.zeros(0, jnp.float32) if bias is None else bias
   return jax.ffi.ffi_call(_NORM_TARGET, out, vmap_method='sequential')(rows, gain, bias, epsilon=np.float32(epsilon))
+
+
+def softmax(logits: jax.Array, scale: jax.Array, is_greedy: jax.Array) -> jax.Array:
+  """`softmax.softmax` on a CPU, in float32; RuntimeError if there is no library, or none for this processor."""
+  _load()
+  out = jax.ShapeDtypeStruct(logits.shape, jnp.float32)
+  return jax.ffi.ffi_call(_SOFTMAX_TARGET, out, vmap_method='sequential')(logits, scale, is_greedy)
+
+
+def draw_several(uniforms: jax.Array, weights: jax.Array) -> jax.Array:
+  """`draws.draw_several` on a CPU, in float32; RuntimeError if there is no library, or none for this processor."""
+  _load()
+  out = jax.ShapeDtypeStruct(uniforms.shape, jnp.int32)
+  return jax.ffi.ffi_call(_DRAW_TARGET, out, vmap_method='broadcast_all')(uniforms, weights)
+
+
+def write(
+  arrays: Sequence[jax.Array], pending: Sequence[jax.Array], path: jax.Array, slots: jax.Array, axes: Sequence[int]
+) -> list[jax.Array]:
+  """`cache_writes.write_slots` on a CPU, in place; RuntimeError if there is no library, or none for this processor."""
+  _load()
+  out = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
+  call = jax.ffi.ffi_call(
+    _WRITE_TARGET, out, vmap_method='sequential', input_output_aliases={2 + i: i for i in range(len(arrays))}
+  )
+  return call(path, slots, *arrays, *pending, axes=np.array(axes, np.int64))

@@ -5,6 +5,7 @@
 #include "attention.h"
 #include "blocks.h"
 #include "norms.h"
+#include "softmax.h"
 #include "steps.h"
 
 namespace spectr {
@@ -61,6 +62,10 @@ void Avx2Attention(const Attention& attention, int64_t first, int64_t last) {
 }
 
 void Avx2Norm(const Norm& norm, int64_t first, int64_t last) { NormOf<AttentionAvx2>(norm, first, last); }
+
+void Avx2Softmax(const Softmax& softmax, int64_t first, int64_t last) {
+  SoftmaxOf<AttentionAvx2>(softmax, first, last);
+}
 
 void Avx2Float32(const Product& product, int64_t first, int64_t last) { Compute<Singles<Avx2>>(product, first, last); }
 

@@ -5,6 +5,7 @@
 #include "attention.h"
 #include "blocks_avx512.h"
 #include "norms.h"
+#include "softmax.h"
 #include "steps.h"
 
 namespace spectr {
@@ -60,6 +61,10 @@ void Avx512Attention(const Attention& attention, int64_t first, int64_t last) {
 }
 
 void Avx512Norm(const Norm& norm, int64_t first, int64_t last) { NormOf<AttentionAvx512>(norm, first, last); }
+
+void Avx512Softmax(const Softmax& softmax, int64_t first, int64_t last) {
+  SoftmaxOf<AttentionAvx512>(softmax, first, last);
+}
 
 void Avx512Float32(const Product& product, int64_t first, int64_t last) {
   Compute<Singles<Avx512>>(product, first, last);

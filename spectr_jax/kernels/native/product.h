@@ -64,6 +64,15 @@ struct Norm {
   float epsilon;
 };
 
+// Distributions of rows of logits.
+struct Softmax {
+  const float* logits;       // [num_rows, width]
+  const float* scale;        // one of every `num_together` rows
+  const uint8_t* is_greedy;  // likewise
+  float* out;                // [num_rows, width]
+  int64_t num_together, width;
+};
+
 constexpr int kItemRows = 16, kMostWidth = 256;  // rows of an item, and numbers of a head
 
 // Computes the outputs of the panels from `first` to `last`, the latter excluded.
@@ -73,6 +82,7 @@ using BlockPanels = void(const BlockProduct&, int64_t first, int64_t last);
 using Items = void(const Attention&, int64_t first, int64_t last);
 // Computes the rows from `first` to `last`.
 using NormRows = void(const Norm&, int64_t first, int64_t last);
+using SoftmaxRows = void(const Softmax&, int64_t first, int64_t last);
 
 // The loop of each kind of processor, in a file of its own, which is compiled for these processors and must be called on
 // them alone. Nothing of the standard library is used there: the linker keeps one copy of an inline function, perhaps
@@ -81,6 +91,7 @@ Panels Avx512Bfloat16, Avx512Bfloat16OfWideRows, Avx512Float32, Avx512Int8, Avx2
 BlockPanels Avx512VnniBlocks, Avx512Blocks, Avx2Blocks;
 Items Avx512Attention, Avx2Attention;
 NormRows Avx512Norm, Avx2Norm;
+SoftmaxRows Avx512Softmax, Avx2Softmax;
 // Rounds rows [num_rows, num_blocks * block_size] to the inputs of a product.
 void RoundForBlocks(const float* rows, const BlockProduct& product);
 

@@ -1,24 +1,16 @@
 // Products of rows and a packed kernel as calls of XLA, on XLA's own threads.
-//
-// A thread of our own would fight XLA's pool for the cores. Panels are handed out in chunks by a counter, to the calling
-// thread and to tasks on the pool; whoever comes late finds none left, and the caller waits for nobody who has not begun.
 
 #include <algorithm>
-#include <atomic>
 #include <cstring>
 #include <memory>
 #include <vector>
 
 #include "product.h"
+#include "threads.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace spectr {
 namespace {
-
-namespace ffi = xla::ffi;
-
-constexpr int64_t kChunksPerThread = 8;
-constexpr int64_t kLeast = 1 << 16;  // bytes of weights worth a thread
 
 struct Form {
   const char* name;
@@ -29,16 +21,17 @@ struct Form {
   BlockPanels* of_blocks;
   Items* attention;
   NormRows* norm;
+  SoftmaxRows* softmax;
 };
 
 constexpr Form kForms[] = {  // the best first; a processor that has one has those after it
     {"avx512_bf16", Avx512Float32, Avx512Bfloat16OfWideRows, Avx512Int8, Avx512Bfloat16, Avx512VnniBlocks, Avx512Attention,
-     Avx512Norm},
+     Avx512Norm, Avx512Softmax},
     {"avx512_vnni", Avx512Float32, Avx512Bfloat16OfWideRows, Avx512Int8, nullptr, Avx512VnniBlocks, Avx512Attention,
-     Avx512Norm},
+     Avx512Norm, Avx512Softmax},
     {"avx512", Avx512Float32, Avx512Bfloat16OfWideRows, Avx512Int8, nullptr, Avx512Blocks, Avx512Attention,
-     Avx512Norm},
-    {"avx2", Avx2Float32, Avx2Bfloat16, Avx2Int8, nullptr, Avx2Blocks, Avx2Attention, Avx2Norm},
+     Avx512Norm, Avx512Softmax},
+    {"avx2", Avx2Float32, Avx2Bfloat16, Avx2Int8, nullptr, Avx2Blocks, Avx2Attention, Avx2Norm, Avx2Softmax},
 };
 
 const Form* FormOfThisProcessor() {
@@ -53,34 +46,6 @@ const Form* FormOfThisProcessor() {
 const Form*& CurrentForm() {
   static const Form* form = FormOfThisProcessor();
   return form;
-}
-
-// What the threads of one product share. A task that begins after the end finds no chunk and touches nothing else.
-template <class AnyProduct>
-struct Work {
-  AnyProduct product;
-  void (*compute)(const AnyProduct&, int64_t first, int64_t last);
-  int64_t num_panels, num_chunks;
-  std::vector<char> owned;  // memory that the product points into
-  std::atomic<int64_t> next{0}, done{0};
-
-  void Run() {
-    for (int64_t chunk; (chunk = next.fetch_add(1, std::memory_order_relaxed)) < num_chunks;) {
-      compute(product, chunk * num_panels / num_chunks, (chunk + 1) * num_panels / num_chunks);
-      done.fetch_add(1, std::memory_order_release);
-    }
-  }
-};
-
-// Runs a product of `num_panels` panels with `num_bytes` of weights on the threads that these are worth.
-template <class AnyProduct>
-void RunOnThreads(ffi::ThreadPool& pool, std::shared_ptr<Work<AnyProduct>> work, int64_t num_panels, int64_t num_bytes) {
-  const int64_t num_threads = std::clamp<int64_t>(num_bytes / kLeast, 1, std::max<int64_t>(1, pool.num_threads()));
-  work->num_panels = num_panels;
-  work->num_chunks = num_threads == 1 ? 1 : std::min(num_panels, kChunksPerThread * num_threads);
-  for (int64_t i = 1; i < num_threads; ++i) pool.Schedule([work] { work->Run(); });
-  work->Run();
-  while (work->done.load(std::memory_order_acquire) < work->num_chunks) __builtin_ia32_pause();
 }
 
 // bfloat16 of `count` float32, the nearest, to even.
@@ -285,8 +250,35 @@ ffi::Error Normalize(ffi::ThreadPool pool, ffi::AnyBuffer rows, ffi::Buffer<ffi:
   return ffi::Error::Success();
 }
 
+// Distributions [.., width] of logits of this shape, divided by the scale of their row of the batch, [batch]; the point
+// mass at the first largest where a row is greedy.
+ffi::Error Distribute(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> logits, ffi::Buffer<ffi::F32> scale,
+                      ffi::Buffer<ffi::PRED> is_greedy, ffi::Result<ffi::Buffer<ffi::F32>> out) {
+  const Form* form = CurrentForm();
+  if (form == nullptr) return ffi::Error::Internal("this processor has neither AVX2 nor AVX-512");
+  const int64_t count = logits.element_count(), batch = scale.element_count();
+  const int64_t width = logits.dimensions().size() > 0 ? logits.dimensions().back() : 0;
+  if (static_cast<int64_t>(out->element_count()) != count || static_cast<int64_t>(is_greedy.element_count()) != batch ||
+      width == 0 || batch == 0 || count / width % batch != 0)
+    return ffi::Error::InvalidArgument("logits, scale, is_greedy and result do not fit each other");
+  auto work = std::make_shared<Work<Softmax>>();
+  work->product = {logits.typed_data(), scale.typed_data(), reinterpret_cast<const uint8_t*>(is_greedy.typed_data()),
+                   out->typed_data(), count / width / batch, width};
+  work->compute = form->softmax;
+  RunOnThreads(pool, work, count / width, count * sizeof(float));
+  return ffi::Error::Success();
+}
+
 }  // namespace
 }  // namespace spectr
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(spectr_softmax, spectr::Distribute,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::PRED>>()
+                                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(spectr_norm, spectr::Normalize,
                               xla::ffi::Ffi::Bind()
