@@ -12,7 +12,15 @@ _SOURCES = pathlib.Path('spectr_jax/kernels/native')
 _HEADERS = [
   str(_SOURCES / name)
   for name in (
-    'attention.h', 'blocks.h', 'blocks_avx512.h', 'norms.h', 'panels.h', 'product.h', 'softmax.h', 'steps.h', 'threads.h'
+    'attention.h',
+    'blocks.h',
+    'blocks_avx512.h',
+    'norms.h',
+    'panels.h',
+    'product.h',
+    'softmax.h',
+    'steps.h',
+    'threads.h',
   )
 ]
 # Flags of each form; nothing else in its file is compiled for its processors.

@@ -20,7 +20,6 @@ _ROTATIONS = (13, 15, 26, 6), (17, 29, 16, 24)
 _PARITY = 0x1BD11BDA
 
 
-
 def threefry(keys: jax.Array, counters: jax.Array) -> jax.Array:
   """The words of `counters` under `keys`, all uint32 `[..., 2]` of one shape."""
   schedule = keys[..., 0], keys[..., 1], keys[..., 0] ^ keys[..., 1] ^ jnp.uint32(_PARITY)

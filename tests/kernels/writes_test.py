@@ -1,5 +1,6 @@
 """Writes of accepted tokens into a cache, and of logits into a vocabulary: every platform's form by a plain one."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,11 +13,13 @@ from spectr_jax.kernels import cache_writes, vocabulary
   [
     (cache_writes.write_slots.plain, 'float32'),
     (cache_writes._write_slots_as_integers, 'bfloat16'),
-    (cache_writes._select, 'float32'),
-    (cache_writes._select, 'bfloat16'),
+    (cache_writes._select_of_all, 'float32'),
+    (cache_writes._select_of_all, 'bfloat16'),
+    (cache_writes.write_slots, 'float32'),  # in C++ where it is built
+    (cache_writes.write_slots, 'bfloat16'),
   ],
 )
-@pytest.mark.parametrize('axis', [2, 3])
+@pytest.mark.parametrize('axis', [1, 2, 3])
 def test_every_way_to_write_a_cache_writes_the_same(way, dtype, axis):
   """Platforms write in ways of their own; here all are run on one."""
   rng = np.random.default_rng(axis)
@@ -30,15 +33,18 @@ def test_every_way_to_write_a_cache_writes_the_same(way, dtype, axis):
   not_kept = np.zeros((3, num_pending), bool)
   for row in range(3):
     not_kept[row] = ~np.isin(np.arange(num_pending), np.asarray(path[row])[np.asarray(slots[row]) < size])
-  pending = jnp.where(jnp.expand_dims(jnp.asarray(not_kept), (1, 5 - axis)), jnp.nan, pending)
+  others = tuple({1, 2, 3} - {axis})
+  pending = jnp.where(jnp.expand_dims(jnp.asarray(not_kept), others), jnp.nan, pending)
   expected = np.array(array)
   for row, (nodes, places) in enumerate(zip(np.asarray(path), np.asarray(slots))):
     for node, place in zip(nodes, places):
       if place < size:
         np.moveaxis(expected[row], axis - 1, 0)[place] = np.moveaxis(np.asarray(pending)[row], axis - 1, 0)[node]
-  written = way(array, pending, path, slots, axis)
+  write = jax.jit(lambda arrays, pending: way(arrays, pending, path, slots, [axis, axis]))
+  written, others = write([array, array], [pending, pending + 1])
   assert written.dtype == array.dtype
   np.testing.assert_array_equal(written, expected)
+  np.testing.assert_array_equal(array == others, array == expected)
 
 
 @pytest.mark.parametrize('shape', [(4,), (2, 4), (2, 3, 4)])

@@ -31,10 +31,13 @@ WIDEST_HEAD = 256  # numbers of a head of attention, as there
 # Inputs that stand beside each other in a panel, by the kernel's type.
 _TOGETHER = {jnp.dtype(jnp.float32): 1, jnp.dtype(jnp.bfloat16): 2, jnp.dtype(jnp.int8): 4}
 _TARGET, _BLOCK_TARGET, _ATTENTION_TARGET = 'spectr_product', 'spectr_block_product', 'spectr_attention'
-_NORM_TARGET, _SOFTMAX_TARGET, _DRAW_TARGET, _WRITE_TARGET = 'spectr_norm', 'spectr_softmax', 'spectr_draw', 'spectr_write'
-_TARGETS = (
-  _TARGET, _BLOCK_TARGET, _ATTENTION_TARGET, _NORM_TARGET, _SOFTMAX_TARGET, _DRAW_TARGET, _WRITE_TARGET
+_NORM_TARGET, _SOFTMAX_TARGET, _DRAW_TARGET, _WRITE_TARGET = (
+  'spectr_norm',
+  'spectr_softmax',
+  'spectr_draw',
+  'spectr_write',
 )
+_TARGETS = (_TARGET, _BLOCK_TARGET, _ATTENTION_TARGET, _NORM_TARGET, _SOFTMAX_TARGET, _DRAW_TARGET, _WRITE_TARGET)
 _ATTENTION_SHAPES = (1, 3, 1, 16), (1, 1, 16, 6), (1, 1, 6, 16)  # of queries, keys and values that are compared
 _logger = logging.getLogger(__name__)
 
