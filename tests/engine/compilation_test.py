@@ -5,17 +5,30 @@ import itertools
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import spectr_jax
+from benchmarks import rounds
 from decode.experiment import latency
-from spectr_jax import Confident, Estimated, Likeliest, TokenTree, growing, lookup_beside, lookup_drafter
+from spectr_jax import (
+  Confident,
+  Decoder,
+  Estimated,
+  Likeliest,
+  TokenTree,
+  growing,
+  init_decode,
+  lookup_beside,
+  lookup_drafter,
+)
 from spectr_jax.draft import DraftContext, model_drafter
 from spectr_jax.draft.model_drafter import ModelDrafter
 from spectr_jax.engine import loop as engine_loop
 from spectr_jax.engine import reading
 from spectr_jax.engine.decoder import buffer_size, choose_cache_size
+from spectr_jax.kernels import native
 from tests.draft.tiny_heads import tiny_head, tiny_medusa, tiny_one_pass
 from tests.engine.runs import KINDS, LENGTHS, NEW, PROMPTS, begin, generate, make_keys
 from tests.slow import slow, slow_but
@@ -216,3 +229,24 @@ def test_caches_are_not_copied(target, draft, name):
   assert all(shape in program for shape in shapes)
   copied = re.findall(r'= (f32\[[\d,]*\])\S* copy\(', program)
   assert not shapes & set(copied), copied
+
+
+def test_few_kernels_are_outside_of_networks(target, draft):
+  """Of noise, draws, verification and commit; those of a CPU, whose launches cost as much as a small draft."""
+  decoder = Decoder.make(target, draft, method='block', tree=TokenTree.chains(1, 4), max_new_tokens=NEW, cache_size=64)
+  state = init_decode(decoder, jax.random.key(0), PROMPTS[:1], LENGTHS[:1])
+  names = list(rounds.kernels(engine_loop.run_rounds.lower(decoder, state, np.int32(1)).compile().as_text()))
+  assert 0 < rounds.outside_networks(names) <= (150 if native.form() else 250)
+  assert rounds.outside_networks(names) < len(names)  # the networks are seen
+
+
+def test_kernels_are_counted():
+  def step(x):
+    with jax.named_scope('network'):
+      y = jnp.sin(x @ x)
+    return jnp.cumsum(jnp.cos(y), axis=0) @ x
+
+  names = list(rounds.kernels(jax.jit(step).lower(jnp.ones((64, 64))).compile().as_text()))
+  products = [name for name in names if 'dot_general' in name]
+  assert ['network' in name for name in products] == [True, False]
+  assert rounds.outside_networks(names) == len(names) - sum('/network' in name for name in names)
