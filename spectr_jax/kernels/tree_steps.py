@@ -1,8 +1,8 @@
 """Recursions along the depths of a tree, over tables `[L + 1, W]` of its nodes by depth and slot.
 
 The plain forms are scans. On a TPU every iteration of a scan is several launches, so there each recursion is a kernel
-that goes through the depths by itself. On a GPU the iterations of a short scan are launched one by one, so there it is
-unrolled, and becomes part of what is launched together.
+that goes through the depths by itself. On a CPU and a GPU the iterations of a short scan are launched one by one, so
+there it is unrolled, and becomes part of what is launched together.
 """
 
 from __future__ import annotations
@@ -51,7 +51,12 @@ def scan_depths(step: Callable[..., Any], start: Any, depths: Any, *, reverse: b
   return jax.lax.scan(step, start, depths, reverse=reverse)
 
 
-@scan_depths.form('gpu')
+_MOST_UNROLLED = 16  # depths
+
+
+@scan_depths.form(
+  ('cpu', 'gpu'), takes=lambda step, start, depths, **_: len(jax.tree.leaves(depths)[0]) <= _MOST_UNROLLED
+)
 def _unrolled(step, start, depths, *, reverse=False):
   return jax.lax.scan(step, start, depths, reverse=reverse, unroll=True)
 

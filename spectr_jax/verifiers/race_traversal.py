@@ -22,6 +22,11 @@ from spectr_jax.verifiers.credit_traversal import CreditTraversal, Plan, ascendi
 RACES_AT_ONCE = 8
 
 
+def _may_race(slots: jax.Array) -> bool:
+  """Whether depths have room, the last axis of `slots`, for several candidates; in a single chain nothing races."""
+  return slots.shape[-1] > 1
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _GivenRows:
@@ -109,8 +114,10 @@ class RaceTraversal(CreditTraversal[_Races]):
       number += jnp.any(is_there, axis=-1) - jnp.sum(is_there, axis=-1)
     own = jnp.where(contexts.stands[slots.of_laws], number[slots.of_laws], 0)
     laws = law_rows(tree, proposal, target_probs)
-    with jax.named_scope('races'):
-      picks, scale = map_needed(race.select, own > 1, alone, laws, candidates, at_once=RACES_AT_ONCE, is_heavy=True)
+    picks, scale = alone
+    if _may_race(contexts.is_candidate):
+      with jax.named_scope('races'):
+        picks, scale = map_needed(race.select, own > 1, alone, laws, candidates, at_once=RACES_AT_ONCE, is_heavy=True)
     if of_rows is not None:
       tokens = jnp.where(of_rows, by_row, target_probs.shape[1])
       given = _GivenRows(tokens, scale[:, 0], (own == 1) & jnp.any(of_rows, axis=-1))
@@ -165,6 +172,8 @@ class RaceTraversal(CreditTraversal[_Races]):
       is_single &= ~given.is_alone
     with jax.named_scope('excess'):
       alone = excess_of_single(laws, credits, is_single, nothing)
+      if not _may_race(races.is_sibling):
+        return alone
       return map_needed(of_several, is_open & (number > 1), alone, laws, items, at_once=RACES_AT_ONCE)
 
   def _residual(self, tree: Tree, proposal: Proposal, target_probs, races: _Races, log_credit, node):
