@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from spectr_jax.io.json_regex import CHARACTER, PLAIN, either
 
 _MOST_DEPTH = 100
+_MOST_CHARACTERS = 2**16  # of an expression, which is read in Python
 _MOST_REPEATS = 10_000
 _FREE, _LEFT, _RIGHT, _BOTH = (False, False), (True, False), (False, True), (True, True)
 Terms = dict[tuple[bool, bool], tuple[str, bool]]
@@ -126,6 +127,8 @@ class _Parser:
   """Reads an expression of JavaScript, `is_ecma`, or as far as assertions are concerned of Rust's `regex`."""
 
   def __init__(self, pattern: str, *, is_ecma: bool):
+    if len(pattern) > _MOST_CHARACTERS:
+      raise ValueError(f'it has {len(pattern):,} characters, allowed are {_MOST_CHARACTERS:,}')
     self._pattern, self._at, self._is_ecma = pattern, 0, is_ecma
 
   def whole(self) -> Terms:
