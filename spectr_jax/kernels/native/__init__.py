@@ -29,7 +29,7 @@ WIDEST_HEAD = 256  # numbers of a head of attention, as there
 # Inputs that stand beside each other in a panel, by the kernel's type.
 _TOGETHER = {jnp.dtype(jnp.float32): 1, jnp.dtype(jnp.bfloat16): 2, jnp.dtype(jnp.int8): 4}
 _TARGET, _BLOCK_TARGET, _ATTENTION_TARGET = 'spectr_product', 'spectr_block_product', 'spectr_attention'
-_NORM_TARGET = 'spectr_norm'
+_NORM_TARGET, _TOTALS_TARGET = 'spectr_norm', 'spectr_totals'
 _ATTENTION_SHAPES = (1, 3, 1, 16), (1, 1, 16, 6), (1, 1, 6, 16)  # of queries, keys and values that are compared
 _logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ def _load() -> ctypes.CDLL:
     raise _UnavailableError('this processor has neither AVX2 nor AVX-512')
   jax.local_devices(backend='cpu')  # a backend that begins later would fail as a whole where it refuses the library
   try:
-    for target in (_TARGET, _BLOCK_TARGET, _ATTENTION_TARGET, _NORM_TARGET):
+    for target in (_TARGET, _BLOCK_TARGET, _ATTENTION_TARGET, _NORM_TARGET, _TOTALS_TARGET):
       jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, target)), platform='cpu')
   except Exception as error:  # of any kind: XLA refuses in its own ways
     raise _UnavailableError(f'XLA refuses it: {error}') from None
@@ -222,3 +222,10 @@ def norm(rows: jax.Array, gain: jax.Array, bias: jax.Array | None, *, epsilon: f
   out = jax.ShapeDtypeStruct(rows.shape, rows.dtype)
   bias = jnp.zeros(0, jnp.float32) if bias is None else bias
   return jax.ffi.ffi_call(_NORM_TARGET, out, vmap_method='sequential')(rows, gain, bias, epsilon=np.float32(epsilon))
+
+
+def totals(rows: jax.Array) -> jax.Array:
+  """The sums `[N]` of float32 rows `[N, D]`, each in one order; RuntimeError as for `norm`."""
+  _load()
+  out = jax.ShapeDtypeStruct(rows.shape[:1], jnp.float32)
+  return jax.ffi.ffi_call(_TOTALS_TARGET, out, vmap_method='sequential')(rows)

@@ -62,6 +62,8 @@ void Avx2Attention(const Attention& attention, int64_t first, int64_t last) {
 
 void Avx2Norm(const Norm& norm, int64_t first, int64_t last) { NormOf<AttentionAvx2>(norm, first, last); }
 
+void Avx2Totals(const Norm& norm, int64_t first, int64_t last) { TotalsOf<AttentionAvx2>(norm, first, last); }
+
 void Avx2Float32(const Product& product, int64_t first, int64_t last) { Compute<Singles<Avx2>>(product, first, last); }
 
 void Avx2Bfloat16(const Product& product, int64_t first, int64_t last) { Compute<Split<Avx2>>(product, first, last); }

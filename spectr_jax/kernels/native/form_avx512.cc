@@ -61,6 +61,8 @@ void Avx512Attention(const Attention& attention, int64_t first, int64_t last) {
 
 void Avx512Norm(const Norm& norm, int64_t first, int64_t last) { NormOf<AttentionAvx512>(norm, first, last); }
 
+void Avx512Totals(const Norm& norm, int64_t first, int64_t last) { TotalsOf<AttentionAvx512>(norm, first, last); }
+
 void Avx512Float32(const Product& product, int64_t first, int64_t last) {
   Compute<Singles<Avx512>>(product, first, last);
 }
