@@ -177,7 +177,7 @@ def _with_output_head(params):
     head = Int8Kernel(embedding.values.T, embedding.scale, 1 - embedding.channel_axis)
     is_own = 'unembedding' in params or not _is_packed(head)
     return kernels_for_decoding(params if is_own else {'unembedding': head, **params})
-  if not is_in_blocks(embedding) and embedding.dtype == jnp.float32 and _is_packed(embedding):
+  if 'unembedding' not in params and _is_packed(embedding) and embedding.dtype == jnp.float32:
     return kernels_for_decoding({'unembedding': embedding.T, **params})
   if is_in_blocks(embedding) or embedding.dtype != jnp.bfloat16:
     return kernels_for_decoding(params)
