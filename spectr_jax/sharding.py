@@ -46,7 +46,7 @@ CAUSAL_LM_RULES = (
   *_matrix('(attention/(qkv|[qkv])|mlp/(gate_up|gate|up))/kernel', (DATA, MODEL)),
   (r'(attention/(qkv|[qkv])|mlp/(gate_up|gate|up))/bias', (MODEL,)),
   *_matrix('(attention/out|mlp/down)/kernel', (MODEL, DATA)),
-  (r'(gain|bias)', ()),
+  (r'(gain(/values)?|bias)', ()),
 )
 
 

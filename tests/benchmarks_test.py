@@ -4,10 +4,11 @@ import dataclasses
 
 import pytest
 
-from benchmarks import auto, drafters, speed_models
+from benchmarks import auto, drafters, equality, speed_models
 from decode.experiment.auto_choice import predict_all
 from decode.experiment.options import DecodeOptions
 from decode.experiment.workload import Workload
+from spectr_jax.kernels import native
 from spectr_jax.models.causal_lm import lm1b_config
 
 pytestmark = pytest.mark.slow
@@ -66,3 +67,36 @@ def test_auto():
   assert errors['of_the_chosen'] == abs(rows[0]['predicted'] / rows[0]['measured'] - 1) <= errors['largest']
   assert 0 <= relative['median'] <= relative['largest']
   assert comparison['chosen_over_best'] <= 1 + 1e-9
+
+
+def test_equality(monkeypatch):
+  """Texts of several at a time, by several methods and drafters, beside those of one at a time."""
+  options = {
+    'method': ('autoregressive', 'block', 'race_traversal'), 'num_drafts': (1,), 'draft_length': (2,),
+    'temperature': 0.0, 'num_prompts': 3, 'max_new_tokens': 12, 'batch_size': 2,
+  }  # fmt: skip
+  values = dataclasses.asdict(DecodeOptions()) | options
+  workloads = drafters.load(values, ['lookup', DecodeOptions().draft])
+  rows = list(equality.compare(workloads))
+  ways = [(row['drafter'], row['setting']) for row in rows]
+  draft = DecodeOptions().draft
+  assert ways == [
+    ('', 'autoregressive'), ('lookup', 'race_traversal K=1 L=2'),
+    (draft, 'block K=1 L=2'), (draft, 'race_traversal K=1 L=2'),
+  ]  # fmt: skip
+  assert {row['texts'] for row in rows} == {3}
+  if native.form() is not None:
+    assert {row['differ'] for row in rows} == {0}
+
+  made = equality._texts
+
+  def changed(workload, setting):
+    texts = made(workload, setting)
+    return [[*texts[0][:5], -1, *texts[0][6:]], *texts[1:]] if setting.method.name == 'autoregressive' else texts
+
+  monkeypatch.setattr(equality, '_texts', changed)
+  rows = list(equality.compare({'lookup': workloads['lookup']}))
+  assert [(row['differ'], row['first']) for row in rows[1:]] == [(1, 5)]
+  sampled = {'lookup': workloads['lookup'].at(1.0)}
+  with pytest.raises(ValueError, match='with --gumbel, beside ersd alone'):
+    next(equality.compare(sampled))

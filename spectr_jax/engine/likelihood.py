@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 
 from spectr_jax.engine import checks
 from spectr_jax.engine.result import FAILED_TARGET, NotFiniteError
+from spectr_jax.kernels.softmax import log_totals
 from spectr_jax.model import NO_LIMIT, Model
 
 CHUNK = 64  # tokens per call: their logits are kept for all of them
@@ -114,7 +115,7 @@ def _read(target: Model, tokens: jax.Array, lengths: jax.Array, *, num_top: int)
     positions = jnp.minimum(first + offsets, lengths[:, None] - 1)  # padding may be wider than the context
     output = target.apply(chunk, positions, causal, cache)
     logits = output.logits.astype(jnp.promote_types(output.logits.dtype, jnp.float32))
-    total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    total = log_totals(logits)
     own = jnp.take_along_axis(logits, wanted[..., None], axis=-1)
     top = jax.lax.top_k(logits, num_top) if num_top else (logits[..., :0], jnp.zeros((*chunk.shape, 0), jnp.int32))
     is_read = first + offsets < lengths[:, None]

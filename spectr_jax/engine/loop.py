@@ -29,6 +29,7 @@ from spectr_jax.kernels import noise
 from spectr_jax.kernels.cache_writes import write_rows
 from spectr_jax.kernels.dispatch import round_on_one_device
 from spectr_jax.kernels.layouts import in_rows
+from spectr_jax.kernels.softmax import log_totals
 from spectr_jax.model import ModelOutput
 from spectr_jax.proposal import Proposal
 from spectr_jax.sampling import logits_to_probs
@@ -155,7 +156,7 @@ def _log_probs(output: ModelOutput, path: jax.Array, tokens: jax.Array) -> jax.A
   logits = jax.vmap(lambda row, nodes: row[nodes])(output.logits, path)
   logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
   own = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
-  return (own - jax.nn.logsumexp(logits, axis=-1)).astype(jnp.float32)
+  return (own - log_totals(logits)[..., 0]).astype(jnp.float32)
 
 
 def _is_path_end(tree: TokenTree, proposal: Proposal, path: jax.Array, num_accepted: jax.Array) -> jax.Array:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from spectr_jax.kernels.dispatch import launch, lazy, operation
+from spectr_jax.kernels.softmax import totals
 from spectr_jax.kernels.thresholds import largest_threshold
 from spectr_jax.sharding import dividing_axes, shards_in_program
 
@@ -38,7 +39,7 @@ class Distributions:
 
   def mass_from(self, threshold: jax.Array) -> jax.Array:
     """The mass of the tokens with probability at least a threshold."""
-    return jnp.sum(jnp.where(self.probs < threshold, 0, self.probs), axis=-1, keepdims=True)
+    return totals(jnp.where(self.probs < threshold, 0, self.probs))
 
   def largest_threshold(
     self, goal: jax.Array, *, is_weighted: bool, above: tuple[jax.Array, jax.Array] | None = None

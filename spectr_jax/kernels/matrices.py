@@ -26,7 +26,7 @@ from spectr_jax.kernels import native, products
 from spectr_jax.kernels.block_kernel import BlockKernel, fit_side_by_side, is_in_blocks, side_by_side
 from spectr_jax.kernels.dispatch import operation
 from spectr_jax.kernels.int8 import Int8Kernel, is_int8
-from spectr_jax.kernels.products import MANY_TOKENS, int8_product, multiply
+from spectr_jax.kernels.products import MANY_TOKENS, int8_product, multiply, rounded
 
 # The name of the products that become one, by theirs.
 JOINED = {('q', 'k', 'v'): 'qkv', ('gate', 'up'): 'gate_up'}
@@ -96,7 +96,7 @@ def matmul(x: jax.Array, kernel: Kernel, *, axis: int = 0) -> jax.Array:
 
 
 def _scaled(sums, scale):
-  return sums if scale is None else sums * scale  # a channel's scale is a factor of its sums
+  return sums if scale is None else rounded(sums * scale, sums.dtype)  # a channel's scale is a factor of its sums
 
 
 def _side_by_side(kernels: Sequence[Any], axis: int):
@@ -177,7 +177,7 @@ def _with_output_head(params):
     head = Int8Kernel(embedding.values.T, embedding.scale, 1 - embedding.channel_axis)
     is_own = 'unembedding' in params or not _is_packed(head)
     return kernels_for_decoding(params if is_own else {'unembedding': head, **params})
-  if not is_in_blocks(embedding) and embedding.dtype == jnp.float32 and _is_packed(embedding):
+  if 'unembedding' not in params and _is_packed(embedding) and embedding.dtype == jnp.float32:
     return kernels_for_decoding({'unembedding': embedding.T, **params})
   if is_in_blocks(embedding) or embedding.dtype != jnp.bfloat16:
     return kernels_for_decoding(params)

@@ -49,6 +49,12 @@ def _rounded_for_certain(x, dtype):
   return jax.lax.reduce_precision(x, 8, 7).astype(dtype)
 
 
+@rounded.form('cpu', takes=lambda x, dtype: x.dtype == jnp.dtype(dtype) == jnp.float32)
+def _not_fused_with_a_sum(x, dtype):
+  # Where a product and a sum meet in one loop, LLVM rounds once for both. What a choice gives is no product.
+  return jnp.where(jnp.isnan(x), jnp.nan, x)
+
+
 def sum_of(x: jax.Array, y: jax.Array) -> jax.Array:
   """`x + y` of one type, added in float32 or wider and rounded once."""
   wide = accumulation_dtype(x.dtype)

@@ -1,4 +1,4 @@
-"""The softmax of whole distributions, with a temperature and the first largest logit of greedy rows."""
+"""The softmax of whole distributions, with a temperature and the first largest logit of greedy rows, and sums of them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,24 @@ import jax.numpy as jnp
 from spectr_jax.kernels import native
 from spectr_jax.kernels.blocks import argmin, fits_kernels
 from spectr_jax.kernels.dispatch import launch, lazy, operation
+
+
+@operation
+def totals(values: jax.Array) -> jax.Array:
+  """The sums `[..., 1]` of `values` `[..., V]`."""
+  return jnp.sum(values, axis=-1, keepdims=True)
+
+
+@totals.form('cpu', takes=native.takes)
+def _ordered_totals(values):
+  """In one order, whatever is summed beside them, where XLA's depends on the shape."""
+  return native.totals(values.reshape(-1, values.shape[-1])).reshape(*values.shape[:-1], 1)
+
+
+def log_totals(logits: jax.Array) -> jax.Array:
+  """The logarithms `[..., 1]` of the sums of exp of `logits` `[..., V]`, of which one must be finite."""
+  largest = jnp.max(logits, axis=-1, keepdims=True)
+  return largest + jnp.log(totals(jnp.exp(logits - largest)))
 
 
 @operation
@@ -49,7 +67,7 @@ def _of_rows(logits, scale):
   # The maximum is subtracted before the division. After it, logits at a small temperature could overflow; and a fused
   # program may divide twice with different rounding, so that logits would differ from their own maximum.
   weights = jnp.exp((logits - jnp.max(logits, axis=-1, keepdims=True)) / scale[..., None])
-  return weights / jnp.sum(weights, axis=-1, keepdims=True)
+  return weights / totals(weights)
 
 
 def _points(logits, is_greedy):

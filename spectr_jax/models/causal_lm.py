@@ -168,7 +168,7 @@ def block(
 
 
 def _embed(params, tokens, *, config):
-  x = layers.take_rows(params['embedding'], tokens).astype(config.dtype)
+  x = rounded(layers.take_rows(params['embedding'], tokens), config.dtype)
   if config.embedding_scale == 1:
     return x
   wide = accumulation_dtype(x.dtype)
@@ -178,7 +178,7 @@ def _embed(params, tokens, *, config):
 def _unembed(params, features, *, config):
   logits = layers.unembed(params, features)
   cap = config.logit_soft_cap
-  return logits if cap is None else cap * jnp.tanh(logits / cap)
+  return logits if cap is None else rounded(cap * jnp.tanh(logits / cap), logits.dtype)
 
 
 def streams_of(

@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from spectr_jax.kernels.matrices import matmul
+from spectr_jax.kernels.products import accumulation_dtype, rounded, sum_of
 from spectr_jax.model import KVCache
 from spectr_jax.models import causal_lm, layers
 from spectr_jax.models.one_pass_config import OnePassConfig
@@ -118,11 +119,13 @@ def _visible(config: OnePassConfig, window: int | None, positions: jax.Array, ca
 
 def _convolve(x: jax.Array, base: jax.Array, dynamic: jax.Array) -> jax.Array:
   """Slots `[B, W, embed_dim]` mixed by b `[T, embed_dim]` and d `[B, W, T, G]`, see `Convolution`."""
-  mixed, group_size = jnp.zeros_like(x), x.shape[-1] // dynamic.shape[-1]
+  dtype, group_size = x.dtype, x.shape[-1] // dynamic.shape[-1]
+  x, base, dynamic = (array.astype(accumulation_dtype(dtype)) for array in (x, base, dynamic))
+  mixed = jnp.zeros_like(x)
   for tap in range(len(base)):
     before = jnp.pad(x[:, : x.shape[1] - tap], ((0, 0), (tap, 0), (0, 0)))
     mixed += (base[tap] + jnp.repeat(dynamic[:, :, tap], group_size, axis=-1)) * before
-  return mixed
+  return rounded(mixed, dtype)
 
 
 def _mixed(params, x: jax.Array, run_fn: Callable[[jax.Array], jax.Array]) -> jax.Array:
@@ -145,9 +148,9 @@ def _layer(params, config: OnePassConfig, layer: int, x, rotation, visible, cach
     return causal_lm.mlp(params['mlp'], backbone, normed)
 
   normed = causal_lm.norm(params['attention_norm'], x, backbone)
-  x += _mixed(params['attention_conv'], normed, attend)
+  x = sum_of(x, _mixed(params['attention_conv'], normed, attend))
   normed = causal_lm.norm(params['mlp_norm'], x, backbone)
-  return x + _mixed(params['mlp_conv'], normed, transform)
+  return sum_of(x, _mixed(params['mlp_conv'], normed, transform))
 
 
 def run_slots(

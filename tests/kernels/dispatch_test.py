@@ -112,6 +112,7 @@ def test_the_table_of_the_library():
     'product': 'cpu',
     'race_credits': 'tpu',
     'rotary_angles': 'cpu',
+    'rounded': 'cpu',
     'rows_where_needed': 'cpu',
     'scan_depths': 'cpu gpu',
     'softmax': 'cpu gpu tpu',
@@ -120,6 +121,7 @@ def test_the_table_of_the_library():
     'sums_by_class': 'cpu',
     'sums_of_rows': 'tpu',
     'token_sums': 'tpu',
+    'totals': 'cpu',
     'tree_attention': 'cpu gpu tpu',
     'write_slots': 'cpu tpu',
   }

@@ -1,6 +1,7 @@
 """Products in C++: against NumPy, in every form that this processor has, and as part of a model."""
 
 import dataclasses
+import functools
 import subprocess
 import sys
 
@@ -111,12 +112,12 @@ def test_large_kernels_are_packed_once(dtype):
 
 
 @needs_native
-@pytest.mark.parametrize(('dtype', 'is_packed'), [('float32', False), ('bfloat16', True)])
-def test_small_kernels_of_16_bits_are_packed(monkeypatch, dtype, is_packed):
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_small_kernels_are_packed_and_tiny_ones_are_not(monkeypatch, dtype):
   monkeypatch.setattr(products, 'multiplies_bfloat16', lambda: False)
   kernels = {'small': {'kernel': jnp.ones((96, 96), dtype)}, 'tiny': {'kernel': jnp.ones((64, 64), dtype)}}
   fast = kernels_for_decoding(kernels)
-  assert isinstance(fast['small']['kernel'], PackedKernel) == is_packed
+  assert isinstance(fast['small']['kernel'], PackedKernel)
   assert not isinstance(fast['tiny']['kernel'], PackedKernel)
 
 
@@ -191,3 +192,65 @@ def test_without_a_library_products_are_those_of_xla(monkeypatch, tmp_path):
   (tmp_path / 'products.bin').write_bytes(b'no library')
   with pytest.raises(native._UnavailableError, match='cannot be loaded'):
     native._load.__wrapped__()
+
+
+@needs_native
+@pytest.mark.parametrize('width', [5, 64, 577])
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_norms_and_sums_of_a_row_do_not_depend_on_others(forms, width, dtype):
+  """Of 1,600 rows by themselves and eight at a time; against NumPy's in float64."""
+  rng = np.random.default_rng(width)
+  rows = jnp.asarray(rng.normal(size=(1600, width)) * np.exp(rng.normal(size=(1600, 1))), dtype)
+  gain, bias = (jnp.asarray(rng.normal(size=width), jnp.float32) for _ in range(2))
+
+  @functools.partial(jax.jit, static_argnames='size')
+  def compute(rows, *, size):
+    def some(rows):
+      norms = [native.norm(rows.astype(dtype), gain, each, epsilon=1e-5) for each in (None, bias)]
+      return *(each.astype(jnp.float32) for each in norms), native.totals(rows)
+
+    found = jax.lax.map(some, rows.astype(jnp.float32).reshape(-1, size, width))
+    return [part.reshape(len(rows), -1) for part in found]
+
+  wide = np.asarray(rows, np.float64)
+  centered = wide - wide.mean(axis=1, keepdims=True)
+  gains, biases = np.asarray(gain, np.float64), np.asarray(bias, np.float64)
+  expected = [
+    wide / np.sqrt((wide**2).mean(axis=1, keepdims=True) + 1e-5) * gains,
+    centered / np.sqrt((centered**2).mean(axis=1, keepdims=True) + 1e-5) * gains + biases,
+    wide.sum(axis=1, keepdims=True),
+  ]
+  tolerance = 2**-8 if dtype == 'bfloat16' else 1e-6
+  scales = (1 + np.abs(expected[0]), 1 + np.abs(expected[1]), np.abs(wide).sum(axis=1, keepdims=True))
+  num_forms = 0
+  for _ in forms:
+    alone, together = compute(rows, size=1), compute(rows, size=8)
+    for one, other, exact, scale in zip(alone, together, expected, scales, strict=True):
+      np.testing.assert_array_equal(one, other)
+      assert (np.abs(np.asarray(one, np.float64) - exact) <= tolerance * scale).all()
+    num_forms += 1
+  assert num_forms
+
+
+@needs_native
+def test_norms_of_squares_that_overflow_are_nan():
+  rows = jnp.asarray([[1e30, 1.0], [1.0, 2.0]])
+  found = native.norm(rows, jnp.ones(2), None, epsilon=1e-5)
+  assert np.isnan(found[0]).all()
+  assert np.isfinite(found[1]).all()
+
+
+@needs_native
+def test_a_product_is_rounded_before_it_is_added(optimized):
+  """LLVM would round a product and a sum once, in some loops and not in others."""
+  x, y, z = np.random.default_rng(0).normal(size=(3, 8, 576)).astype(np.float32)
+
+  @jax.jit
+  def compute(x, y, z):
+    return products.rounded(x * y, jnp.float32) + z
+
+  np.testing.assert_array_equal(compute(x, y, z), x * y + z)
+  odd = np.array([np.inf, -np.inf, np.nan, -0.0], np.float32)
+  np.testing.assert_array_equal(
+    np.asarray(products.rounded(jnp.asarray(odd), jnp.float32)).view(np.int32), odd.view(np.int32)
+  )

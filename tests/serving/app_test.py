@@ -5,6 +5,7 @@ import dataclasses
 import gzip
 import json
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +14,12 @@ import pytest
 import tiny_hub
 
 import spectr_jax
+from decode.conversation import Chat
+from decode.experiment.prompts import Prompt, as_conversations, encode_prompts
 from decode.serving.answer import Answer, Served, _Place
 from decode.serving.protocol import parse
 from spectr_jax import SamplingParams, Tokenizer, TokenTree, log_likelihood, sample_keys
+from spectr_jax.io.hub.hub_tokenizer import HubTokenizer
 from tests.serving import stub as stub_module
 from tests.serving.stub import DEPTH, EOS, LONGEST, NEW, client_of, make_tokenizer, make_worker, running
 
@@ -435,6 +439,24 @@ def test_names_reach_the_template(worker):
   # As by `apply_chat_template` of transformers 5.24; what users spell is text.
   assert own.decode(answer.choices[0].prompt) == 'user ann<|im_end|>: hi\nuser: ho\n'
   assert EOS not in answer.choices[0].prompt
+
+
+@pytest.mark.parametrize('has_bos', [False, True])
+def test_every_entry_reads_a_question_alike(worker, has_bos):
+  """The endpoint, conversations and commands give the ids of the template, with one bos where it writes one."""
+  template = ('{{ bos_token }}' if has_bos else '') + tiny_hub.CHAT
+  own = HubTokenizer.from_parts(tiny_hub.backend(), bos_id=7, eos_ids=(EOS,), add_bos=True, chat_template=template)
+  messages = [{'role': 'user', 'content': 'What is the capital of France?'}]
+  ids = own.encode_chat(messages)
+  assert ids.count(7) == has_bos
+  text = messages[0]['content']
+  asked = Answer(Served(worker, own, 'tiny', NEW), parse({'messages': messages}, is_chat=True, model='tiny'))
+  tokens, lengths = encode_prompts(as_conversations([Prompt(text)]), own, max_new_tokens=NEW, max_length=LONGEST + NEW)
+  decoder = types.SimpleNamespace(target=types.SimpleNamespace(vocab_size=own.vocab_size))
+  session, read = types.SimpleNamespace(decoder=decoder, longest_prompt=LONGEST), []
+  session.stream = lambda key, prompt: read.append(prompt) or iter(())
+  list(Chat(session, own).ask(text))
+  assert list(asked.choices[0].prompt) == tokens[0, : lengths[0]].tolist() == read[0] == ids
 
 
 def test_requests_beside_each_other_are_as_alone(client):

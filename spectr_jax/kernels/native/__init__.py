@@ -31,13 +31,11 @@ WIDEST_HEAD = 256  # numbers of a head of attention, as there
 # Inputs that stand beside each other in a panel, by the kernel's type.
 _TOGETHER = {jnp.dtype(jnp.float32): 1, jnp.dtype(jnp.bfloat16): 2, jnp.dtype(jnp.int8): 4}
 _TARGET, _BLOCK_TARGET, _ATTENTION_TARGET = 'spectr_product', 'spectr_block_product', 'spectr_attention'
-_NORM_TARGET, _SOFTMAX_TARGET, _DRAW_TARGET, _WRITE_TARGET = (
-  'spectr_norm',
-  'spectr_softmax',
-  'spectr_draw',
-  'spectr_write',
-)
-_TARGETS = (_TARGET, _BLOCK_TARGET, _ATTENTION_TARGET, _NORM_TARGET, _SOFTMAX_TARGET, _DRAW_TARGET, _WRITE_TARGET)
+_NORM_TARGET, _TOTALS_TARGET, _SOFTMAX_TARGET = 'spectr_norm', 'spectr_totals', 'spectr_softmax'
+_DRAW_TARGET, _WRITE_TARGET = 'spectr_draw', 'spectr_write'
+_TARGETS = (
+  _TARGET, _BLOCK_TARGET, _ATTENTION_TARGET, _NORM_TARGET, _TOTALS_TARGET, _SOFTMAX_TARGET, _DRAW_TARGET, _WRITE_TARGET
+)  # fmt: skip
 _ATTENTION_SHAPES = (1, 3, 1, 16), (1, 1, 16, 6), (1, 1, 6, 16)  # of queries, keys and values that are compared
 _logger = logging.getLogger(__name__)
 
@@ -261,3 +259,10 @@ def write(
     _WRITE_TARGET, out, vmap_method='sequential', input_output_aliases={2 + i: i for i in range(len(arrays))}
   )
   return call(path, slots, *arrays, *pending, axes=np.array(axes, np.int64))
+
+
+def totals(rows: jax.Array) -> jax.Array:
+  """The sums `[N]` of float32 rows `[N, D]`, each in one order; RuntimeError as for `norm`."""
+  _load()
+  out = jax.ShapeDtypeStruct(rows.shape[:1], jnp.float32)
+  return jax.ffi.ffi_call(_TOTALS_TARGET, out, vmap_method='sequential')(rows)

@@ -67,6 +67,8 @@ void Avx2Softmax(const Softmax& softmax, int64_t first, int64_t last) {
   SoftmaxOf<AttentionAvx2>(softmax, first, last);
 }
 
+void Avx2Totals(const Norm& norm, int64_t first, int64_t last) { TotalsOf<AttentionAvx2>(norm, first, last); }
+
 void Avx2Float32(const Product& product, int64_t first, int64_t last) { Compute<Singles<Avx2>>(product, first, last); }
 
 void Avx2Bfloat16(const Product& product, int64_t first, int64_t last) { Compute<Split<Avx2>>(product, first, last); }

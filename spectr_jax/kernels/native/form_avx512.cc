@@ -66,6 +66,8 @@ void Avx512Softmax(const Softmax& softmax, int64_t first, int64_t last) {
   SoftmaxOf<AttentionAvx512>(softmax, first, last);
 }
 
+void Avx512Totals(const Norm& norm, int64_t first, int64_t last) { TotalsOf<AttentionAvx512>(norm, first, last); }
+
 void Avx512Float32(const Product& product, int64_t first, int64_t last) {
   Compute<Singles<Avx512>>(product, first, last);
 }

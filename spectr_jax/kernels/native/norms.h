@@ -1,4 +1,4 @@
-// Norms of rows, for vectors of any instruction set. A row's sum has one order, whatever rows there are beside.
+// Norms and sums of rows, for vectors of any instruction set. A row's sum has one order, whatever rows are beside it.
 
 #ifndef SPECTR_JAX_KERNELS_NATIVE_NORMS_H_
 #define SPECTR_JAX_KERNELS_NATIVE_NORMS_H_
@@ -25,6 +25,18 @@ inline float SumOf(const float* row, int64_t width, Term term) {
   V::Store(lanes, sums);
   for (int i = 1; i < V::kLanes; ++i) lanes[0] += lanes[i];
   return lanes[0];
+}
+
+template <class V>
+void TotalsOf(const Norm& norm, int64_t first, int64_t last) {
+  constexpr int64_t kPart = 512;  // numbers that are added before they meet others, which keeps rounding small
+  for (int64_t i = first; i < last; ++i) {
+    float total = 0;
+    for (int64_t d = 0; d < norm.width; d += kPart)
+      total += SumOf<V>(norm.rows + i * norm.width + d, norm.width - d < kPart ? norm.width - d : kPart,
+                        [](auto x, auto sums) { return V::Add(sums, x); });
+    norm.out[i] = total;
+  }
 }
 
 template <class V>

@@ -54,12 +54,12 @@ struct Attention {
   float soft_cap;  // the bound of scores; 0 for none
 };
 
-// Root-mean-square norms, or with a bias layer norms.
+// Root-mean-square norms, or with a bias layer norms; or without a gain sums of rows.
 struct Norm {
   const float* rows;  // [num_rows, width]
-  const float* gain;  // [width]
+  const float* gain;  // [width], or null
   const float* bias;  // [width], or null
-  float* out;         // [num_rows, width]
+  float* out;         // [num_rows, width], or [num_rows] sums
   int64_t width;
   float epsilon;
 };
@@ -90,7 +90,7 @@ using SoftmaxRows = void(const Softmax&, int64_t first, int64_t last);
 Panels Avx512Bfloat16, Avx512Bfloat16OfWideRows, Avx512Float32, Avx512Int8, Avx2Bfloat16, Avx2Float32, Avx2Int8;
 BlockPanels Avx512VnniBlocks, Avx512Blocks, Avx2Blocks;
 Items Avx512Attention, Avx2Attention;
-NormRows Avx512Norm, Avx2Norm;
+NormRows Avx512Norm, Avx512Totals, Avx2Norm, Avx2Totals;
 SoftmaxRows Avx512Softmax, Avx2Softmax;
 // Rounds rows [num_rows, num_blocks * block_size] to the inputs of a product.
 void RoundForBlocks(const float* rows, const BlockProduct& product);

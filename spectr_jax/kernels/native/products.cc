@@ -22,16 +22,17 @@ struct Form {
   Items* attention;
   NormRows* norm;
   SoftmaxRows* softmax;
+  NormRows* totals;
 };
 
 constexpr Form kForms[] = {  // the best first; a processor that has one has those after it
     {"avx512_bf16", Avx512Float32, Avx512Bfloat16OfWideRows, Avx512Int8, Avx512Bfloat16, Avx512VnniBlocks, Avx512Attention,
-     Avx512Norm, Avx512Softmax},
+     Avx512Norm, Avx512Softmax, Avx512Totals},
     {"avx512_vnni", Avx512Float32, Avx512Bfloat16OfWideRows, Avx512Int8, nullptr, Avx512VnniBlocks, Avx512Attention,
-     Avx512Norm, Avx512Softmax},
+     Avx512Norm, Avx512Softmax, Avx512Totals},
     {"avx512", Avx512Float32, Avx512Bfloat16OfWideRows, Avx512Int8, nullptr, Avx512Blocks, Avx512Attention,
-     Avx512Norm, Avx512Softmax},
-    {"avx2", Avx2Float32, Avx2Bfloat16, Avx2Int8, nullptr, Avx2Blocks, Avx2Attention, Avx2Norm, Avx2Softmax},
+     Avx512Norm, Avx512Softmax, Avx512Totals},
+    {"avx2", Avx2Float32, Avx2Bfloat16, Avx2Int8, nullptr, Avx2Blocks, Avx2Attention, Avx2Norm, Avx2Softmax, Avx2Totals},
 };
 
 const Form* FormOfThisProcessor() {
@@ -269,6 +270,21 @@ ffi::Error Distribute(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> logits, ffi::B
   return ffi::Error::Success();
 }
 
+// Sums of rows [num_rows, width].
+ffi::Error SumRows(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> rows, ffi::Result<ffi::Buffer<ffi::F32>> out) {
+  const Form* form = CurrentForm();
+  if (form == nullptr) return ffi::Error::Internal("this processor has neither AVX2 nor AVX-512");
+  const auto sizes = rows.dimensions();
+  if (sizes.size() != 2 || out->element_count() != static_cast<size_t>(sizes[0]))
+    return ffi::Error::InvalidArgument("rows and sums do not fit each other");
+  if (sizes[0] == 0) return ffi::Error::Success();
+  auto work = std::make_shared<Work<Norm>>();
+  work->product = {rows.typed_data(), nullptr, nullptr, out->typed_data(), sizes[1], 0};
+  work->compute = form->totals;
+  RunOnThreads(pool, work, sizes[0], rows.size_bytes());
+  return ffi::Error::Success();
+}
+
 }  // namespace
 }  // namespace spectr
 
@@ -288,6 +304,12 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(spectr_norm, spectr::Normalize,
                                   .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
                                   .Attr<float>("epsilon")
                                   .Ret<xla::ffi::AnyBuffer>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(spectr_totals, spectr::SumRows,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(spectr_attention, spectr::Attend,
                               xla::ffi::Ffi::Bind()
