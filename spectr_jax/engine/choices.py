@@ -15,6 +15,7 @@ from jax.typing import ArrayLike
 from spectr_jax.engine import checks
 from spectr_jax.engine.result import FAILED_TARGET, NotFiniteError
 from spectr_jax.model import NO_LIMIT, Model
+from spectr_jax.unicode import check_unicode
 
 _SHORTEST = 16  # tokens that prompts and trees are padded to, and to its doublings
 _ROWS_AT_A_TIME = 8
@@ -74,7 +75,8 @@ class Choices:
       ValueError: There is none, one is empty or comes twice, it cannot be spelled behind another text, or one begins
         another and no id ends a text; or they are too many, or too long.
     """
-    if isinstance(choices, str) or not choices or not all(isinstance(each, str) and each for each in choices):
+    is_several = isinstance(choices, Sequence) and not isinstance(choices, str)
+    if not is_several or not choices or not all(isinstance(each, str) and each for each in choices):
       raise ValueError(f'choices must be a list of texts that are not empty, got {choices!r:.200}')
     if len(set(choices)) < len(choices):
       raise ValueError('choices must differ from each other')
@@ -138,6 +140,7 @@ class _Tree(NamedTuple):
 
 def _continuing(tokenizer: ChoiceTokenizer, text: str) -> list[int]:
   """The ids of a text that continues another: some tokenizers put a space in front of one that stands alone."""
+  check_unicode(text, 'a choice')
   wanted = text.encode()
   for before in ('', '\n'):
     ids = tokenizer.encode(before + text)

@@ -114,6 +114,9 @@ class _Endless(_Bytes):
   [
     (_Bytes, 'a', [], 'must be a list of texts'),
     (_Bytes, 'a', 'yes', 'must be a list of texts'),
+    (_Bytes, 'a', {'yes': 1}, 'must be a list of texts'),
+    (_Bytes, 'a', 5, 'must be a list of texts'),
+    (_Bytes, 'a', ['\ud800'], 'a choice is not valid Unicode'),
     (_Bytes, 'a', ['yes', ''], 'must be a list of texts'),
     (_Bytes, 'a', ['yes', 'yes'], 'differ'),
     (_Endless, 'a', ['no', 'not'], 'begins another one'),
