@@ -234,8 +234,8 @@ def test_a_file_that_the_run_reads_is_no_output(pair, many_prompts, tmp_path):
   for more in ((), ('--resume',)):
     line = commands.refuse('decode.bulk', *flags(pair, many_prompts, many_prompts, *more))
     assert line == f'error: generations would overwrite {many_prompts}, which prompts reads'
-  line = commands.refuse('decode.bulk', *flags(pair, many_prompts, f'{pair["draft"]}/model.json', '--resume'))
-  assert line.endswith('draft/model.json, which draft reads')
+  line = commands.refuse('decode.bulk', *flags(pair, many_prompts, f'{pair["draft"]}/config.json', '--resume'))
+  assert line.endswith('draft/config.json, which draft reads')
   line = commands.refuse('decode.bulk', *flags(pair, many_prompts, tmp_path))
   assert line == f'error: generations: cannot write {tmp_path}: it exists and is not a regular file'
   assert many_prompts.read_bytes() == before
