@@ -25,6 +25,9 @@ class TableSizes(NamedTuple):
   masks: int = 2**8
 
 
+FEWEST = TableSizes()
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Constraint:
   """A deterministic automaton over tokens, which continuations follow.
@@ -190,7 +193,7 @@ class ConstraintTables:
     constraints: Sequence[Constraint],
     vocab_size: int,
     eos_ids: Sequence[int],
-    sizes: TableSizes = TableSizes(),
+    sizes: TableSizes = FEWEST,
   ) -> ConstraintTables:
     """Joins the constraints of a batch.
 

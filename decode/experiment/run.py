@@ -15,8 +15,8 @@ from jax.experimental import multihost_utils
 import spectr_jax
 from decode.experiment import latency
 from decode.experiment.auto_choice import predict_all
-from decode.experiment.optimal_trees import choose_trees, read_acceptance
 from decode.experiment.latency import CompilingClock
+from decode.experiment.optimal_trees import choose_trees, read_acceptance
 from decode.experiment.options import DecodeOptions
 from decode.experiment.prompts import take_first
 from decode.experiment.results import DecodeRun, Measurement

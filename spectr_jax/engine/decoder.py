@@ -11,7 +11,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from spectr_jax.constraint import Constraint, ConstraintTables, TableSizes
+from spectr_jax.constraint import FEWEST, Constraint, ConstraintTables, TableSizes
 from spectr_jax.draft import Drafter, as_drafter
 from spectr_jax.draft.model_drafter import ModelDrafter
 from spectr_jax.engine import checks
@@ -144,7 +144,7 @@ class Decoder:
     return decoder.with_constraints(constraints) if constraints else decoder
 
   def with_constraints(
-    self, constraints: Sequence[Constraint], *, keeps_sizes: bool = False, sizes: TableSizes = TableSizes()
+    self, constraints: Sequence[Constraint], *, keeps_sizes: bool = False, sizes: TableSizes = FEWEST
   ) -> Decoder:
     """The decoder with other constraints that rows may follow.
 

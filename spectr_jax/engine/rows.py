@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spectr_jax.constraint import Constraint, TableSizes, numbered, place_of
+from spectr_jax.constraint import FEWEST, Constraint, TableSizes, numbered, place_of
 from spectr_jax.engine import checks
 from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.loop import decode_rounds
@@ -87,7 +87,7 @@ class Rows:
     longest_prompt: int | None = None,
     sampling: SamplingParams | None = None,
     filters: SamplingParams | None = None,
-    sizes: TableSizes = TableSizes(),
+    sizes: TableSizes = FEWEST,
   ):
     """Begins without a request.
 

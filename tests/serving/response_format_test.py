@@ -85,7 +85,7 @@ _CHOICES = [' owl', ' owls', 'x', 'the owl sleeps']
 
 @pytest.mark.parametrize('more', [{}, {'max_tokens': 0}, {'n': 2, 'logprobs': 0}])
 def test_all_choices_have_probabilities(client, models, tokenizer, more):
-  """Those of each choice alone, behind each of several prompts; ` owl` begins ` owls`, so that its end belongs to it."""
+  """Those of each choice alone, behind each of several prompts; ` owl` begins ` owls`, so its end belongs to it."""
   prompts, encoded = ['the', 'seven wise owls watch the'], [tokenizer.encode(each) for each in _CHOICES]
   assert encoded[1][: len(encoded[0])] == encoded[0]
   body = {'prompt': prompts, 'structured_outputs': {'choice': _CHOICES}, 'choice_probs': True, 'seed': 1}
