@@ -105,18 +105,18 @@ class Choices:
 
   def trees(self, most_nodes: int, most_edges: int) -> Iterator[_Tree]:
     """The ways in their order as trees of so many nodes and edges, which hold the longest way; one, if all fit."""
-    nodes, edges = {(): 0}, {}
+    tree = _Tree({(): 0}, {})
     for way in sorted(way for ways in self.ways for way in ways):
       beginnings = [way[:size] for size in range(len(way) + 1)]
-      num_nodes = len(nodes) + sum(each not in nodes for each in beginnings[:-1])
-      num_edges = len(edges) + sum(each not in edges for each in beginnings[1:])
+      num_nodes = len(tree.nodes) + sum(each not in tree.nodes for each in beginnings[:-1])
+      num_edges = len(tree.edges) + sum(each not in tree.edges for each in beginnings[1:])
       if num_nodes > most_nodes or num_edges > most_edges:
-        yield _Tree(nodes, edges)
-        nodes, edges = {(): 0}, {}
+        yield tree
+        tree = _Tree({(): 0}, {})
       for node, edge in itertools.pairwise(beginnings):
-        nodes.setdefault(node, len(nodes))
-        edges.setdefault(edge, len(edges))
-    yield _Tree(nodes, edges)
+        tree.nodes.setdefault(node, len(tree.nodes))
+        tree.edges.setdefault(edge, len(tree.edges))
+    yield tree
 
 
 class _Tree(NamedTuple):
