@@ -125,7 +125,8 @@ class Worker:
       if number == len(sizes):  # rows without tables, which take less time until a constraint comes
         del self._rows
         self._rows = self._make_rows()
-      self._rows.put([Request('compiling', [0] * size, key, constraint=constraint)])
+      most_new = None if size == 1 else 1  # the longest prompt may leave room for no more
+      self._rows.put([Request('compiling', [0] * size, key, max_new_tokens=most_new, constraint=constraint)])
       self._rows.step()
       self._rows.end(list(self._rows.owners))
     notify(4, 6)

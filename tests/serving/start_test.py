@@ -11,7 +11,7 @@ from decode.serving import compiling
 from decode.serving.app import Front
 from decode.serving.server import Server, address_of, listen
 from spectr_jax import Constraint
-from tests.serving.stub import client_of, make_app_of
+from tests.serving.stub import LONGEST, NEW, client_of, make_app_of, make_worker, running
 
 _SCHEMA = {'type': 'object', 'properties': {'a': {'type': 'null'}}, 'required': ['a']}
 _FORM = {'response_format': {'type': 'json_schema', 'json_schema': {'name': 'it', 'schema': _SCHEMA}}}
@@ -39,6 +39,14 @@ def test_a_server_says_that_it_is_starting(stub, tokenizer):
     server.should_exit = True
     server._thread.join(20)
   assert not server._thread.is_alive()
+
+
+def test_the_longest_prompt_may_fill_the_caches(models, tokenizer):
+  worker = make_worker(models, tokenizer, batch_size=1, longest=LONGEST + NEW - 1)
+  worker.compile(lambda *_: None)
+  with running(worker), client_of(worker, tokenizer, together=LONGEST + NEW) as client:
+    body = {'prompt': [1] * (LONGEST + NEW - 1), 'max_tokens': 1}
+    assert client.post('/v1/completions', json=body).json()['usage']['completion_tokens'] == 1
 
 
 def test_a_schema_that_compiles_holds_nobody_up(stub, tokenizer, monkeypatch):
@@ -77,9 +85,8 @@ def test_the_command_answers_while_it_starts():
   with commands.socket.create_server(('127.0.0.1', 0)) as free:
     port = free.getsockname()[1]
   process = commands.start(
-    'decode.serve', '--target=pretrained/draft', '--method=autoregressive', '--batch_size=1', '--max_new_tokens=8',
-    '--longest_prompt=16', f'--port={port}',
-  )  # fmt: skip
+    'decode.serve', '--target=pretrained/draft', '--method=autoregressive', '--batch_size=1', f'--port={port}'
+  )
   heard = []
   try:
     while process.poll() is None and heard[-1:] != ['ok\n']:
