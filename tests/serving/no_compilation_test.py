@@ -11,7 +11,7 @@ from decode.serving.answer import Served
 from decode.serving.app import make_app
 from spectr_jax.engine.loop import run_rounds
 from spectr_jax.engine.reading import _put_rows
-from tests.serving.stub import NEW, make_worker, running
+from tests.serving.stub import LONGEST, NEW, make_worker, running
 
 _FILTERS = {'top_k': 3, 'top_p': 0.5, 'min_p': 0.1}
 _SUBSETS = [
@@ -58,7 +58,7 @@ def test_filters_are_data(client):
 @pytest.mark.slow
 def test_nothing_is_compiled_after_the_start(models, tokenizer):
   pytest.importorskip('outlines_core', reason='needs the extra grammar')
-  worker, compiled = make_worker(models, tokenizer), []
+  worker, compiled = make_worker(models, tokenizer, longest=LONGEST + NEW - 1), []
 
   def note(name, seconds, **_):
     if name.startswith('/jax/core/compile/'):  # traced, lowered or compiled
@@ -71,11 +71,11 @@ def test_nothing_is_compiled_after_the_start(models, tokenizer):
   worker.compile(lambda *step: steps.append(step))
   assert steps[-1] == (len(steps) - 1, len(steps) - 1)
   with running(worker):
-    served = Served(worker, tokenizer, 'tiny', NEW)
+    served = Served(worker, tokenizer, 'tiny', NEW, together=LONGEST + NEW)
     served.prepare()
     client = TestClient(make_app(served))
     compiled.clear()
-    for length in (1, 7, 16, 17, 40, 59):
+    for length in (1, 7, 16, 17, 40, 59, 68):  # the last ones are read by another program
       for body in ({}, {'logprobs': 0}, {'echo': True, 'logprobs': length % 21}, {'logprobs': 20}, {'stream': True}):
         _ask(client, {'prompt': [1] * length} | body)
       _ask(client, {'prompt': [1] * length, 'max_tokens': 0, 'echo': True, 'logprobs': 1 + length % 20})
