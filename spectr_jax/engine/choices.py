@@ -87,7 +87,9 @@ class Choices:
       raise ValueError(f'a choice has {longest:,} tokens, allowed are {_MOST_NODES - 1}')
     if (total := sum(map(len, encoded))) > _MOST_TOKENS:
       raise ValueError(f'the choices have {total:,} tokens, allowed are {_MOST_TOKENS:,}')
-    beginnings, ends = {ids[:size] for ids in encoded for size in range(len(ids))}, sorted(set(tokenizer.eos_ids))
+    # What ids begin stands behind them in their order.
+    beginnings = {one for one, other in itertools.pairwise(sorted(encoded)) if other[: len(one)] == one}
+    ends = sorted(set(tokenizer.eos_ids))
     if not ends and (both := [text for text, ids in zip(choices, encoded) if ids in beginnings]):
       raise ValueError(f'the choice {both[0]!r:.200} begins another one, and the tokenizer has no id that ends a text')
     ways = (tuple((*ids, end) for end in ends) if ids in beginnings else (ids,) for ids in encoded)

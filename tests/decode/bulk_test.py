@@ -130,6 +130,13 @@ def test_lines_have_the_probabilities_of_all_choices(pair, many_prompts, tmp_pat
     decode_bulk(options, tmp_path / 'out.jsonl', resume=True)
 
 
+def test_the_last_line_is_as_the_page_shows(pair, many_prompts, tmp_path):
+  (line,) = commands.succeed('decode.bulk', *flags(pair, many_prompts, tmp_path / 'OUT.jsonl')).splitlines()
+  assert line.endswith(f'; {tmp_path}/OUT.jsonl')
+  shown = re.sub(r'\b\d[\d,.]*', 'N', line.replace(f'{tmp_path}/', ''))
+  assert f'```\n{shown}\n```' in (ROOT / 'docs' / 'commands.md').read_text(encoding='utf-8')
+
+
 def test_probabilities_need_choices(pair, many_prompts, tmp_path):
   with pytest.raises(ValueError, match='choice_probs needs choices: --choice'):
     decode_bulk(_options(pair, many_prompts), tmp_path / 'out.jsonl', choice_probs=True)
