@@ -10,10 +10,13 @@ index. They find each other like those of `decode.main`, and the first one print
 
 from __future__ import annotations
 
+import bisect
 import contextlib
+import functools
 import itertools
 import time
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import jax
 from absl import flags
@@ -24,21 +27,40 @@ from common.printable import printable
 from decode.experiment.auto_choice import predict_all
 from decode.experiment.console import show_progress
 from decode.experiment.generation_file import GenerationFile, check_parts, part_path, write_index
+from decode.experiment.latency import CompilingClock
 from decode.experiment.options import DecodeOptions
 from decode.experiment.records import OPTIONS, describe_continuation, describe_prompt, describe_run
 from decode.experiment.settings import only_setting
 from decode.experiment.workload import Workload
 from spectr_jax.auto.prediction import choose
 from spectr_jax.auto.trial import Notify
+from spectr_jax.engine.choices import ChoiceProbs, Choices, score_choices
 from spectr_jax.engine.generate import generate_many
 from spectr_jax.engine.rows import Request
 from spectr_jax.engine.state import sample_keys
 from spectr_jax.sharding import is_primary
 
 
+class BulkStatistics(NamedTuple):
+  """Of one run and process."""
+
+  num_tokens: int  # new ones
+  num_calls: int  # of the target
+  seconds: float  # of reading prompts and decoding, without compiling
+  compiling: float  # seconds
+  loading: float  # seconds
+  num_read: int  # tokens of the prompts
+
+
 def decode_bulk(
-  options: DecodeOptions, path: str, *, resume: bool = False, rounds_at_a_time: int = 4, notify: Notify | None = None
-) -> tuple[int, int, float]:
+  options: DecodeOptions,
+  path: str,
+  *,
+  resume: bool = False,
+  rounds_at_a_time: int = 4,
+  choice_probs: bool = False,
+  notify: Notify | None = None,
+) -> BulkStatistics:
   """Continues every prompt with every seed, as many times as there are samples, appending to a file.
 
   Args:
@@ -46,21 +68,23 @@ def decode_bulk(
     path: The file. With several processes the names of their parts derive from it.
     resume: Whether to continue an existing file.
     rounds_at_a_time: Rounds between two checks for finished rows.
+    choice_probs: Whether every line has the probabilities of all of the options' choices.
     notify: Called with the current activity, the number of continuations in the file, and their final number.
-
-  Returns:
-    New tokens, target calls, and seconds of decoding including compilation, of this run and process alone.
   """
   notify = notify or (lambda what, done, total: None)
   options.check_unused(OPTIONS['refused'], 'decode.bulk, which measures nothing')
+  if choice_probs and (not options.choice or options.mesh):
+    raise ValueError(f'choice_probs {"is not for a mesh" if options.choice else "needs choices: --choice"}')
   process, num_processes = jax.process_index(), jax.process_count()
   setting = None if options.is_auto else only_setting(options)
   part = part_path(path, process, num_processes)
   check_apart({'generations': part}, options.inputs())
-  num_tokens = num_calls = 0
-  with GenerationFile(part, resume=resume) as file:
+  num_tokens = num_calls = num_read = 0
+  with GenerationFile(part, resume=resume) as file, CompilingClock() as clock:
     check_parts(path, num_processes)
+    start = time.perf_counter()
     work = Workload.load(options, is_local=True)
+    loading = time.perf_counter() - start
     if setting is None:
       setting = choose(predict_all(work, notify))
     prompts, stop = work.prompts, work.stop
@@ -69,7 +93,18 @@ def decode_bulk(
     if process == 0:
       write_index(path, num_processes)
     described = {prompts[row].index: describe_prompt(prompts[row]) for row in own}
-    file.begin(describe_run(work, setting), described, process=process, num_processes=num_processes)
+    settings = describe_run(work, setting)
+    settings['run'] |= {'choice_probs': True} if choice_probs else {}
+    file.begin(settings, described, process=process, num_processes=num_processes)
+    choices = Choices.of(work.tokenizer, options.choice) if choice_probs else None
+
+    @functools.lru_cache(64)
+    def score(number: int, choices: Choices) -> ChoiceProbs:
+      """The probabilities of choices behind some of the prompts, which are read together."""
+      rows = own[number * options.batch_size : (number + 1) * options.batch_size]
+      prompts = [work.tokens[row, : work.lengths[row]] for row in rows]
+      return score_choices(work.target, prompts, choices, width=work.tokens.shape[1])
+
     places = itertools.product(options.seeds, (prompts[row].index for row in own), range(options.num_samples))
     total = len(own) * options.num_seeds * options.num_samples
     num_done = sum(place in file.done for place in places)
@@ -86,6 +121,11 @@ def decode_bulk(
 
     notify('compiling and decoding', num_done, total)
     start = time.perf_counter()
+    before = clock.seconds
+
+    def seconds() -> float:
+      return time.perf_counter() - start - (clock.seconds - before)
+
     for continuation in generate_many(
       work.target,
       setting.drafter(work.draft),
@@ -106,14 +146,18 @@ def decode_bulk(
       prompt = prompts[row]
       entry = describe_continuation({}, prompt, seed, sample, continuation, work.tokenizer, stop)
       corpus = {'lookup_corpus': list(options.lookup_corpus)} if options.lookup_corpus else {}
+      if choices is not None:
+        number, place = divmod(bisect.bisect(own, row) - 1, options.batch_size)
+        scored = score(number, choices)
+        values = zip(choices.texts, scored.logprobs[place].tolist(), scored.probs[place].tolist())
+        entry['choice_probs'] = [dict(zip(('choice', 'logprob', 'prob'), each)) for each in values]
       file.append({'index': prompt.index} | described[prompt.index] | entry | corpus)
       num_tokens += len(continuation.tokens)
       num_calls += continuation.num_target_calls
+      num_read += int(work.lengths[row])
       num_done += 1
-      speed = num_tokens / (time.perf_counter() - start)
-      notify(f'decoding; {speed:,.0f} tokens/s', num_done, total)
-    seconds = time.perf_counter() - start
-  return num_tokens, num_calls, seconds
+      notify(f'decoding; {num_tokens / seconds():,.0f} tokens/s', num_done, total)
+    return BulkStatistics(num_tokens, num_calls, seconds(), clock.seconds - before, loading, num_read)
 
 
 if __name__ == '__main__':
@@ -124,6 +168,7 @@ if __name__ == '__main__':
   _ROUNDS = flags.DEFINE_integer(
     'rounds_at_a_time', 4, 'Rounds between two looks at which rows are done.', lower_bound=1
   )
+  _PROBS = flags.DEFINE_bool('choice_probs', False, 'Write how likely each --choice is behind the prompt.')
   # A comparison takes a sample of the prompts; this command takes all.
   flags.FLAGS.set_default('num_prompts', 2**31 - 1)
 
@@ -134,18 +179,25 @@ if __name__ == '__main__':
   def decode():
     options = read_options()
     with show_progress() if is_primary() else contextlib.nullcontext() as notify:
-      num_tokens, num_calls, seconds = decode_bulk(
-        options, _GENERATIONS.value, resume=_RESUME.value, rounds_at_a_time=_ROUNDS.value, notify=notify
+      done = decode_bulk(
+        options,
+        _GENERATIONS.value,
+        resume=_RESUME.value,
+        rounds_at_a_time=_ROUNDS.value,
+        choice_probs=_PROBS.value,
+        notify=notify,
       )
     if not is_primary():
       return
     part = part_path(_GENERATIONS.value, 0, jax.process_count())
-    if not num_calls:
+    if not done.num_calls:
       print(printable(f'{part} has all continuations already'))
       return
     print(
-      f'{num_tokens:,} tokens, {num_tokens / num_calls:.2f} per target call, {num_tokens / seconds:,.0f} tokens/s with'
-      f' compilation; {printable(str(part))}'
+      f'{done.num_tokens:,} tokens, {done.num_tokens / done.num_calls:.2f} per target call,'
+      f' {done.num_tokens / done.seconds:,.0f} tokens/s; loading {done.loading:.1f} s, compiling'
+      f' {done.compiling:.1f} s, {done.num_read:,} tokens of prompts and the new ones {done.seconds:.1f} s;'
+      f' {printable(str(part))}'
     )
 
   command_line.run(

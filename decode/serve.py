@@ -71,7 +71,6 @@ def start_worker(
   """The thread that decodes, started with its programs compiled, the tokenizer, and the bounds of requests."""
   from decode.serving.worker import Worker
 
-  options.check_unused(_UNUSED, 'decode.serve, where requests say what they want')
   setting = only_setting(options)
   models = load_models(options)
   bounds = choose_bounds(models.context_length, longest_prompt, max_new_tokens)
@@ -93,7 +92,7 @@ def start_worker(
     longest_prompt=bounds.longest_prompt,
     most_waiting=most_waiting,
   )
-  worker.compile(lambda done, total: notify('compiling', done, total))
+  worker.compile(lambda done, total: notify('compiling; /health says starting', done, total))
   worker.start()
   return worker, models.tokenizer, bounds
 
@@ -150,12 +149,13 @@ if __name__ == '__main__':
 
   def main(argv):
     from decode.serving.answer import Served
-    from decode.serving.app import make_app
+    from decode.serving.app import Front, make_app
     from decode.serving.gate import is_loopback
     from decode.serving.server import Server, address_of, listen
 
     del argv
     options, key = DecodeOptions(**with_default_drafting(read_values())), read_key(_KEY.value, _KEY_FILE.value)
+    options.check_unused(_UNUSED, 'decode.serve, where requests say what they want')
     name = _NAME.value or os.path.basename(options.target.rstrip('/')) or options.target
     check_unicode(name, 'served_name')
     hosts = None if _ALLOWED.value is None else read_hosts(_ALLOWED.value)
@@ -163,15 +163,17 @@ if __name__ == '__main__':
     sock = listen(_HOST.value, _PORT.value)
     if hosts is None and is_loopback(sock.getsockname()[0]):
       hosts = frozenset([_HOST.value.lower()])
+    front = Front()
+    server = Server(front, sock, keep_alive=_KEEP.value)
     with show_progress() as notify:
       sizes = {'longest_prompt': _LONGEST.value, 'max_new_tokens': most_new, 'most_waiting': _WAITING.value}
       worker, tokenizer, bounds = start_worker(options, **sizes, notify=notify)
     served = Served(worker, tokenizer, name, bounds.max_new_tokens, key, together=bounds.together, hosts=hosts)
     served.prepare()
-    server = Server(make_app(served), worker, keep_alive=_KEEP.value)
+    front.app = make_app(served)
     print(f'serving {printable(name)} at http://{address_of(sock)}/v1, {options.batch_size} rows', flush=True)
     try:
-      server.run(sockets=[sock])
+      server.wait(worker)
     finally:
       worker.stop()
     if worker.fault is not None:

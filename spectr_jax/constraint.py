@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +14,18 @@ from spectr_jax.tree import TokenTree
 
 _MOST_CELLS = 2**28  # of all transitions of a batch, 1 GiB
 _ROWS_AT_A_TIME = 64
-# Tables grow by factors of 4, so that most constraints share programs.
-_FEWEST_STATES, _FEWEST_CELLS, _FEWEST_MASKS, _FEWEST_CONSTRAINTS = 2**10, 2**16, 2**8, 4
+
+
+class TableSizes(NamedTuple):
+  """What tables have room for. They grow by factors of 4, so that most constraints share programs."""
+
+  constraints: int = 4
+  transitions: int = 2**16
+  states: int = 2**10
+  masks: int = 2**8
+
+
+FEWEST = TableSizes()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -183,7 +193,7 @@ class ConstraintTables:
     constraints: Sequence[Constraint],
     vocab_size: int,
     eos_ids: Sequence[int],
-    like: ConstraintTables | None = None,
+    sizes: TableSizes = FEWEST,
   ) -> ConstraintTables:
     """Joins the constraints of a batch.
 
@@ -191,7 +201,7 @@ class ConstraintTables:
       constraints: G of them.
       vocab_size: V.
       eos_ids: Ids that end a row.
-      like: Tables whose sizes these have at least, so that they share programs, or None.
+      sizes: Those that the tables have at least. Tables of equal sizes share programs.
 
     Raises:
       ValueError: A constraint is of another vocabulary or needs an id that ends rows, or all are too large together.
@@ -221,10 +231,7 @@ class ConstraintTables:
       constraint_of.append(np.full(states, number))
       mask_of.append(num_masks + own_mask_of)
       num_states, num_cells, num_masks = num_states + states, num_cells + states * classes, num_masks + len(own_masks)
-    fewest = (_FEWEST_CONSTRAINTS, _FEWEST_CELLS, _FEWEST_STATES, _FEWEST_MASKS)
-    if like is not None:
-      fewest = len(like.class_of), len(like.next_state), len(like.first), len(like.masks)
-    rooms = [_room(*pair) for pair in zip((len(constraints), num_cells, num_states, num_masks), fewest)]
+    rooms = [_room(*pair) for pair in zip((len(constraints), num_cells, num_states, num_masks), sizes)]
 
     @jax.ensure_compile_time_eval()
     def padded(parts, room, dtype: Any = np.int32):
@@ -240,6 +247,10 @@ class ConstraintTables:
       masks=padded(masks, rooms[3], everything.dtype),
       starts=padded([starts], rooms[0]),
     )
+
+  @property
+  def sizes(self) -> TableSizes:
+    return TableSizes(len(self.class_of), len(self.next_state), len(self.first), len(self.masks))
 
   def after(self, states: jax.Array, tokens: jax.Array) -> jax.Array:
     """The states after tokens, of any shape; 0 for tokens below 0, for those not allowed, and for an end."""

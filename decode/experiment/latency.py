@@ -1,10 +1,12 @@
-"""Times of the parts of a round, beside those of `spectr_jax.auto.timing`."""
+"""Times of compiling and of the parts of a round, beside those of `spectr_jax.auto.timing`."""
 
 from __future__ import annotations
 
 import functools
+import time
 
 import jax
+import jax.monitoring
 import numpy as np
 from etils import epath
 
@@ -15,6 +17,30 @@ from spectr_jax.engine.sharding import tracing_with
 from spectr_jax.engine.state import DecodeState
 from spectr_jax.io.new_files import check_writable
 from spectr_jax.proposal import Proposal
+
+
+class CompilingClock:
+  """A context manager that measures how long programs are traced and compiled in it, or read from a cache."""
+
+  def __enter__(self) -> CompilingClock:
+    self._spans: list[tuple[float, float]] = []  # start and seconds, none within another
+    jax.monitoring.register_event_duration_secs_listener(self._note)
+    return self
+
+  def __exit__(self, *error) -> None:
+    jax.monitoring.unregister_event_duration_listener(self._note)
+
+  def _note(self, name: str, seconds: float, **_) -> None:
+    if not name.startswith('/jax/core/compile/'):
+      return
+    start = time.perf_counter() - seconds
+    while self._spans and self._spans[-1][0] >= start:  # what the trace of one program traced and compiled
+      self._spans.pop()
+    self._spans.append((start, seconds))
+
+  @property
+  def seconds(self) -> float:
+    return sum(seconds for _, seconds in self._spans)
 
 
 def profile(decoder: Decoder, state: DecodeState, directory: epath.PathLike, num_rounds: int = 8) -> None:

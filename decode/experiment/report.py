@@ -294,6 +294,16 @@ def explain_gain(run: DecodeRun) -> Iterator[str]:
   )
 
 
+def explain_seconds(run: DecodeRun) -> Iterator[str]:
+  """A line with what took how long beside the new tokens."""
+  if seconds := run.info.get('seconds'):
+    yield (
+      f'Loading took {seconds["loading"]:.1f} s and compiling {seconds["compiling"]:.1f} s, which tokens/s leave out.'
+      f' Reading the prompts of the first batch, {seconds["prompt_tokens"]:,} tokens, took {seconds["prompts"]:.3f} s,'
+      ' which they count.'
+    )
+
+
 def print_report(run: DecodeRun, console: Console | None = None, *, more: str = '') -> None:
   """Prints what is gained, the table, explanations for slow settings, a sample, and the line `more`."""
   console = console or make_console()
@@ -313,7 +323,7 @@ def print_report(run: DecodeRun, console: Console | None = None, *, more: str = 
   console.print(table)
   console.print()
   is_hidden = '95% range' not in [column.header for column in table.columns]
-  explanations = explain_bias, explain_missing_baseline, explain_ranges, explain_slow, explain_parts
+  explanations = explain_bias, explain_missing_baseline, explain_ranges, explain_slow, explain_parts, explain_seconds
   for explain in (*[explain_hidden_ranges] * is_hidden, *explanations):
     for line in explain(run):
       console.print(line + '\n', **print_options)

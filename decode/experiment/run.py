@@ -15,6 +15,7 @@ from jax.experimental import multihost_utils
 import spectr_jax
 from decode.experiment import latency
 from decode.experiment.auto_choice import predict_all
+from decode.experiment.latency import CompilingClock
 from decode.experiment.optimal_trees import choose_trees, read_acceptance
 from decode.experiment.options import DecodeOptions
 from decode.experiment.prompts import take_first
@@ -51,14 +52,20 @@ def measure(workload: Workload, settings: list[Setting], notify: Notify) -> Deco
   num_rows = len(prompts) * options.num_samples
   done, total = 0, len(settings) * options.num_seeds * len(batches)
   keys = {seed: workload.keys(seed) for seed in options.seeds}
-  baseline, part_seconds, groups = baseline_of(settings), {}, []
+  baseline, part_seconds, groups, reading = baseline_of(settings), {}, [], []
 
   def prepare(setting):
     place, number = settings.index(setting), len(settings)
     notify(f'compiling {place + 1} of {number}: {setting}', place, number)
     # One round compiles the program that `generate` runs.
     decoder = workload.decoder(setting, statistics=options.share_of_optimum)
-    state = workload.init(decoder, keys[options.seed], batches[0], num_samples=options.num_samples)
+    for _ in range(1 if reading else 2):  # the second time nothing is compiled
+      state = None  # before there is another one
+      start = time.perf_counter()
+      state = workload.init(decoder, keys[options.seed], batches[0], num_samples=options.num_samples)
+      jax.block_until_ready(state)
+      seconds = time.perf_counter() - start
+    reading.append(seconds)
     state = jax.block_until_ready(spectr_jax.decode_rounds(decoder, state, 1))
     jax.block_until_ready(state.result.of_size(options.max_new_tokens))  # as `generate` cuts it
     if options.breakdown and setting.tree.num_nodes:
@@ -98,7 +105,8 @@ def measure(workload: Workload, settings: list[Setting], notify: Notify) -> Deco
         rounds=sum(int(part.num_target_calls.max()) for part in parts),
       )
   measurements = [measured[setting, seed] for setting in settings for seed in options.seeds]
-  info = workload.info | {'timed_together': groups}
+  times = {'prompts': reading[0], 'prompt_tokens': int(workload.lengths[batches[0]].sum())}
+  info = workload.info | {'timed_together': groups, 'seconds': times}
   run = DecodeRun(options, info, prompts, workload.tokenizer, settings, measurements, part_seconds=part_seconds)
   is_slow = np.array([bool(each.tree.num_nodes) and (run.summarize(each).speedup or 1) < 1 for each in settings])
   if workload.is_joint:  # the processes' clocks differ
@@ -129,10 +137,14 @@ def run_decode(options: DecodeOptions, notify: Notify | None = None, pick: Pick 
   notify = notify or (lambda what, done, total: None)
   settings = expand(options)
   given = None if options.acceptance is None else read_acceptance(options.acceptance)
+  start = time.perf_counter()
   workload = Workload.load(options, pick=pick)
-  predictions = predict_all(workload, notify) if options.is_auto else []
-  if predictions:
-    settings = list(dict.fromkeys([*settings, choose(predictions)]))
-  settings, acceptance = choose_trees(workload, settings, given, notify)
-  run = measure(workload, settings, notify)
-  return dataclasses.replace(run, acceptance=acceptance, predictions=predictions)
+  loading = time.perf_counter() - start
+  with CompilingClock() as clock:
+    predictions = predict_all(workload, notify) if options.is_auto else []
+    if predictions:
+      settings = list(dict.fromkeys([*settings, choose(predictions)]))
+    settings, acceptance = choose_trees(workload, settings, given, notify)
+    run = measure(workload, settings, notify)
+  info = run.info | {'seconds': {'loading': loading, 'compiling': clock.seconds} | run.info['seconds']}
+  return dataclasses.replace(run, info=info, acceptance=acceptance, predictions=predictions)

@@ -9,8 +9,8 @@ import functools
 import itertools
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -18,14 +18,16 @@ import numpy as np
 from decode.serving.compiling import Compiler
 from decode.serving.faults import RefusedError, refusing
 from decode.serving.protocol import DEFAULT_TOKENS, MOST_SAMPLES, CompletionRequest
-from decode.serving.worker import Job, Piece, Worker
+from decode.serving.worker import CHOICE_TOKENS, Job, Piece, Worker
 from spectr_jax.constraint import Constraint
+from spectr_jax.engine.choices import ChoiceProbs, Choices
 from spectr_jax.engine.likelihood import LogLikelihood
 from spectr_jax.engine.state import sample_keys
 from spectr_jax.engine.stop import StopStrings
 from spectr_jax.io.token_bytes import TextToken, TokenDecoder
 from spectr_jax.io.tokenizer import TokenizerBase
 
+_T = TypeVar('_T')
 _READERS = 2  # requests that are read, or responses that are written, at once
 
 
@@ -49,6 +51,7 @@ class Served:
     """Does what is done once, and what the first requests would wait for: a look at the vocabulary, and programs."""
     assert self.most_characters
     list(_keys(0, 2, 2))
+    self.compiler.prepare(self.tokenizer, self.worker.vocab_size)
 
   @functools.cached_property
   def most_characters(self) -> int:
@@ -91,6 +94,7 @@ class Choice:
   num_target_calls: int = 0
   num_accepted: int = 0
   likelihood: LogLikelihood | None = None  # of prompt and continuation, if a response shows more than the new tokens
+  probs: ChoiceProbs | None = None  # of the constraint's choices, behind the prompt
   name_next: TokenDecoder | None = None  # names the tokens of a stream, each from where the last piece ended
   unsent: list[_Place] = dataclasses.field(default_factory=list)  # of a stream: their text may be that of a stop
 
@@ -118,6 +122,7 @@ class Answer:
       for place, prompt in enumerate(map(self._encoded, request.prompts))
       for sample in range(request.num_samples)
     ]
+    self._scored = self._encoded_choices() if request.has_choice_probs else None
 
   def _allowed_tokens(self) -> int:
     max_tokens, most = self.request.max_tokens, self.served.max_new_tokens
@@ -158,6 +163,20 @@ class Answer:
       message = f'max_tokens must be at most {room} behind {len(ids)} tokens, got {self.request.max_tokens}'
       raise RefusedError(message, 'max_tokens')
     return ids
+
+  def _encoded_choices(self) -> Choices:
+    assert self.request.constraint is not None
+    field, worker, longest = 'structured_outputs', self.served.worker, max(len(each.prompt) for each in self.choices)
+    with refusing(field):
+      choices = Choices.of(self.served.tokenizer, self.request.constraint[1])
+      for number, most, words in (
+        (choices.depth, CHOICE_TOKENS, 'a choice has'),
+        (choices.num_tokens, worker.longest_prompt, 'the choices have'),
+        (longest + choices.depth, worker.most_tokens, 'a prompt and a choice have'),
+      ):
+        if number > most:
+          raise ValueError(f'{words} {number} tokens, allowed are {most} for choice_probs')
+    return choices
 
   def submit(self, loop: asyncio.AbstractEventLoop) -> None:
     """Hands all continuations to the worker; `loop` is where their pieces are waited for."""
@@ -216,20 +235,30 @@ class Answer:
     """Waits for all continuations, and for the log probabilities that a reading of the texts gives."""
     async for _ in self.pieces():
       pass
-    num_top, loop = self.request.top_logprobs, asyncio.get_running_loop()
+    num_top, worker, size = self.request.top_logprobs, self.served.worker, self.request.num_samples
+    if self._scored is not None:
+      for choice in self.choices[::size]:
+        probs = await self._worked(functools.partial(worker.score_choices, choice.prompt, self._scored))
+        for each in self.choices[choice.index : choice.index + size]:
+          each.probs = probs
     if num_top is None or not (num_top or self.request.echo):
       return
     for choice in self.choices:
-      values: asyncio.Queue[LogLikelihood | Exception] = asyncio.Queue()
-      tell = functools.partial(loop.call_soon_threadsafe, values.put_nowait)
-      forget = self.served.worker.score([[*choice.prompt, *choice.tokens]], num_top, tell)
-      try:
-        likelihood = await values.get()
-      finally:
-        forget()
-      if isinstance(likelihood, Exception):
-        raise likelihood
-      choice.likelihood = likelihood
+      text = [*choice.prompt, *choice.tokens]
+      choice.likelihood = await self._worked(functools.partial(worker.read, [text], num_top))
+
+  async def _worked(self, work: Callable[[], _T]) -> _T:
+    """What the worker's thread returns for some work between two rounds."""
+    values: asyncio.Queue[Any] = asyncio.Queue()
+    tell = functools.partial(asyncio.get_running_loop().call_soon_threadsafe, values.put_nowait)
+    forget = self.served.worker.do(work, tell)
+    try:
+      value = await values.get()
+    finally:
+      forget()
+    if isinstance(value, Exception):
+      raise value
+    return value
 
   # What is sent.
 
@@ -263,6 +292,10 @@ class Answer:
   def _whole_choice(self, choice: Choice) -> dict[str, Any]:
     logprobs = None if self.request.top_logprobs is None else self._logprobs(self._places(choice))
     common = {'index': choice.index, 'finish_reason': choice.finish_reason or 'length', 'logprobs': logprobs}
+    if choice.probs is not None:
+      texts, values, probs = choice.probs
+      each = zip(texts, map(_number, values[0]), probs[0].tolist())
+      common['choice_probs'] = [dict(zip(('choice', 'logprob', 'prob'), one)) for one in each]
     if self.request.is_chat:
       return common | {'message': {'role': 'assistant', 'content': choice.text}}
     return common | {'text': self._echoed(choice) if self.request.echo else choice.text}

@@ -8,16 +8,17 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from decode.serving.answer import Answer, Served
-from decode.serving.faults import RefusedError, RequestError, failure, refusing
-from decode.serving.gate import Gate
+from decode.serving.faults import STARTING, RefusedError, RequestError, failure, refusing
+from decode.serving.gate import Body, Gate
 from decode.serving.protocol import check_model, parse
 from spectr_jax.io.untrusted import one_line, parse_json
 
@@ -106,6 +107,22 @@ async def _whole(answer: Answer, request: Request) -> Response:
     answer.close()
 
 
+class Front:
+  """The application from a server's first moment on. Until there is an `app`, everybody hears that it is starting."""
+
+  def __init__(self):
+    self.app: ASGIApp | None = None
+
+  async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    if self.app is not None:
+      await self.app(scope, receive, send)
+      return
+    await Body(Headers(scope=scope), receive).drain()
+    is_health = scope['path'] == '/health'
+    said = PlainTextResponse('starting\n', 503, STARTING.headers) if is_health else STARTING.response()
+    await said(scope, receive, send)
+
+
 def make_app(served: Served) -> Starlette:
   worker, own_model = served.worker, {'id': served.name, 'object': 'model', 'created': 0, 'owned_by': 'spectr_jax'}
 
@@ -115,7 +132,8 @@ def make_app(served: Served) -> Starlette:
     body = await request.body()
 
     asked = await _in_thread(served, lambda: parse(_parsed(body), is_chat=is_chat, model=served.name))
-    compiling = served.compiler.compile(asked.constraint, served.tokenizer, worker.vocab_size)
+    asked_for = None if asked.max_tokens == 0 else asked.constraint  # nothing is decoded
+    compiling = served.compiler.compile(asked_for, served.tokenizer, worker.vocab_size)
     constraint = await _unless_gone(request, compiling)
 
     def submitted() -> Answer:

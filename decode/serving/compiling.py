@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import concurrent.futures
+import contextlib
 import json
 import sys
 from typing import Any
@@ -26,6 +27,11 @@ class Compiler:
     self._thread = concurrent.futures.ThreadPoolExecutor(1, 'compiling')
     self._kept: collections.OrderedDict[str, Constraint | str] = collections.OrderedDict()
     self._num_waiting = 0
+
+  def prepare(self, tokenizer: TokenizerBase, vocab_size: int) -> None:
+    """Does what the first constraint would wait for, such as a look at the vocabulary, if any can be compiled."""
+    with contextlib.suppress(ConstraintBusyError, MemoryError):
+      _compiled(tokenizer, vocab_size, 'choices', ['a'])
 
   async def compile(
     self, asked: tuple[str, Any, str] | None, tokenizer: TokenizerBase, vocab_size: int

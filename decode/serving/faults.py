@@ -73,6 +73,14 @@ class BusyError(RequestError):
     super().__init__(message, 503, 'server_error', field=field, headers=wait)
 
 
+STARTING = RequestError(
+  f'the server is starting: try again in {_RETRY_SECONDS} s',
+  503,
+  'server_error',
+  headers={'Retry-After': str(_RETRY_SECONDS)},
+)
+
+
 class EndedError(RequestError):
   """The thread decodes no more."""
 

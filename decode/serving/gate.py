@@ -50,7 +50,7 @@ def host_of(authority: str) -> str | None:
   return parts.hostname.removesuffix('.') if is_plain and parts.hostname else None
 
 
-class _Body:
+class Body:
   """The body of a request, as far as it was read; its size is bounded, and the time that it may take."""
 
   def __init__(self, headers: Headers, receive: Receive):
@@ -105,7 +105,7 @@ class Gate:
       await self._app(scope, receive, send)
       return
     headers = Headers(scope=scope)
-    body, metrics, status = _Body(headers, receive), self._served.worker.metrics, 0
+    body, metrics, status = Body(headers, receive), self._served.worker.metrics, 0
     kind = KINDS.get(scope['path'])  # requests of others are not counted
     if kind is not None:
       metrics.add('requests_received_total', kind=kind)

@@ -30,7 +30,7 @@ class CompletionRequest:
   sampling: SamplingParams  # scalars
   seed: int | None
   num_samples: int  # of each prompt
-  max_tokens: int | None  # None for the default; 0 only with `echo`
+  max_tokens: int | None  # None for the default; 0 only with `echo` or `has_choice_probs`
   stop: tuple[str, ...]
   is_streamed: bool
   has_usage: bool  # a stream ends with counts of tokens
@@ -39,6 +39,7 @@ class CompletionRequest:
   echo: bool  # the prompt is returned in front
   # a keyword argument of `compile_constraint`, and the field that asks for it
   constraint: tuple[str, Any, str] | None = None
+  has_choice_probs: bool = False  # the response says how likely each of the constraint's choices is
 
 
 def _is_text(x: Any) -> bool:
@@ -124,6 +125,7 @@ _SHARED: dict[str, Kind] = {
   'max_new_tokens': _LIMIT,
   'do_sample': FLAG,
   'response_format': Kind('an object with a type', lambda x: isinstance(x, dict)),
+  'choice_probs': FLAG,
   'structured_outputs': Kind('an object with json, regex, choice or json_object', lambda x: isinstance(x, dict)),
   # They name who asks, and change no answer.
   **dict.fromkeys(('user', 'safety_identifier', 'prompt_cache_key'), _TEXT),
@@ -181,6 +183,7 @@ def parse(body: Any, *, is_chat: bool, model: str) -> CompletionRequest:
     top_logprobs=_top(given, is_chat),
     echo=given.get('echo', False),
     constraint=_constraint(given),
+    has_choice_probs=given.get('choice_probs', False),
   )
   _check_together(request, given)
   return request
@@ -200,8 +203,11 @@ def _check_together(request: CompletionRequest, given: Mapping[str, Any]) -> Non
   if request.constraint and (request.top_logprobs or (request.echo and request.top_logprobs is not None)):
     name = 'top_logprobs' if request.is_chat else 'logprobs'
     raise RefusedError(f'with {request.constraint[2]} only log probabilities of the new tokens are offered', name)
-  if request.max_tokens == 0 and not request.echo:
-    raise RefusedError('max_tokens 0 is for echo', 'max_tokens')
+  has_choices = request.constraint is not None and request.constraint[0] == 'choices'
+  if request.has_choice_probs and (request.is_streamed or not has_choices):
+    raise RefusedError('choice_probs needs structured_outputs.choice, and is not offered for streams', 'choice_probs')
+  if request.max_tokens == 0 and not (request.echo or request.has_choice_probs):
+    raise RefusedError('max_tokens 0 is for echo and choice_probs', 'max_tokens')
   with refusing('stop'):
     check_stop_texts(request.stop)
 

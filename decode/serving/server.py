@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import socket
+import threading
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -44,14 +45,23 @@ def _config(app: ASGIApp, keep_alive: int) -> uvicorn.Config:
 
 
 class Server(uvicorn.Server):
-  """The server. A signal ends it after the answers that have begun, a second one at once; so does the worker's end."""
+  """The server, which runs in a thread of its own."""
 
-  def __init__(self, app: ASGIApp, worker: Worker, *, keep_alive: int):
-    """Connections without a request are closed after `keep_alive` seconds."""
+  def __init__(self, app: ASGIApp, sock: socket.socket, *, keep_alive: int):
+    """Answers on a socket. Connections without a request are closed after `keep_alive` seconds."""
     super().__init__(_config(app, keep_alive))
+    self._worker: Worker | None = None
+    self._thread = threading.Thread(target=self.run, args=([sock],), name='serving', daemon=True)
+    self._thread.start()
+
+  def wait(self, worker: Worker) -> None:
+    """Waits, in the main thread, for the end: that of the worker, or a signal, after the answers that have begun; a
+    second signal ends the process at once.
+    """
     self._worker = worker
     for number in (signal.SIGINT, signal.SIGTERM):
       signal.signal(number, self.handle_exit)
+    self._thread.join()
 
   def handle_exit(self, sig, frame):
     del frame
@@ -59,12 +69,12 @@ class Server(uvicorn.Server):
       os.write(2, b'error: ended at once, answers that had begun are incomplete\n')
       os._exit(128 + sig)
     self.should_exit = True
-    if number := self._worker.num_held:
+    if self._worker is not None and (number := self._worker.num_held):
       answers = '1 answer in progress is' if number == 1 else f'{number} answers in progress are'
       os.write(2, f'ending once {answers} complete; a second signal ends it at once\n'.encode())
 
   async def on_tick(self, counter: int) -> bool:
-    return await super().on_tick(counter) or not self._worker.is_alive
+    return await super().on_tick(counter) or (self._worker is not None and not self._worker.is_alive)
 
   async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
     self.should_exit = True  # also where the worker has ended: the next signal ends the process
@@ -80,7 +90,8 @@ class Server(uvicorn.Server):
     while quiet < QUIET_SECONDS:
       await asyncio.sleep(_TICK)
       unread = [each.transport.get_write_buffer_size() for each in self.server_state.connections]
-      quiet = quiet + _TICK if self._worker.is_idle and unread == seen else 0.0
+      is_idle = self._worker is None or self._worker.is_idle
+      quiet = quiet + _TICK if is_idle and unread == seen else 0.0
       seen = unread
     for connection in list(self.server_state.connections):
       connection.transport.abort()

@@ -6,6 +6,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import itertools
 import threading
 import time
 import traceback
@@ -18,7 +19,8 @@ import numpy as np
 from decode.serving.counters import Metrics
 from decode.serving.faults import EndedError, FullError, failure
 from decode.serving.protocol import MOST_TOP
-from spectr_jax.constraint import Constraint
+from spectr_jax.constraint import Constraint, TableSizes
+from spectr_jax.engine.choices import ChoiceProbs, Choices, score_choices
 from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.likelihood import CHUNK, LogLikelihood, log_likelihood
 from spectr_jax.engine.result import Generation
@@ -83,8 +85,10 @@ def _next_piece(job: Job, result: Generation, row: int, eos_ids: Collection[int]
   )
 
 
-# A row with every filter, so that requests with filters compile nothing anew.
+# What requests may ask for and compile nothing anew: every filter, a constraint in every row, and choices.
 _EVERY_FILTER = SamplingParams(1.0, top_k=1, top_p=0.5, min_p=0.5)
+_SIZES = TableSizes(transitions=2**20, states=2**14, masks=2**10)
+CHOICE_TOKENS = 64  # of a choice
 
 
 class Worker:
@@ -107,19 +111,29 @@ class Worker:
 
   def _make_rows(self) -> Rows:
     sizes = {'batch_size': self._batch_size, 'longest_prompt': self.longest_prompt}
-    return Rows(self._decoder, **sizes, filters=_EVERY_FILTER)
+    tables = _SIZES._replace(constraints=self._batch_size)
+    return Rows(self._decoder, **sizes, filters=_EVERY_FILTER, sizes=tables)
 
   def compile(self, notify: Callable[[int, int], None]) -> None:
-    """Runs every program once: a short prompt, a long one, a round, and the reading of a text."""
-    key, rows = jax.random.key(0, impl='threefry2x32'), self._rows
-    for number, size in enumerate((1, self.longest_prompt)):
-      notify(number, 3)
-      rows.put([Request('compiling', [0] * size, key)])
-      rows.step()
-      rows.end(list(rows.owners))
-    notify(2, 3)
-    self._read([[0]], 0)
-    notify(3, 3)
+    """Runs every program once: a short prompt, a long one, a round, all with and without a constraint; then readings
+    of a text and of choices.
+    """
+    key, sizes = jax.random.key(0, impl='threefry2x32'), (1, self.longest_prompt)
+    anything = Constraint(np.zeros(self.vocab_size, np.int32), np.zeros((1, 1), np.int32), np.ones(1, bool))
+    for number, (constraint, size) in enumerate(itertools.product((anything, None), sizes)):
+      notify(number, 6)
+      if number == len(sizes):  # rows without tables, which take less time until a constraint comes
+        del self._rows
+        self._rows = self._make_rows()
+      most_new = None if size == 1 else 1  # the longest prompt may leave room for no more
+      self._rows.put([Request('compiling', [0] * size, key, max_new_tokens=most_new, constraint=constraint)])
+      self._rows.step()
+      self._rows.end(list(self._rows.owners))
+    notify(4, 6)
+    self.read([[0]], 0)
+    notify(5, 6)
+    self.score_choices([0], Choices(('',), (((0,),),)))
+    notify(6, 6)
 
   def start(self) -> None:
     self._thread.start()
@@ -180,13 +194,13 @@ class Worker:
       self._waiting.clear()
       self._waiting += kept
 
-  def score(self, texts: Sequence[Sequence[int]], num_top: int, tell: Callable[[Any], None]) -> Callable[[], None]:
-    """Lets the thread read texts between two rounds, and call `tell` with a `LogLikelihood`, or with the error.
+  def do(self, work: Callable[[], Any], tell: Callable[[Any], None]) -> Callable[[], None]:
+    """Lets the thread call `read` or `score_choices` between two rounds, and `tell` with the result, or with the error.
 
     Returns:
-      What takes the texts back that nobody waits for any more.
+      What takes the work back that nobody waits for any more.
     """
-    task = functools.partial(self._read, texts, num_top), tell
+    task = work, tell
     with self._ready:
       self._check_room(len(self._tasks) + 1, self.most_waiting)
       self._tasks.append(task)
@@ -203,11 +217,21 @@ class Worker:
     if number > most:
       raise FullError
 
-  def _read(self, texts: Sequence[Sequence[int]], num_top: int) -> LogLikelihood:
+  def read(self, texts: Sequence[Sequence[int]], num_top: int) -> LogLikelihood:
     """`log_likelihood` by one program, for any text and `num_top`."""
     target, width = self._decoder.target, -(-self._decoder.cache_size // CHUNK) * CHUNK
     read = log_likelihood(target, texts, num_top=min(MOST_TOP, target.vocab_size), width=width)
     return read._replace(top_tokens=read.top_tokens[..., :num_top], top_logprobs=read.top_logprobs[..., :num_top])
+
+  def score_choices(self, prompt: Sequence[int], choices: Choices) -> ChoiceProbs:
+    """`choice_probs` by the same programs, for any prompt and choices of at most `CHOICE_TOKENS` each."""
+    sizes = {'width': self._decoder.cache_size, 'num_nodes': CHOICE_TOKENS}
+    return score_choices(self._decoder.target, [prompt], choices, **sizes)
+
+  @property
+  def most_tokens(self) -> int:
+    """The most tokens of a text."""
+    return self._decoder.cache_size
 
   def _run(self) -> None:
     try:

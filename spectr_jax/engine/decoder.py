@@ -11,7 +11,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
-from spectr_jax.constraint import Constraint, ConstraintTables
+from spectr_jax.constraint import FEWEST, Constraint, ConstraintTables, TableSizes
 from spectr_jax.draft import Drafter, as_drafter
 from spectr_jax.draft.model_drafter import ModelDrafter
 from spectr_jax.engine import checks
@@ -143,19 +143,22 @@ class Decoder:
     )
     return decoder.with_constraints(constraints) if constraints else decoder
 
-  def with_constraints(self, constraints: Sequence[Constraint], *, keeps_sizes: bool = False) -> Decoder:
+  def with_constraints(
+    self, constraints: Sequence[Constraint], *, keeps_sizes: bool = False, sizes: TableSizes = FEWEST
+  ) -> Decoder:
     """The decoder with other constraints that rows may follow.
 
     Args:
       constraints: The constraints.
       keeps_sizes: Whether its tables are to be at least as large as those of this decoder, to share programs.
+      sizes: Those of its tables at least, if it has none of this decoder's.
 
     Raises:
       ValueError: As for `ConstraintTables.join`.
     """
     eos_ids = [int(token) for token in self.eos_ids if token >= 0]
-    like = self.constraints if keeps_sizes else None
-    tables = ConstraintTables.join(constraints, self.target.vocab_size, eos_ids, like)
+    sizes = self.constraints.sizes if keeps_sizes and self.constraints is not None else sizes
+    tables = ConstraintTables.join(constraints, self.target.vocab_size, eos_ids, sizes)
     return dataclasses.replace(self, constraints=tables if self.sharding is None else self.sharding.put_whole(tables))
 
   def adopt(self, state: Any, other: Decoder, places: Sequence[int]) -> Any:

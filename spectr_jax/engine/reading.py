@@ -169,7 +169,11 @@ def empty_state(decoder: Decoder, batch_size: int, filters: SamplingParams | Non
   zeros = np.zeros((batch_size, 1), np.int32)
   rows = checked_prompts(decoder, key, zeros, zeros[:, 0] + 1, filters, 1)
   state = first_state(decoder, rows, _hold_nothing(decoder, batch_size))
-  return dataclasses.replace(state, is_done=~state.is_done)
+  state = dataclasses.replace(state, is_done=~state.is_done)
+  params = [leaf for leaf in jax.tree.leaves(decoder.target.params) if isinstance(leaf, jax.Array)]
+  devices = {device for leaf in params for device in leaf.devices()}
+  # Arrays that are bound to a device, as results beside parameters from a file are, have programs of their own.
+  return jax.device_put(state, devices.pop()) if decoder.sharding is None and len(devices) == 1 else state
 
 
 @functools.partial(jax.jit, static_argnames='batch_size')

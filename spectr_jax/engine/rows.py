@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spectr_jax.constraint import Constraint, numbered, place_of
+from spectr_jax.constraint import FEWEST, Constraint, TableSizes, numbered, place_of
 from spectr_jax.engine import checks
 from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.loop import decode_rounds
@@ -87,6 +87,7 @@ class Rows:
     longest_prompt: int | None = None,
     sampling: SamplingParams | None = None,
     filters: SamplingParams | None = None,
+    sizes: TableSizes = FEWEST,
   ):
     """Begins without a request.
 
@@ -96,8 +97,9 @@ class Rows:
       longest_prompt: The most tokens of a prompt; None for what the caches hold.
       sampling: Of requests that have none of their own.
       filters: Those that requests may use without compiling the loop anew, of scalars; None for those that come.
+      sizes: What tables of the requests' constraints have room for before they make the loop compile anew.
     """
-    self.decoder, self._sampling = decoder, sampling or SamplingParams()
+    self.decoder, self._sampling, self._sizes = decoder, sampling or SamplingParams(), sizes
     self._longest = decoder.cache_size - int(decoder.max_new_tokens) if longest_prompt is None else longest_prompt
     # Reading for an eighth of the rows at a time takes few programs, and not too much work for a single row.
     self.rows_at_a_time = max(1, batch_size // 8)
@@ -209,7 +211,7 @@ class Rows:
       return
     used = [each.constraint for each in self.owners.values() if isinstance(each.constraint, Constraint)]
     constraints, _ = numbered([*used, *new], len(used) + len(new))
-    decoder = self.decoder.with_constraints(constraints, keeps_sizes=True)
+    decoder = self.decoder.with_constraints(constraints, keeps_sizes=True, sizes=self._sizes)
     self.state = decoder.adopt(self.state, self.decoder, [place_of(each, constraints) for each in self._constraints])
     self.decoder, self._constraints = decoder, constraints
 

@@ -7,10 +7,14 @@ import signal
 import time
 
 import commands
+import jax
+import jax.monitoring
 import numpy as np
 import pytest
 
+import spectr_jax
 from decode.bulk import decode_bulk
+from decode.experiment.latency import CompilingClock
 from decode.experiment.options import DecodeOptions
 from decode.experiment.run import run_decode
 
@@ -46,7 +50,9 @@ def by_place(entries):
 def test_continuations_are_those_of_a_comparison(pair, many_prompts, tmp_path):
   options = _options(pair, many_prompts, num_seeds=2, num_samples=2, logprobs=True, stop=(' ', 'e'))
   seen = []
-  num_tokens, num_calls, _ = decode_bulk(options, tmp_path / 'out.jsonl', notify=lambda *args: seen.append(args))
+  begin = time.perf_counter()
+  found = decode_bulk(options, tmp_path / 'out.jsonl', notify=lambda *args: seen.append(args))
+  took = time.perf_counter() - begin
   run = run_decode(options)
   entries = by_place(read(tmp_path / 'out.jsonl'))
   assert len(entries) == 92
@@ -66,14 +72,75 @@ def test_continuations_are_those_of_a_comparison(pair, many_prompts, tmp_path):
       assert (entry['finish_reason'] == 'stop') == (end is not None)
       setting = [entry[name] for name in ('method', 'num_drafts', 'tree', 'is_lossless')]
       assert setting == ['spectr', 2, 'chains', True]
-  assert num_tokens == sum(len(entry['tokens']) for entry in entries.values())
-  assert num_calls == sum(entry['target_calls'] for entry in entries.values())
+  assert found.num_tokens == sum(len(entry['tokens']) for entry in entries.values())
+  assert found.num_calls == sum(entry['target_calls'] for entry in entries.values())
+  assert found.num_read == 4 * sum(len(run.tokenizer.encode_prompt(prompt.text)) for prompt in run.prompts)
+  assert min(found.loading, found.compiling, found.seconds) > 0
+  assert found.loading + found.compiling + found.seconds < took
   assert seen[0] == ('compiling and decoding', 0, 92)
   assert re.fullmatch(r'decoding; [\d,]+ tokens/s', seen[-1][0])
   assert seen[-1][1:] == (92, 92)
   # What is there already is not decoded again.
   assert decode_bulk(options, tmp_path / 'out.jsonl', resume=True)[:2] == (0, 0)
   assert by_place(read(tmp_path / 'out.jsonl')) == entries
+
+
+def test_speeds_leave_compiling_out():
+  with CompilingClock() as clock:
+    jax.jit(lambda x: jax.jit(_slowly_traced)(x) + 1)(1.0)
+    jax.monitoring.record_event_duration_secs('/jax/other', 1000.0)
+    first = clock.seconds
+    time.sleep(0.3)
+    assert clock.seconds == first  # nothing was compiled
+  assert 0.5 <= first < 1.0  # a trace within another counts once
+  jax.jit(lambda x: x - 1.25)(1.0)
+  assert clock.seconds == first
+
+
+def _slowly_traced(x):
+  time.sleep(0.5)
+  return x * 2
+
+
+@pytest.mark.parametrize('more', [{}, {'num_samples': 2, 'batch_size': 3}])
+def test_lines_have_the_probabilities_of_all_choices(pair, many_prompts, tmp_path, more):
+  pytest.importorskip('outlines_core', reason='needs the extra grammar')
+  choices = ('fox', 'ow', 'oww')
+  options = _options(pair, many_prompts, choice=choices, num_prompts=7, **more)
+  decode_bulk(options, tmp_path / 'out.jsonl', choice_probs=True)
+  target, tokenizer = spectr_jax.load_model(pair['target'])
+  entries = read(tmp_path / 'out.jsonl')
+  assert len(entries) == 7 * options.num_samples
+  for entry in entries:
+    prompt, found = tokenizer.encode_prompt(entry['prompt']), entry['choice_probs']
+    encoded = [tokenizer.encode(choice) for choice in choices]
+    is_beginning = [any(each != own and each[: len(own)] == own for each in encoded) for own in encoded]
+    assert is_beginning == [False, True, False]
+    assert [each['choice'] for each in found] == list(choices)
+    for each, own, begins in zip(found, encoded, is_beginning):
+      ends = [[end] for end in tokenizer.eos_ids] if begins else [[]]
+      texts = [[*prompt, *own, *end] for end in ends]
+      likelihood = spectr_jax.log_likelihood(target, texts)
+      alone = [likelihood.of(row, len(prompt), len(text))[0] for row, text in enumerate(texts)]
+      assert each['logprob'] == pytest.approx(np.logaddexp.reduce(alone), abs=1e-3)
+    total = np.logaddexp.reduce([each['logprob'] for each in found])
+    assert [each['prob'] for each in found] == pytest.approx([np.exp(each['logprob'] - total) for each in found])
+  decode_bulk(options, tmp_path / 'out.jsonl', choice_probs=True, resume=True)
+  with pytest.raises(ValueError, match='choice_probs True, and this run None'):
+    decode_bulk(options, tmp_path / 'out.jsonl', resume=True)
+
+
+def test_the_last_line_is_as_the_page_shows(pair, many_prompts, tmp_path):
+  (line,) = commands.succeed('decode.bulk', *flags(pair, many_prompts, tmp_path / 'OUT.jsonl')).splitlines()
+  assert line.endswith(f'; {tmp_path}/OUT.jsonl')
+  shown = re.sub(r'\b\d[\d,.]*', 'N', line.replace(f'{tmp_path}/', ''))
+  assert f'```\n{shown}\n```' in (ROOT / 'docs' / 'commands.md').read_text(encoding='utf-8')
+
+
+def test_probabilities_need_choices(pair, many_prompts, tmp_path):
+  with pytest.raises(ValueError, match='choice_probs needs choices: --choice'):
+    decode_bulk(_options(pair, many_prompts), tmp_path / 'out.jsonl', choice_probs=True)
+  assert not (tmp_path / 'out.jsonl').exists()
 
 
 def flags(pair, prompts, path, *arguments, **options):
@@ -174,8 +241,8 @@ def test_a_file_that_the_run_reads_is_no_output(pair, many_prompts, tmp_path):
   for more in ((), ('--resume',)):
     line = commands.refuse('decode.bulk', *flags(pair, many_prompts, many_prompts, *more))
     assert line == f'error: generations would overwrite {many_prompts}, which prompts reads'
-  line = commands.refuse('decode.bulk', *flags(pair, many_prompts, f'{pair["draft"]}/model.json', '--resume'))
-  assert line.endswith('draft/model.json, which draft reads')
+  line = commands.refuse('decode.bulk', *flags(pair, many_prompts, f'{pair["draft"]}/config.json', '--resume'))
+  assert line.endswith('draft/config.json, which draft reads')
   line = commands.refuse('decode.bulk', *flags(pair, many_prompts, tmp_path))
   assert line == f'error: generations: cannot write {tmp_path}: it exists and is not a regular file'
   assert many_prompts.read_bytes() == before

@@ -19,6 +19,7 @@ import safetensors.numpy
 import tiny_hub
 
 import spectr_jax
+from common.printable import printable
 from decode import chat, conversation
 from decode.experiment.options import DecodeOptions
 from spectr_jax import Decoder, SamplingParams, Session, TokenTree, lookup_beside
@@ -142,9 +143,13 @@ def test_answers_are_printed_and_measured(decoder, tokenizer, monkeypatch, capsy
   chat.talk(talk, chat.read_turns())
   out, err = capsys.readouterr()
   answers = [message['content'] for message in talk.messages if message['role'] == 'assistant']
-  assert out == ''.join(answer + '\n' for answer in answers)
+  assert out == ''.join(printable(answer) + '\n' for answer in answers)
   assert [message['content'] for message in talk.messages[::2]] == ['the owl', 'then?']
   assert err.count('tokens/s, 1.00 per target call; prompt ') == 2
+  (shown,) = re.findall(r'^\[.*tokens/s.*\]$', (commands.ROOT / 'README.md').read_text(encoding='utf-8'), re.M)
+  assert {re.sub(r'\d[\d.]*', 'N', line) for line in [shown, *err.splitlines()]} == {
+    '[N tokens, N tokens/s, N per target call; prompt N tokens in N s]'
+  }
 
 
 def _fails(talk, text, message):

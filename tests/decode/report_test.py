@@ -146,6 +146,15 @@ def test_ranges_can_be_true(run, num_batches, is_shown):
   assert (result['speedup_ci95'] is None) == (result['block_efficiency_ci95'] is None) != is_shown
 
 
+def test_the_report_says_what_took_long_beside_the_new_tokens(run):
+  assert 'Loading' not in _printed(run)
+  seconds = {'loading': 3.14, 'compiling': 12.0, 'prompts': 0.25, 'prompt_tokens': 1234}
+  assert (
+    'Loading took 3.1 s and compiling 12.0 s, which tokens/s leave out. Reading the prompts of the first batch, 1,234'
+    ' tokens, took 0.250 s, which they count.\n'
+  ) in _printed(dataclasses.replace(run, info=run.info | {'seconds': seconds}))
+
+
 def test_the_first_line_says_what_is_gained(run):
   def first(methods, seconds):
     return _printed(_with_batches(run, methods, seconds, np.full(len(seconds), 8))).splitlines()[0]

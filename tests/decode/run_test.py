@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import time
 
 import jax
 import numpy as np
@@ -26,13 +27,20 @@ def test_a_key_comes_from_seed_and_place_in_the_file():
 
 def test_progress_reaches_its_total(small_options):
   seen = []
+  begin = time.perf_counter()
   run = run_decode(small_options('autoregressive', num_seeds=2), lambda *args: seen.append(args))
+  took = time.perf_counter() - begin
   assert seen[0] == ('compiling 1 of 1: autoregressive', 0, 1)
   assert seen[-1] == ('done', 4, 4)
   # Dummy rows that fill the last batch are dropped, and seeds differ.
   assert [each.tokens.shape for each in run.measurements] == [(3, 6), (3, 6)]
   assert not np.array_equal(run.measurements[0].tokens, run.measurements[1].tokens)
   assert 'draft' not in run.info['models']
+  seconds = run.info['seconds']
+  assert seconds['prompt_tokens'] == sum(len(run.tokenizer.encode_prompt(each.text)) for each in run.prompts[:2])
+  assert min(seconds.values()) > 0
+  decoding = sum(each.batch_seconds.sum() for each in run.measurements)
+  assert seconds['loading'] + seconds['compiling'] + seconds['prompts'] + decoding < took
 
 
 @pytest.mark.slow

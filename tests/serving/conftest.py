@@ -17,7 +17,9 @@ def models(tokenizer):
   config = causal_lm.lm1b_config(
     tokenizer.vocab_size, embed_dim=16, num_layers=1, num_heads=2, mlp_dim=16, context_length=LONGEST + NEW
   )
-  return [causal_lm.causal_lm(transformer.init_params(jax.random.key(seed), config), config) for seed in (0, 1)]
+  params = [transformer.init_params(jax.random.key(seed), config) for seed in (0, 1)]
+  # On a device of their own choice, as those of files are.
+  return [causal_lm.causal_lm(jax.device_put(each, jax.devices()[0]), config) for each in params]
 
 
 @pytest.fixture(scope='session')

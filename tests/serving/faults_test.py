@@ -1,5 +1,6 @@
 """A fault costs the request that met it, whatever fails: the thread goes on, and everybody hears of an end."""
 
+import functools
 import queue
 import sys
 import threading
@@ -64,7 +65,7 @@ def _run_with_fault(tokenizer, place):
   jobs = [_AskedJob([1, 2]), _AskedJob([3], StopStrings(tokenizer, ['qqq'])), _AskedJob([5, 6, 7]), _AskedJob([8])]
   scored = queue.Queue()
   worker.submit(jobs)
-  worker.score([[1, 2, 3]], 2, scored.put)
+  worker.do(lambda: worker.read([[1, 2, 3]], 2), scored.put)
   threading.setprofile(injector)
   try:
     worker.start()
@@ -159,13 +160,13 @@ def test_the_end_is_told(stub):
   stub._thread.join(20)
   assert not stub.is_alive
   with pytest.raises(EndedError):
-    stub.score([[1, 2]], 0, print)
+    stub.do(lambda: stub.read([[1, 2]], 0), print)
 
 
 def test_a_thread_that_cannot_go_on_says_so(stub, monkeypatch, tokenizer):
   waiting, scored = [_AskedJob([1]), _AskedJob([2]), _AskedJob([3])], queue.Queue()
   stub.submit(waiting)
-  stub.score([[1, 2]], 0, scored.put)
+  stub.do(lambda: stub.read([[1, 2]], 0), scored.put)
 
   def fail(*_, **__):
     raise RuntimeError('the device is lost')
@@ -238,7 +239,7 @@ def test_numbers_of_likeliest_tokens_share_a_program(stub):
   stub.start()
   for num_top in (0, 3, 20):
     told = queue.Queue()
-    stub.score([[1, 2, 3]], num_top, told.put)
+    stub.do(functools.partial(stub.read, [[1, 2, 3]], num_top), told.put)
     result = told.get(timeout=20)
     assert result.top_tokens.shape == result.top_logprobs.shape == (1, 3, num_top)
     np.testing.assert_array_equal(result.top_tokens[0, 1], range(num_top))

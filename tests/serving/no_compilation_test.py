@@ -1,5 +1,6 @@
 """What a request asks for is data: nothing is compiled once the endpoint serves."""
 
+import concurrent.futures
 import itertools
 
 import jax.monitoring
@@ -10,7 +11,7 @@ from decode.serving.answer import Served
 from decode.serving.app import make_app
 from spectr_jax.engine.loop import run_rounds
 from spectr_jax.engine.reading import _put_rows
-from tests.serving.stub import NEW, make_worker, running
+from tests.serving.stub import LONGEST, NEW, make_worker, running
 
 _FILTERS = {'top_k': 3, 'top_p': 0.5, 'min_p': 0.1}
 _SUBSETS = [
@@ -20,9 +21,30 @@ _SUBSETS = [
 ]
 
 
+_SCHEMAS = [
+  {'type': 'object', 'properties': {name: {'type': kind}}, 'required': [name]}
+  for name, kind in (('a', 'null'), ('b', 'integer'), ('c', 'string'), ('d', 'boolean'), ('e', 'number'))
+]
+
+
 def _ask(client, body):
   response = client.post('/v1/completions', json={'prompt': 'owl', 'max_tokens': 4} | body)
   assert response.status_code == 200, response.text
+
+
+def _ask_for_forms(client):
+  """What has a constraint, alone, beside others and beside plain requests, and all that it may come with."""
+  forms = [{'response_format': {'type': 'json_schema', 'json_schema': {'name': 'x', 'schema': x}}} for x in _SCHEMAS]
+  forms += [{'structured_outputs': {'regex': '[a-c]{2,40}'}}, {'response_format': {'type': 'json_object'}}]
+  for form in forms:
+    for more in ({}, {'stream': True}, {'logprobs': 0}, {'n': 4, 'top_k': 3}):
+      _ask(client, form | more)
+  with concurrent.futures.ThreadPoolExecutor(12) as pool:
+    for each in [pool.submit(_ask, client, form) for form in [*forms, {}, *forms, {'logprobs': 3}]]:
+      each.result()
+  for choices in (['a', 'b'], ['ow', 'oww', 'x'], [f'{number:04}' for number in range(14)]):
+    for more in ({}, {'max_tokens': 0}, {'n': 2, 'prompt': ['a', 'a b c d e f g h']}):
+      _ask(client, {'structured_outputs': {'choice': choices}, 'choice_probs': True} | more)
 
 
 def test_filters_are_data(client):
@@ -35,10 +57,11 @@ def test_filters_are_data(client):
 
 @pytest.mark.slow
 def test_nothing_is_compiled_after_the_start(models, tokenizer):
-  worker, compiled = make_worker(models, tokenizer), []
+  pytest.importorskip('outlines_core', reason='needs the extra grammar')
+  worker, compiled = make_worker(models, tokenizer, longest=LONGEST + NEW - 1), []
 
   def note(name, seconds, **_):
-    if 'backend_compile' in name:
+    if name.startswith('/jax/core/compile/'):  # traced, lowered or compiled
       compiled.append(seconds)
 
   jax.monitoring.register_event_duration_secs_listener(note)
@@ -48,11 +71,11 @@ def test_nothing_is_compiled_after_the_start(models, tokenizer):
   worker.compile(lambda *step: steps.append(step))
   assert steps[-1] == (len(steps) - 1, len(steps) - 1)
   with running(worker):
-    served = Served(worker, tokenizer, 'tiny', NEW)
+    served = Served(worker, tokenizer, 'tiny', NEW, together=LONGEST + NEW)
     served.prepare()
     client = TestClient(make_app(served))
     compiled.clear()
-    for length in (1, 7, 16, 17, 40, 59):
+    for length in (1, 7, 16, 17, 40, 59, 68):  # the last ones are read by another program
       for body in ({}, {'logprobs': 0}, {'echo': True, 'logprobs': length % 21}, {'logprobs': 20}, {'stream': True}):
         _ask(client, {'prompt': [1] * length} | body)
       _ask(client, {'prompt': [1] * length, 'max_tokens': 0, 'echo': True, 'logprobs': 1 + length % 20})
@@ -60,4 +83,6 @@ def test_nothing_is_compiled_after_the_start(models, tokenizer):
       _ask(client, subset | {'seed': 1, 'stop': ['x']})
     for number in (1, 2, 3, 9, 16):
       _ask(client, {'n': number})
+    assert compiled == []
+    _ask_for_forms(client)
     assert compiled == []

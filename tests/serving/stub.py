@@ -38,8 +38,8 @@ class StubRows:
 
   seconds = 0.0
 
-  def __init__(self, decoder, *, batch_size, longest_prompt, filters):
-    del decoder, longest_prompt, filters
+  def __init__(self, decoder, *, batch_size, longest_prompt, filters, sizes):
+    del decoder, longest_prompt, filters, sizes
     self.state, self.owners, self.free = None, {}, list(range(batch_size))
     self._lengths = [0] * batch_size
 
@@ -137,8 +137,8 @@ def serve(connection, folder, host, seconds, keep_alive, options):
   tokenizer = make_tokenizer()
   worker, sock = make_stub(tokenizer), listen(host, 0)
   worker.start()
-  server = Server(make_app_of(worker, tokenizer, **options), worker, keep_alive=keep_alive)
+  server = Server(make_app_of(worker, tokenizer, **options), sock, keep_alive=keep_alive)
   connection.send(sock.getsockname()[1])
-  server.run(sockets=[sock])
+  server.wait(worker)
   worker.stop()
   sys.exit(3 if worker.fault is not None else 0)
