@@ -120,7 +120,7 @@ def search(
     grows = fastest.growth is not None and not fastest.growth.threshold
     alike = [fastest.with_threshold(threshold) for threshold in _THRESHOLDS if grows]
     alike += by_tree[fastest.tree, fastest.growth]
-    for setting in [each for each in alike if each not in seen][: most // 4]:
+    for setting in [each for each in alike if each not in seen][: min(most // 4, most - len(seen))]:
       see(setting)
     finalists = sorted(seen, key=speed, reverse=True)[:_NUM_FINALISTS]
     for setting, again in observe(list(dict.fromkeys([baseline, *finalists])), 1).items():

@@ -52,7 +52,7 @@ def test_rates_are_shares_of_visits_that_are_not_rare():
 
 
 def _chosen(method, budget, rates):
-  return choose_tree(Setting(METHODS[method], spec=TreeSpec('optimal', (budget,))), rates)
+  return choose_tree(Setting(METHODS[method], label=f'optimal:{budget}', budget=budget), rates)
 
 
 def test_the_best_shapes_and_chains():
