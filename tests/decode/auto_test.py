@@ -32,12 +32,7 @@ def settings():
 
 
 def test_the_grid_of_a_head_has_no_method_that_needs_a_constant_draft(settings):
-  of_head, left_out = (
-    _grid(
-      None,
-    ),
-    Guesses(feature_layers=(1,)),
-  )
+  of_head, left_out = auto_choice.grid(_options(), Guesses(feature_layers=(1,)))
   assert {each.method.name for each in settings} - {each.method.name for each in of_head} == {'greedy_block'}
   assert 'to be the same in every round' in left_out['greedy_block']
   assert left_out['decoding_opt'] == f'not lossless: {METHODS["decoding_opt"].bias}'

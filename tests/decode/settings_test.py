@@ -109,7 +109,7 @@ _SPECTR, _AUTO, _LOOKUP = {'method': ('spectr',)}, {'method': ('auto',)}, {'draf
     ({'method': ('spectr_gbv',), 'tree': ('optimal:8',)}, 'chains only'),
     (_SPECTR | {'tree': ('optimal:1025',)}, 'at most 1024'),
     (_SPECTR | {'tree': ('likeliest:1000,25',)}, 'at most 1024'),
-    ({'method': ('traversal',), 'tree': ('likeliest:4,4',)}, '^traversal takes drawn candidates only, .*; allowed: spectr,'),
+    ({'method': ('traversal',), 'tree': ('likeliest:4,4',)}, 'takes drawn candidates only, .*; allowed: spectr,'),
     ({'method': ('speculative',), 'tree': ('likeliest:4,4',)}, 'single draft'),
     (_SPECTR | {'growth_threshold': 0.1}, 'is for --tree=likeliest:WIDTHS'),
     (_SPECTR | {'growth_threshold': 1.5}, 'from 0 to 1'),
