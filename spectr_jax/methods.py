@@ -90,11 +90,6 @@ class Method:
     return self.verifier.needs_constant_draft
 
   @property
-  def is_token_level(self) -> bool:
-    """True if each position is decided by itself."""
-    return self.verifier.is_token_level
-
-  @property
   def tries_every_branch(self) -> bool:
     """True if the next branch is tried after one that fails."""
     return self.verifier.tries_every_branch

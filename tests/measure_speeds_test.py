@@ -103,7 +103,7 @@ class _Machine:
 
 @pytest.mark.parametrize(('is_greedy', 'most'), [(False, 6), (False, 12), (True, 6), (True, 12)])
 def test_the_fastest_of_a_grid_is_found_on_machines_of_many_kinds(is_greedy, most):
-  settings, shares = auto.default_settings(_DRAFT, is_greedy=is_greedy), []
+  settings, shares, of_first = auto.default_settings(_DRAFT, is_greedy=is_greedy), [], []
   assert len(settings) > most
   kinds = itertools.product((0, 0.1, 0.5), (0.02, 0.1, 0.3), (0.02, 0.1, 0.3, 1.0), (0.3, 0.6, 0.8, 0.92), (0.2, 0.6))
   for kind in kinds:
@@ -113,9 +113,9 @@ def test_the_fastest_of_a_grid_is_found_on_machines_of_many_kinds(is_greedy, mos
     assert set(machine.timed) == set(seen)
     found = max(seen, key=lambda setting: Speed.of(setting, seen[setting], 1).tokens_per_second)
     shares.append(machine.speed(found) / max(map(machine.speed, settings)))
-  assert np.mean(np.array(shares) > 0.92) > 0.98
-  assert np.mean(shares) > 0.985
-  assert min(shares) > 0.85
+    of_first.append(max(map(machine.speed, machine.timed[:4])) / max(map(machine.speed, settings)))
+  assert min(shares) > 0.92
+  assert min(of_first) < 0.75  # those that are always timed are not enough
 
 
 def test_few_settings_are_all_timed_and_a_lucky_one_is_timed_again():

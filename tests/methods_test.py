@@ -70,7 +70,6 @@ def test_what_a_method_takes():
   blocks = {'block', 'race_block', 'traversal', 'univer', 'race_traversal'}
   greedy, biased = {'greedy_block', 'spectr_gbv'}, {'decoding_opt', 'decoding_uno'}
   token_level = METHODS.keys() - blocks - greedy
-  assert _names('is_token_level') == token_level
   assert _names('takes_given') == token_level | {'race_block', 'race_traversal'}
   assert _names('takes_mixed') == {'race', 'race_block', 'race_traversal'}
   assert _names('takes_grown') == METHODS.keys() - greedy - {'univer'}
@@ -135,9 +134,7 @@ class Nothing(Verifier):
 def test_what_a_verifier_of_ones_own_has_without_writing_it():
   verifier = Nothing()
   method = Method('mine', verifier, Independent(), is_lossless=True, source='none')
-  assert not any(
-    (method.takes_given, method.takes_mixed, method.takes_grown, method.is_token_level, method.tries_every_branch)
-  )
+  assert not any((method.takes_given, method.takes_mixed, method.takes_grown, method.tries_every_branch))
   assert verifier.init_state(CHAIN) == ()
   assert verifier.advance(CHAIN, None, None, (), 0, 0) == ()
   assert verifier.explain(1, CHAIN, 2, 3, ()) == (('verdict', 1, CHAIN, 2, 3, ()), None)

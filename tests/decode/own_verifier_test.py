@@ -20,7 +20,6 @@ class OneOrNothing(Verifier):
 
   inner: Walk = Walk(Maximal())
   proposal_rules = (Independent,)
-  is_token_level = True
   explanation = Explanation('A rule of my own.', 'what I leave')
 
   def verify(self, *row):
