@@ -529,6 +529,7 @@ _NOT_RECORDED = {
   '--target=MODEL': 'shows the form of others',
   'ORG/': 'shows the form of others',
   'train.head': 'its run is described beside the head: pretrained/README.md',
+  'benchmarks.auto': 'decodes whole grids, for up to an hour',
   **dict.fromkeys(
     (
       'train.tokenizer --config=configs/pretrained_pair.py', 'runs/t1_k8_l8.jsonl',
