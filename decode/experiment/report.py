@@ -134,7 +134,7 @@ def explain_choice(speeds: list[Speed], left_out: Mapping[str, str]) -> Iterator
   """A line with the setting that `auto` takes, and one with what keeps it from methods."""
   yield f'auto takes {speeds[0].setting}, the fastest of {len(speeds)} settings that it timed.'
   if left_out:
-    yield f'It leaves out {"; ".join(f"{name} ({reason})" for name, reason in left_out.items())}.'
+    yield f'It leaves out methods: {"; ".join(left_out.values())}.'
 
 
 def explain_bias(run: DecodeRun) -> Iterator[str]:

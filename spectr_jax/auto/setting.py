@@ -107,7 +107,7 @@ def fitting(
   fit, given, reasons = [], set(), {}
   for setting in dict.fromkeys(settings):
     method, tree = setting.method, setting.tree
-    reason = why_not(method, tree, setting.guesses(draft)) if method.is_lossless else f'not lossless: {method.bias}'
+    reason = why_not(method, tree, setting.guesses(draft)) if method.is_lossless else f'{method.name} is not lossless'
     if reason:
       reasons.setdefault(method.name, reason)
       continue
