@@ -1,6 +1,7 @@
 """The registry: what a method says of itself, and combinations that would not keep the law are refused."""
 
 import dataclasses
+import re
 
 import pytest
 
@@ -19,7 +20,7 @@ from spectr_jax.couplings import (
   Selection,
   SingleDraft,
 )
-from spectr_jax.methods import FURTHER_METHODS, Method, register
+from spectr_jax.methods import FURTHER_METHODS, Guesses, Method, check_fit, register, why_not
 from spectr_jax.proposal import FirstArrivals, Independent, LikeliestAndOne, WithoutReplacement
 from spectr_jax.testing import CONTROLS
 from spectr_jax.verifiers import Block, GreedyBlock, SeedExact, Traversal, Verifier, Walk
@@ -87,6 +88,38 @@ def test_trees_that_grow(name):
     return
   with pytest.raises(ValueError, match=f'^{name} needs one tree for all rows: it does not take trees that grow'):
     method.tree_for(bounds)
+
+
+_DRAFTING = METHODS.keys() - {'autoregressive'}
+_SINGLE = {'speculative', 'block', 'greedy_block', 'decoding_opt', 'decoding_uno'}
+_MIXED = {'race', 'race_block', 'race_traversal'}
+
+
+@pytest.mark.parametrize(
+  ('tree', 'guesses', 'taken_by'),
+  [
+    (None, None, _DRAFTING),
+    (TokenTree(), None, set()),
+    (TokenTree.chains(1, 2), Guesses(max_depth=2), _DRAFTING),
+    (TokenTree.chains(1, 3), Guesses(max_depth=2), set()),
+    (TokenTree.chains(2, 2), Guesses(), _DRAFTING - _SINGLE),
+    (TokenTree.prefix((2, 2)), Guesses(), _DRAFTING - _SINGLE - {'spectr_gbv'}),
+    (TokenTree.slots((2, 2)), Guesses(grows=True), _DRAFTING - _SINGLE - {'spectr_gbv', 'univer'}),
+    (TokenTree.slots((2, 2)), Guesses(), set()),
+    (TokenTree.chains(2, 2), Guesses(grows=True), set()),
+    (None, Guesses(gives=True, mixes=True), _MIXED),
+    (TokenTree.chains(2, 2), Guesses(gives=True), _MIXED | {'spectr', 'specinfer', 'batch', 'gsd', 'ersd'}),
+    (None, Guesses(feature_layers=(1,)), _DRAFTING - {'greedy_block', 'spectr_gbv'}),
+  ],
+)
+def test_why_not(tree, guesses, taken_by):
+  assert {name for name in _DRAFTING if not why_not(METHODS[name], tree, guesses)} == taken_by
+  check_fit(METHODS['autoregressive'], tree, guesses)
+  for name in _DRAFTING - taken_by:
+    with pytest.raises(ValueError, match=f'^{re.escape(why_not(METHODS[name], tree, guesses))}') as refusal:
+      check_fit(METHODS[name], tree, guesses)
+    allowed = str(refusal.value).partition('; allowed: ')[2]
+    assert set(allowed.split(', ')) == (taken_by or {''})
 
 
 class _Silent(Coupling):

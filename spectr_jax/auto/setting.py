@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Sequence
 from typing import Self
@@ -119,7 +120,7 @@ def fitting(
     if draft.mixes or not (is_single and method.max_drafts is None and not method.is_seed_exact):
       fit.append(setting)
   if reasons and not any(each.tree.num_nodes for each in fit):
-    raise ValueError(next(iter(reasons.values())))
+    raise ValueError(collections.Counter(reasons.values()).most_common(1)[0][0])
   taken = {setting.method.name for setting in fit}
   return fit, {name: reason for name, reason in reasons.items() if name not in taken}
 

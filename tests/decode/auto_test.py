@@ -62,6 +62,8 @@ def test_trees_that_a_method_or_a_draft_cannot_use_are_left_out():
   assert {setting.draft_length for setting in _grid(Guesses(max_depth=4))} == {0, 1, 2, 4}
   with pytest.raises(ValueError, match='^this drafter guesses 1 tokens ahead, and the tree is 2 deep$'):
     _grid(Guesses(max_depth=1), draft_length=(2,))
+  with pytest.raises(ValueError, match='^this drafter guesses 1 tokens ahead'):
+    _grid(Guesses(max_depth=1), tree=('prefix:2,1',))
   assert {setting.draft_length for setting in _grid(Guesses(max_depth=1))} == {0, 1}
 
 
