@@ -32,6 +32,7 @@ from decode.experiment.options import DecodeOptions, fitting, split_draft
 from decode.experiment.prompts import take_evenly
 from decode.experiment.settings import Setting, settings_of
 from decode.experiment.workload import Workload
+from spectr_jax.methods import why_not
 from spectr_jax.sharding import fetch
 
 # Decodes the prompts of a batch, int `[B]`, and returns their new tokens and the target's calls for all of them.
@@ -50,9 +51,10 @@ def own_ways(workloads: Mapping[str, Workload]) -> dict[str, Way]:
   for drafter, workload in workloads.items():
     options = workload.options
     for method in options.methods:
-      for setting in settings_of(method, options, skip_unfit=True):
-        name = f'{drafter}: {setting}' if setting.tree.num_nodes else str(setting)
-        ways.setdefault(name, functools.partial(_decode, workload, setting))
+      for setting in settings_of(method, options):
+        if not why_not(method, setting.tree, setting.guesses(options.guesses)):
+          name = f'{drafter}: {setting}' if setting.tree.num_nodes else str(setting)
+          ways.setdefault(name, functools.partial(_decode, workload, setting))
   return ways
 
 

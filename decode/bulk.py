@@ -24,7 +24,7 @@ from absl import flags
 from common import command_line, processes
 from common.output_files import check_apart
 from common.printable import printable
-from decode.experiment.auto_choice import predict_all
+from decode.experiment.auto_choice import speeds_of
 from decode.experiment.console import show_progress
 from decode.experiment.generation_file import GenerationFile, check_parts, part_path, write_index
 from decode.experiment.latency import CompilingClock
@@ -32,7 +32,6 @@ from decode.experiment.options import DecodeOptions
 from decode.experiment.records import OPTIONS, describe_continuation, describe_prompt, describe_run
 from decode.experiment.settings import only_setting
 from decode.experiment.workload import Workload
-from spectr_jax.auto.prediction import choose
 from spectr_jax.auto.trial import Notify
 from spectr_jax.engine.choices import ChoiceProbs, Choices, score_choices
 from spectr_jax.engine.generate import generate_many
@@ -86,7 +85,7 @@ def decode_bulk(
     work = Workload.load(options, is_local=True)
     loading = time.perf_counter() - start
     if setting is None:
-      setting = choose(predict_all(work, notify))
+      setting = speeds_of(work, notify)[0][0].setting
     prompts, stop = work.prompts, work.stop
     # By index, so that a prompt stays in its part whatever others are left out.
     own = [row for row, prompt in enumerate(prompts) if prompt.index % num_processes == process]

@@ -23,13 +23,12 @@ from absl import flags
 from common import command_line, help_text
 from common.printable import printable
 from decode.conversation import Chat, describe_drafting, obey
-from decode.experiment.auto_choice import predict_all
+from decode.experiment.auto_choice import speeds_of
 from decode.experiment.console import show_progress
 from decode.experiment.drafting import with_default_drafting
 from decode.experiment.options import AUTO, ROOT, DecodeOptions
 from decode.experiment.settings import Setting, only_setting
 from decode.experiment.workload import Models, Workload, load_models
-from spectr_jax.auto.prediction import choose
 from spectr_jax.auto.trial import Notify
 from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.result import NotFiniteError
@@ -61,11 +60,11 @@ def options_of(values: Mapping[str, Any]) -> DecodeOptions:
 
 
 def _choose(options: DecodeOptions, notify: Notify) -> tuple[Models, Setting]:
-  """The models, and the setting that `auto` predicts to be the fastest for short answers to questions of many kinds."""
+  """The models, and the fastest setting that `auto` times for short answers to questions of many kinds."""
   asked = {'prompts': str(_QUESTIONS), 'num_prompts': options.calibration_prompts, 'prompt': None, 'chat': True}
   fewer = {'max_new_tokens': min(options.max_new_tokens, _NEW_TOKENS), 'stop': (), 'num_seeds': 1}
   work = Workload.load(dataclasses.replace(options, **asked, **fewer))
-  return Models(work.target, work.draft, work.tokenizer, work.info['models']), choose(predict_all(work, notify))
+  return Models(work.target, work.draft, work.tokenizer, work.info['models']), speeds_of(work, notify)[0][0].setting
 
 
 def start_chat(

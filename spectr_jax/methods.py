@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,6 +23,9 @@ from spectr_jax.verifiers import (
   Verifier,
   Walk,
 )
+
+if TYPE_CHECKING:
+  from spectr_jax.draft import Drafter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,11 +90,6 @@ class Method:
     return self.verifier.needs_constant_draft
 
   @property
-  def is_token_level(self) -> bool:
-    """True if each position is decided by itself."""
-    return self.verifier.is_token_level
-
-  @property
   def tries_every_branch(self) -> bool:
     """True if the next branch is tried after one that fails."""
     return self.verifier.tries_every_branch
@@ -103,22 +102,72 @@ class Method:
     """The tree the method works on: `tree`, or an empty one if it drafts nothing. ValueError if it has none such."""
     if self.max_drafts == 0:
       return TokenTree()
-    if tree is None or not tree.num_nodes:
-      raise ValueError(f'{self.name} needs guesses: give it a tree, such as TokenTree.chains(1, 4)')
-    if tree.is_grown and not self.takes_grown:
-      raise ValueError(
-        f'{self.name} needs one tree for all rows: it does not take trees that grow while they are drafted'
-      )
-    if self.max_drafts == 1 and not tree.is_chain:
-      raise ValueError(f'{self.name} verifies a single draft: the tree must be a chain (num_drafts 1)')
-    if self.max_drafts is not None and (widest := int(np.bincount(tree.depths)[1:].max())) > self.max_drafts:
-      raise ValueError(
-        f'{self.name} verifies at most {self.max_drafts} candidates of a position, but the tree has {widest} nodes at'
-        ' one depth'
-      )
-    if self.needs_chains and not tree.is_chains:
-      raise ValueError(f'{self.name} is defined for drafts of equal length that share nothing: the tree must be chains')
+    if tree is None:
+      tree = TokenTree()
+    check_fit(self, tree)
     return tree
+
+
+@dataclasses.dataclass(frozen=True)
+class Guesses:
+  """The kind of a draft's guesses where there is no `Drafter` yet: declarations of one."""
+
+  gives: bool = False
+  mixes: bool = False
+  grows: bool = False
+  feature_layers: tuple[int, ...] = ()
+  max_depth: int | None = None
+
+
+def why_not(method: Method, tree: TokenTree | None = None, drafter: Drafter | Guesses | None = None) -> str:
+  """Says why a method cannot decode on a tree, with a draft's guesses, in one sentence; empty if it can.
+
+  None stands for a tree or a draft that is not known yet. Whether the output is lossless is no reason.
+  """
+  name = method.name
+  if method.max_drafts == 0:
+    return ''
+  if tree is not None:
+    widths = np.bincount(tree.depths)[1:]
+    if not tree.num_nodes:
+      return f'{name} needs guesses: give it a tree, such as TokenTree.chains(1, 4)'
+    if tree.is_grown and not method.takes_grown:
+      return f'{name} needs one tree for all rows: it does not take trees that grow while they are drafted'
+    if method.max_drafts == 1 and not tree.is_chain:
+      return f'{name} verifies a single draft: the tree must be a chain (num_drafts 1)'
+    if method.max_drafts is not None and widths.max() > method.max_drafts:
+      return (
+        f'{name} verifies at most {method.max_drafts} candidates of a position, but the tree has {widths.max()} nodes'
+        ' at one depth'
+      )
+    if method.needs_chains and not tree.is_chains:
+      return f'{name} is defined for drafts of equal length that share nothing: the tree must be chains'
+  if drafter is None:
+    return ''
+  if tree is not None and drafter.max_depth is not None and tree.max_depth > drafter.max_depth:
+    return f'this drafter guesses {drafter.max_depth} tokens ahead, and the tree is {tree.max_depth} deep'
+  if tree is not None and drafter.grows != tree.is_grown:
+    does = (
+      'grows trees of its own: give it bounds, TokenTree.slots' if drafter.grows else 'drafts one tree for all rows'
+    )
+    return f'this drafter {does}; the tree {"has" if tree.is_grown else "has no"} rows with parents of their own'
+  if drafter.gives and not method.takes_given:
+    return f'{name} takes drawn candidates only, and this draft gives some that are not drawn'
+  if drafter.mixes and not method.takes_mixed:
+    return f'{name} takes positions with given candidates or with drawn ones, and this draft mixes them'
+  if drafter.feature_layers and method.needs_constant_draft:
+    return (
+      f"{name} needs the draft's distribution after a text to be the same in every round, and this draft's changes with"
+      " the target's hidden states"
+    )
+  return ''
+
+
+def check_fit(method: Method, tree: TokenTree | None = None, drafter: Drafter | Guesses | None = None) -> None:
+  """Refuses what `why_not` has a reason against, with a ValueError that also names the methods without one."""
+  if reason := why_not(method, tree, drafter):
+    others = [each.name for each in METHODS.values() if each.max_drafts != 0 and not why_not(each, tree, drafter)]
+    raise ValueError(reason + (f'; allowed: {", ".join(others)}' if others else ''))
 
 
 _SPECTR_GBV = 'SpecTr-GBV, "Multi-Draft Block Verification Accelerating Speculative Decoding"'

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from spectr_jax.auto import predict_speeds
+from spectr_jax.auto import measure_speeds
 from spectr_jax.constraint import Constraint, numbered
 from spectr_jax.draft import Drafter
 from spectr_jax.engine.generate import Continuation, generate_many
@@ -73,7 +73,7 @@ def generate_text(
     texts: Texts to continue, or one text. `tokenizer.encode_chat` and `generate_many` are for conversations.
     max_new_tokens: Limit of new tokens per text.
     method: As for `generate`; or `auto` for the method and the tree that are fastest here on the first texts, which
-      takes a minute or more: to keep what it finds, call `auto.predict_speeds`.
+      takes a minute or more: to keep what it finds, call `auto.measure_speeds`.
     tree: As for `generate`.
     sampling: Of scalars, for all texts, as for `generate`.
     constraint: What continuations must follow, one for all texts or one for each, as for `generate`.
@@ -106,7 +106,7 @@ def generate_text(
     if tree is not None:
       raise ValueError('auto chooses the tree: give it none')
     first = prompts[: max(_FEWEST_PROMPTS, 2 * batch_size)]
-    best = predict_speeds(
+    best = measure_speeds(
       target,
       draft,
       np.array([[*prompt, *[0] * (longest - len(prompt))] for prompt in first]),

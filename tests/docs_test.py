@@ -388,7 +388,7 @@ def test_every_shown_command_has_its_flags(shown):
   *parsed, caught, other = documented.attempt([_task(command, is_run=False) for command in (*shown, wrong, refused)])
   assert not {str(command): result['error'] for command, result in zip(shown, parsed) if result['error']}
   assert 'Unknown command line flag' in caught['error']
-  assert 'block does not take guesses' in other['error']
+  assert 'block takes drawn candidates only' in other['error']
   known = {name for result in parsed for name in result['flags']} | _FLAGS_OF_OTHERS
   mentioned = {str(page.relative_to(ROOT)): documented.inline_flags(page) - known for page in documented.PAGES}
   assert not {page: unknown for page, unknown in mentioned.items() if unknown}
@@ -529,6 +529,7 @@ _NOT_RECORDED = {
   '--target=MODEL': 'shows the form of others',
   'ORG/': 'shows the form of others',
   'train.head': 'its run is described beside the head: pretrained/README.md',
+  'benchmarks.auto': 'decodes whole grids, for up to an hour',
   **dict.fromkeys(
     (
       'train.tokenizer --config=configs/pretrained_pair.py', 'runs/t1_k8_l8.jsonl',

@@ -1,6 +1,7 @@
 """The registry: what a method says of itself, and combinations that would not keep the law are refused."""
 
 import dataclasses
+import re
 
 import pytest
 
@@ -19,7 +20,7 @@ from spectr_jax.couplings import (
   Selection,
   SingleDraft,
 )
-from spectr_jax.methods import FURTHER_METHODS, Method, register
+from spectr_jax.methods import FURTHER_METHODS, Guesses, Method, check_fit, register, why_not
 from spectr_jax.proposal import FirstArrivals, Independent, LikeliestAndOne, WithoutReplacement
 from spectr_jax.testing import CONTROLS
 from spectr_jax.verifiers import Block, GreedyBlock, SeedExact, Traversal, Verifier, Walk
@@ -70,7 +71,6 @@ def test_what_a_method_takes():
   blocks = {'block', 'race_block', 'traversal', 'univer', 'race_traversal'}
   greedy, biased = {'greedy_block', 'spectr_gbv'}, {'decoding_opt', 'decoding_uno'}
   token_level = METHODS.keys() - blocks - greedy
-  assert _names('is_token_level') == token_level
   assert _names('takes_given') == token_level | {'race_block', 'race_traversal'}
   assert _names('takes_mixed') == {'race', 'race_block', 'race_traversal'}
   assert _names('takes_grown') == METHODS.keys() - greedy - {'univer'}
@@ -88,6 +88,38 @@ def test_trees_that_grow(name):
     return
   with pytest.raises(ValueError, match=f'^{name} needs one tree for all rows: it does not take trees that grow'):
     method.tree_for(bounds)
+
+
+_DRAFTING = METHODS.keys() - {'autoregressive'}
+_SINGLE = {'speculative', 'block', 'greedy_block', 'decoding_opt', 'decoding_uno'}
+_MIXED = {'race', 'race_block', 'race_traversal'}
+
+
+@pytest.mark.parametrize(
+  ('tree', 'guesses', 'taken_by'),
+  [
+    (None, None, _DRAFTING),
+    (TokenTree(), None, set()),
+    (TokenTree.chains(1, 2), Guesses(max_depth=2), _DRAFTING),
+    (TokenTree.chains(1, 3), Guesses(max_depth=2), set()),
+    (TokenTree.chains(2, 2), Guesses(), _DRAFTING - _SINGLE),
+    (TokenTree.prefix((2, 2)), Guesses(), _DRAFTING - _SINGLE - {'spectr_gbv'}),
+    (TokenTree.slots((2, 2)), Guesses(grows=True), _DRAFTING - _SINGLE - {'spectr_gbv', 'univer'}),
+    (TokenTree.slots((2, 2)), Guesses(), set()),
+    (TokenTree.chains(2, 2), Guesses(grows=True), set()),
+    (None, Guesses(gives=True, mixes=True), _MIXED),
+    (TokenTree.chains(2, 2), Guesses(gives=True), _MIXED | {'spectr', 'specinfer', 'batch', 'gsd', 'ersd'}),
+    (None, Guesses(feature_layers=(1,)), _DRAFTING - {'greedy_block', 'spectr_gbv'}),
+  ],
+)
+def test_why_not(tree, guesses, taken_by):
+  assert {name for name in _DRAFTING if not why_not(METHODS[name], tree, guesses)} == taken_by
+  check_fit(METHODS['autoregressive'], tree, guesses)
+  for name in _DRAFTING - taken_by:
+    with pytest.raises(ValueError, match=f'^{re.escape(why_not(METHODS[name], tree, guesses))}') as refusal:
+      check_fit(METHODS[name], tree, guesses)
+    allowed = str(refusal.value).partition('; allowed: ')[2]
+    assert set(allowed.split(', ')) == (taken_by or {''})
 
 
 class _Silent(Coupling):
@@ -135,9 +167,7 @@ class Nothing(Verifier):
 def test_what_a_verifier_of_ones_own_has_without_writing_it():
   verifier = Nothing()
   method = Method('mine', verifier, Independent(), is_lossless=True, source='none')
-  assert not any(
-    (method.takes_given, method.takes_mixed, method.takes_grown, method.is_token_level, method.tries_every_branch)
-  )
+  assert not any((method.takes_given, method.takes_mixed, method.takes_grown, method.tries_every_branch))
   assert verifier.init_state(CHAIN) == ()
   assert verifier.advance(CHAIN, None, None, (), 0, 0) == ()
   assert verifier.explain(1, CHAIN, 2, 3, ()) == (('verdict', 1, CHAIN, 2, 3, ()), None)

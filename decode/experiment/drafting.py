@@ -76,7 +76,7 @@ def _in_words(name: str) -> str:
 def describe_in_help(*, without_draft: str = '', takes_auto: bool = False) -> None:
   """Lets the flags of `Drafting` have no default of their own, and `--help` say which they get."""
   first = f'{without_draft} without --draft, else ' if without_draft else ''
-  auto = ', or auto, the one predicted to be the fastest' if takes_auto else ''
+  auto = ', or auto, the fastest of some that it times' if takes_auto else ''
   texts = {
     'method': f'The method, of {", ".join(METHODS)}{auto} [{first}',
     'num_drafts': 'K, drafts per round [',

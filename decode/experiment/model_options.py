@@ -25,6 +25,7 @@ from spectr_jax.auto.setting import DRAFT_LENGTHS, NUM_DRAFTS
 from spectr_jax.draft.lookup import LOOKUP_MAX, LOOKUP_MIN, Lookup
 from spectr_jax.engine.sharding import DecodeSharding
 from spectr_jax.kernels.int8 import BLOCKS, INT8
+from spectr_jax.methods import Guesses
 from spectr_jax.sharding import DATA, make_mesh
 from spectr_jax.suggestion import did_you_mean
 
@@ -132,11 +133,10 @@ class ModelOptions(Record):
     """The directory of the draft model or head; empty for `lookup` alone, and where there is no draft."""
     return split_draft(self.draft or '')[1]
 
-  def takes_guesses(self, method: Method) -> bool:
-    """Tells whether a method takes guesses of this draft, or drafts nothing."""
-    if not self.has_lookup or method.max_drafts == 0:
-      return True
-    return method.takes_mixed if self.draft_model else method.takes_given
+  @property
+  def guesses(self) -> Guesses:
+    """The kind of the draft's guesses, as far as it is known before it is read."""
+    return Guesses(gives=self.has_lookup, mixes=self.has_lookup and bool(self.draft_model))
 
   def takes_tree(self, tree: str) -> bool:
     """Tells whether the draft can guess on a tree, as `--tree` names it."""
@@ -168,7 +168,7 @@ class MethodOptions(Record):
 
   method: tuple[str, ...] | None = option(
     'Method and tree',
-    f'Methods, separated by commas, of {", ".join(METHODS)}, or auto, the one predicted to be the fastest. Default'
+    f'Methods, separated by commas, of {", ".join(METHODS)}, or auto, the fastest of some that it times. Default'
     f' {", ".join(DEFAULT_METHODS)}; without a draft autoregressive.',
     None,
   )
@@ -206,14 +206,14 @@ class MethodOptions(Record):
   )
   grid: str = option(
     'Method and tree',
-    'What --method=auto compares: short, a few trees, or full, every method on every tree. Default: short on CPUs'
-    ' unless K, L or a tree is given.',
+    'How many settings --method=auto times: short, at most 6, or full, at most 12. Default: short on CPUs unless K, L'
+    ' or a tree is given.',
     '',
     rule=one_of("short or full, or '' for short on CPUs", '', 'short', 'full'),
   )
   calibration: str | None = option(
     'Method and tree',
-    'JSON file in which --method=auto keeps what it measures after each program, finds it again and goes on.',
+    'JSON file in which --method=auto keeps what it measures after each setting, finds it again and goes on.',
     None,
   )
   calibration_prompts: int = option(
@@ -271,8 +271,6 @@ class MethodOptions(Record):
         if getattr(self, name):
           raise ValueError(f'{name} is for --method=auto')
       return
-    if self.grid == 'short' and not self._has_default_grid:
-      raise ValueError('the short grid chooses K, L and trees: leave out num_drafts, draft_length and tree')
     if others := set(self.method) - {AUTO, 'autoregressive'}:
       raise ValueError(
         'auto compares all methods that are lossless; only autoregressive can stand beside it, not'
@@ -288,13 +286,10 @@ class MethodOptions(Record):
     return AUTO in self.method
 
   @property
-  def _has_default_grid(self) -> bool:
-    return self.tree == ('chains',) and all(getattr(self, name) == values for name, values in AUTO_GRID.items())
-
-  @property
   def has_short_grid(self) -> bool:
-    """True if `auto` compares few settings: on CPUs, where each takes seconds to compile, unless the grid is given."""
-    return self.grid == 'short' or (not self.grid and self._has_default_grid and jax.default_backend() == 'cpu')
+    """True if `auto` times few settings: on CPUs, where each takes seconds to compile, unless the grid is given."""
+    is_default = self.tree == ('chains',) and all(getattr(self, name) == values for name, values in AUTO_GRID.items())
+    return self.grid == 'short' or (not self.grid and is_default and jax.default_backend() == 'cpu')
 
   @property
   def methods(self) -> list[Method]:

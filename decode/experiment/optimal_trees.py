@@ -21,6 +21,7 @@ from decode.experiment.workload import Workload
 from spectr_jax import METHODS, Method, Statistics, TokenTree, optimal_factors
 from spectr_jax.auto.trial import Notify
 from spectr_jax.engine.program_memory import make_room
+from spectr_jax.methods import check_fit
 from spectr_jax.sharding import fetch
 from spectr_jax.theory import stateless_kept_bound
 
@@ -146,8 +147,9 @@ def choose_tree(setting: Setting, acceptance: Acceptance) -> Setting:
     tree, shape = _best_tree(setting.method, setting.budget, acceptance)
   except ValueError as error:
     raise ValueError(f'{setting}: {error}') from error
-  setting.method.tree_for(tree)
-  return dataclasses.replace(setting, tree=tree, draft_length=tree.max_depth, shape=shape)
+  check_fit(setting.method, tree)
+  label = f'{setting.label} = {shape}'
+  return dataclasses.replace(setting, tree=tree, draft_length=tree.max_depth, label=label, budget=None)
 
 
 def _best_tree(method: Method, budget: int, acceptance: Acceptance) -> tuple[TokenTree, str]:

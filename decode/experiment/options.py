@@ -21,8 +21,9 @@ from decode.experiment.model_options import (
 from decode.experiment.option_fields import option
 from decode.experiment.prompt_options import SHIPPED_PROMPTS, PromptOptions, SamplingOptions
 from decode.experiment.prompt_sets import split_set
-from spectr_jax import METHODS, get_method
+from spectr_jax import get_method
 from spectr_jax.io.load import files_of
+from spectr_jax.methods import check_fit, why_not
 
 __all__ = [
   'AUTO', 'DRAFT_MESHES', 'LOOKUP', 'PRETRAINED', 'ROOT', 'SHIPPED_PROMPTS', 'DecodeOptions', 'fitting', 'option',
@@ -43,13 +44,9 @@ class DecodeOptions(PromptOptions, SamplingOptions, MethodOptions, ModelOptions)
     if self.draft is None and self.needs_draft:
       name = next(name for name in self.method if name == AUTO or get_method(name).max_drafts != 0)
       raise ValueError(f'{name} needs a draft of the target: --draft=DRAFT, or --method=autoregressive')
-    if not self.has_lookup:
-      return
     # Refused here, before models are read.
     for method in self.methods:
-      if not self.takes_guesses(method):
-        allowed = ', '.join(n for n, each in METHODS.items() if each.max_drafts != 0 and self.takes_guesses(each))
-        raise ValueError(f'{method.name} does not take guesses of --draft={self.draft}; allowed: {allowed}')
+      check_fit(method, drafter=self.guesses)
     for tree in self.tree:
       if not self.takes_tree(tree):
         raise ValueError(f'lookup guesses chains, and the tree is {tree}')
@@ -87,7 +84,7 @@ class DecodeOptions(PromptOptions, SamplingOptions, MethodOptions, ModelOptions)
 def fitting(draft: str, methods: Sequence[str], trees: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
   """The methods and the trees that take a draft's guesses, each as in `DecodeOptions`; a `ValueError` if none does."""
   own = ModelOptions(draft=draft)
-  taken = tuple(each for each in methods if each == AUTO or own.takes_guesses(get_method(each)))
+  taken = tuple(each for each in methods if each == AUTO or not why_not(get_method(each), drafter=own.guesses))
   kept = tuple(tree for tree in trees if own.takes_tree(tree))
   if not kept or all(each != AUTO and get_method(each).max_drafts == 0 for each in taken):
     raise ValueError(f'{draft} takes none of these methods on none of these trees: {", ".join((*methods, *trees))}')

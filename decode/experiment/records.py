@@ -5,7 +5,6 @@ What determines a continuation of `decode.bulk` stands in every line, so that no
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 from typing import Any
@@ -19,7 +18,7 @@ from decode.experiment.results import DecodeRun, Measurement
 from decode.experiment.settings import Setting
 from decode.experiment.workload import Workload
 from spectr_jax import Continuation, StopStrings, finish_reason
-from spectr_jax.auto.prediction import Prediction
+from spectr_jax.auto.observation import Speed
 from spectr_jax.io.load import hash_content
 from spectr_jax.io.tokenizer import TokenizerBase
 
@@ -46,15 +45,18 @@ def _result(run: DecodeRun, measurement: Measurement) -> dict:
   }
 
 
-def _prediction(prediction: Prediction) -> dict:
-  setting = prediction.setting
-  fields = dataclasses.asdict(dataclasses.replace(prediction, setting=None))
+def _speed(speed: Speed) -> dict:
+  setting = speed.setting
   return {
     'method': setting.method.name,
     'num_drafts': setting.num_drafts,
     'draft_length': setting.draft_length,
     'tree': setting.tree_name,
-  } | {name: value for name, value in fields.items() if name != 'setting'}
+    'tokens_per_call': speed.tokens_per_call,
+    'tokens_per_second': speed.tokens_per_second,
+    'tokens_per_second_ci95': speed.interval,
+    'round_seconds': speed.round_seconds,
+  }
 
 
 def to_json(run: DecodeRun) -> str:
@@ -66,8 +68,8 @@ def to_json(run: DecodeRun) -> str:
   """
   results = [_result(run, measurement) for measurement in run.measurements]
   content = {'run': run.info, 'acceptance': run.acceptance, 'results': results}
-  if run.predictions:
-    content['predictions'] = [_prediction(each) for each in run.predictions]
+  if run.speeds:
+    content |= {'speeds': [_speed(each) for each in run.speeds], 'left_out': run.left_out}
   return json.dumps(content, indent=2, allow_nan=False) + '\n'
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 from rich import box
@@ -16,7 +16,7 @@ from decode.experiment.console import make_console
 from decode.experiment.results import DecodeRun, Measurement, Summary
 from decode.experiment.workload import model_title
 from spectr_jax import ORIGIN_BONUS, ORIGIN_CORRECTION, ORIGIN_DRAFT
-from spectr_jax.auto.prediction import Prediction
+from spectr_jax.auto.observation import Speed
 from spectr_jax.auto.setting import baseline_of
 from spectr_jax.engine.program_memory import describe_groups
 from spectr_jax.io.text_stream import TextStream
@@ -79,7 +79,7 @@ def make_table(
     has_ranges: Whether a column has the intervals of the speed-ups.
     has_nodes: Whether a column has the numbers of nodes, where there are trees.
   """
-  has_trees = any(setting.spec is not None and setting.spec.name != 'chains' for setting in run.settings)
+  has_trees = any(setting.tree.num_nodes and not setting.num_drafts for setting in run.settings)
   has_ranges = has_ranges and any(summary.speedup is not None for summary in run.summaries.values())
 
   def share(summary: Summary) -> str:
@@ -111,37 +111,30 @@ def make_table(
   return table
 
 
-_NUM_PREDICTIONS = 12
-
-
-def make_prediction_table(predictions: list[Prediction], *, has_parts: bool = True) -> Table:
-  """A table of the fastest settings by prediction, and of autoregressive decoding."""
-  shown = predictions[:_NUM_PREDICTIONS]
-  shown += [each for each in predictions[_NUM_PREDICTIONS:] if not each.setting.tree.num_nodes]
-  alone = next(each for each in predictions if not each.setting.tree.num_nodes)
+def make_speed_table(speeds: list[Speed]) -> Table:
+  """A table of the settings that `auto` timed."""
+  alone = next(each for each in speeds if not each.setting.tree.num_nodes)
   table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-  table.add_column('predicted', no_wrap=has_parts)
-  parts = ('draft', 'target', 'rest') if has_parts else ()
-  for name in ('tokens per\ntarget call', *(f'{part}\nms' for part in parts), 'tokens/s', 'speed-up'):
+  table.add_column('timed')
+  for name in ('tokens per\ntarget call', 'tokens/s', '95% range', 'speed-up'):
     table.add_column(name, justify='right', no_wrap=True)
-  for each in shown:
+  for each in speeds:
+    low, high = each.interval
     table.add_row(
       str(each.setting),
       f'{each.tokens_per_call:.2f}',
-      # Draft and target alone may take longer than within a round.
-      *(f'{1e3 * max(0.0, getattr(each, f"{part}_seconds")):.2f}' for part in parts),
       f'{each.tokens_per_second:,.0f}',
+      f'{low:,.0f} to {high:,.0f}',
       f'{each.tokens_per_second / alone.tokens_per_second:.2f}x',
     )
   return table
 
 
-def explain_choice(predictions: list[Prediction]) -> str:
-  best, num_seen = predictions[0], sum(each.is_observed for each in predictions)
-  return (
-    f'auto takes {best.setting}, the fastest of {len(predictions)} lossless settings by prediction; {num_seen} were'
-    ' decoded on calibration prompts, the others follow from runs with longer drafts.'
-  )
+def explain_choice(speeds: list[Speed], left_out: Mapping[str, str]) -> Iterator[str]:
+  """A line with the setting that `auto` takes, and one with what keeps it from methods."""
+  yield f'auto takes {speeds[0].setting}, the fastest of {len(speeds)} settings that it timed.'
+  if left_out:
+    yield f'It leaves out methods: {"; ".join(left_out.values())}.'
 
 
 def explain_bias(run: DecodeRun) -> Iterator[str]:
@@ -315,10 +308,11 @@ def print_report(run: DecodeRun, console: Console | None = None, *, more: str = 
     console.print(line + '\n', **print_options)
   if not console.is_terminal:
     console.width = 1000  # lines of a file need not fit into a window
-  if run.predictions:
-    forms = (make_prediction_table(run.predictions, has_parts=has_parts) for has_parts in (True, False))
-    console.print(_first_that_fits(forms, console))
-    console.print('\n' + explain_choice(run.predictions) + '\n', **print_options)
+  if run.speeds:
+    console.print(make_speed_table(run.speeds))
+    console.print()
+    for line in explain_choice(run.speeds, run.left_out):
+      console.print(line + '\n', **print_options)
   table = fitting_table(run, console)
   console.print(table)
   console.print()

@@ -14,7 +14,7 @@ from decode.experiment.options import DecodeOptions
 from decode.experiment.prompts import Prompt
 from decode.experiment.settings import Setting
 from spectr_jax import Generation
-from spectr_jax.auto.prediction import Prediction
+from spectr_jax.auto.observation import Speed
 from spectr_jax.auto.setting import baseline_of
 from spectr_jax.io.tokenizer import TokenizerBase
 
@@ -79,7 +79,8 @@ class DecodeRun:
   # time of a target call by its tokens, over one token's, if slow
   node_costs: dict[int, float] = dataclasses.field(default_factory=dict)
   part_seconds: dict[Setting, dict[str, float]] = dataclasses.field(default_factory=dict)  # see `latency.time_parts`
-  predictions: list[Prediction] = dataclasses.field(default_factory=list)  # that `auto` chose from, the fastest first
+  speeds: list[Speed] = dataclasses.field(default_factory=list)  # that `auto` chose from, the fastest first
+  left_out: dict[str, str] = dataclasses.field(default_factory=dict)  # why `auto` could not choose methods, by name
 
   def _of(self, setting: Setting | None, seeds) -> list[Measurement]:
     seeds = self.options.seeds if seeds is None else seeds

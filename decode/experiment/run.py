@@ -14,7 +14,7 @@ from jax.experimental import multihost_utils
 
 import spectr_jax
 from decode.experiment import latency
-from decode.experiment.auto_choice import predict_all
+from decode.experiment.auto_choice import speeds_of
 from decode.experiment.latency import CompilingClock
 from decode.experiment.optimal_trees import choose_trees, read_acceptance
 from decode.experiment.options import DecodeOptions
@@ -24,7 +24,6 @@ from decode.experiment.settings import Setting, expand
 from decode.experiment.workload import Pick, Workload
 from spectr_jax import Generation, TokenTree
 from spectr_jax.auto import timing
-from spectr_jax.auto.prediction import choose
 from spectr_jax.auto.setting import baseline_of
 from spectr_jax.auto.trial import Notify
 from spectr_jax.engine.program_memory import in_groups
@@ -141,10 +140,9 @@ def run_decode(options: DecodeOptions, notify: Notify | None = None, pick: Pick 
   workload = Workload.load(options, pick=pick)
   loading = time.perf_counter() - start
   with CompilingClock() as clock:
-    predictions = predict_all(workload, notify) if options.is_auto else []
-    if predictions:
-      settings = list(dict.fromkeys([*settings, choose(predictions)]))
+    speeds, left_out = speeds_of(workload, notify) if options.is_auto else ([], {})
+    settings = list(dict.fromkeys([*settings, *(each.setting for each in speeds[:1])]))
     settings, acceptance = choose_trees(workload, settings, given, notify)
     run = measure(workload, settings, notify)
   info = run.info | {'seconds': {'loading': loading, 'compiling': clock.seconds} | run.info['seconds']}
-  return dataclasses.replace(run, info=info, acceptance=acceptance, predictions=predictions)
+  return dataclasses.replace(run, info=info, acceptance=acceptance, speeds=speeds, left_out=left_out)

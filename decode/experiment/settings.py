@@ -9,7 +9,10 @@ from collections.abc import Iterator, Sequence
 
 from common.command_line import parse_name_and_ints
 from decode.experiment.model_options import GROWTHS, MethodOptions
-from spectr_jax import METHODS, Method, TokenTree, auto
+from decode.experiment.options import DecodeOptions
+from spectr_jax import Method, TokenTree
+from spectr_jax.auto.setting import Setting
+from spectr_jax.methods import check_fit
 from spectr_jax.suggestion import did_you_mean
 
 MAX_NODES = 1024
@@ -68,30 +71,6 @@ def parse_shape(text: str) -> tuple[int, ...]:
   return TreeSpec.parse(text).numbers
 
 
-@dataclasses.dataclass(frozen=True)
-class Setting(auto.Setting):
-  """A method with its tree, as the command line names it: one row of the table."""
-
-  spec: TreeSpec | None = None  # None for a method that drafts nothing
-  shape: str = ''  # what `optimal` chose, as text
-
-  @property
-  def budget(self) -> int | None:
-    """The most nodes of a tree that is still to be chosen for `optimal`; None of other trees."""
-    return self.spec.numbers[0] if self.spec is not None and self.spec.name == 'optimal' else None
-
-  @property
-  def tree_name(self) -> str:
-    if self.spec is None:
-      return 'none'
-    return str(self.spec) + (f' = {self.shape}' if self.shape else '') + self.threshold_name
-
-  def __str__(self):
-    if self.spec is None or self.num_drafts:
-      return super().__str__()
-    return f'{self.method.name} {self.tree_name}'
-
-
 def _num_prefix_nodes(factors: tuple[int, ...]) -> int:
   return sum(math.prod(factors[: depth + 1]) for depth in range(len(factors)))
 
@@ -102,22 +81,22 @@ def _on_tree(method: Method, spec: TreeSpec, options: MethodOptions) -> Iterator
     for length in options.draft_length:
       for num_drafts in (min(number, most) for number in options.num_drafts):
         _check_size(num_drafts * length, f'num_drafts times draft_length, {num_drafts} times {length},')
-        yield Setting(method, num_drafts, length, TokenTree.chains(num_drafts, length), spec=spec)
+        yield Setting.of_chains(method, num_drafts, length)
   elif spec.name == 'prefix':
     _check_size(_num_prefix_nodes(spec.numbers), f'the nodes of {spec}')
     tree = TokenTree.prefix(spec.numbers)
-    yield Setting(method, 0, tree.max_depth, tree, spec=spec)
+    yield Setting(method, 0, tree.max_depth, tree, label=str(spec))
   elif spec.name == 'specinfer':
     for length in options.draft_length:
-      yield Setting(method, 0, length, TokenTree.specinfer(length), spec=spec)
+      yield Setting(method, 0, length, TokenTree.specinfer(length), label=str(spec))
   elif spec.name in GROWTHS:
     _check_size(sum(spec.numbers), f'the nodes of {spec}')
     tree = TokenTree.slots(spec.numbers)
     growth = GROWTHS[spec.name](threshold=options.growth_threshold)
-    yield Setting(method, 0, tree.max_depth, tree, growth, spec=spec)
+    yield Setting(method, 0, tree.max_depth, tree, growth, str(spec))
   else:
     _check_size(spec.numbers[0], f'the nodes of {spec}')
-    yield Setting(method, spec=spec)
+    yield Setting(method, label=str(spec), budget=spec.numbers[0])
 
 
 def _check_size(num_nodes: int, what: str) -> None:
@@ -125,40 +104,29 @@ def _check_size(num_nodes: int, what: str) -> None:
     raise ValueError(f'{what} must be at most {MAX_NODES}, got {num_nodes}')
 
 
-def settings_of(method: Method, options: MethodOptions, *, skip_unfit: bool = False) -> list[Setting]:
-  """The settings of a method: one for every tree of the options, or with `skip_unfit` those that it can use."""
+def settings_of(method: Method, options: MethodOptions) -> list[Setting]:
+  """The settings of a method, one for every tree of the options, whether or not it can use them."""
   if method.max_drafts == 0:
     return [Setting(method)]
-  settings = []
-  for spec in [TreeSpec.parse(text) for text in options.tree]:
-    for setting in _on_tree(method, spec, options):
-      try:
-        if setting.tree.num_nodes:
-          method.tree_for(setting.tree)
-          if setting.growth is not None and setting.growth.gives and not method.takes_given:
-            allowed = ', '.join(name for name, each in METHODS.items() if each.max_drafts != 0 and each.takes_given)
-            raise ValueError(
-              f'{method.name} does not take guesses that are not drawn, as {spec} has; allowed: {allowed}'
-            )
-        elif method.needs_chains:
-          raise ValueError(f'{method.name} is defined for chains only, not for {spec}')
-      except ValueError:
-        if skip_unfit:
-          continue
-        raise
-      settings.append(setting)
+  return [setting for text in options.tree for setting in _on_tree(method, TreeSpec.parse(text), options)]
+
+
+def expand(options: DecodeOptions) -> list[Setting]:
+  """The grid in the order given, without duplicates, which arise if a method ignores K or L.
+
+  The trees of `optimal` are still empty, since they depend on measurements. ValueError where a method cannot decode on
+  a tree.
+  """
+  settings = list(dict.fromkeys(setting for method in options.methods for setting in settings_of(method, options)))
+  for setting in settings:
+    if setting.budget is None:
+      check_fit(setting.method, setting.tree, setting.guesses(options.guesses))
+    elif setting.method.needs_chains:
+      raise ValueError(f'{setting.method.name} is defined for chains only, not for {setting.label}')
   return settings
 
 
-def expand(options: MethodOptions) -> list[Setting]:
-  """The grid in the order given, without duplicates, which arise if a method ignores K or L.
-
-  The trees of `optimal` are still empty, since they depend on measurements.
-  """
-  return list(dict.fromkeys(setting for method in options.methods for setting in settings_of(method, options)))
-
-
-def only_setting(options: MethodOptions) -> Setting:
+def only_setting(options: DecodeOptions) -> Setting:
   """The only setting of the options, for commands that run no grid and measure nothing first."""
   if options.is_auto:
     raise ValueError('auto is not for this command; name a method')

@@ -1,4 +1,4 @@
-"""`predict_speeds`: measures, predicts, and puts the fastest setting first."""
+"""`measure_speeds`: times settings by decoding, and puts the fastest first."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import jax
 import numpy as np
 from jax.typing import ArrayLike
 
-from spectr_jax.auto.measurement import predict_settings
-from spectr_jax.auto.prediction import Prediction
+from spectr_jax.auto.measurement import time_settings
+from spectr_jax.auto.observation import Speed
 from spectr_jax.auto.setting import Setting, default_settings
 from spectr_jax.auto.trial import Batches, Notify
 from spectr_jax.constraint import Constraint
@@ -20,7 +20,7 @@ from spectr_jax.model import Model
 from spectr_jax.sampling import SamplingParams
 
 
-def predict_speeds(
+def measure_speeds(
   target: Model,
   draft: Model | Drafter | None,
   prompts: checks.Prompts,
@@ -35,14 +35,11 @@ def predict_speeds(
   seed: int = 0,
   sharding: DecodeSharding | None = None,
   notify: Notify | None = None,
-) -> list[Prediction]:
-  """Times methods and trees on some prompts, and predicts how fast each decodes here.
+) -> list[Speed]:
+  """Times at most a dozen methods and trees by decoding some prompts; on a CPU at most six by default.
 
-  It takes minutes for all of `default_settings`. On a CPU it compares few by default: a single draft, and two more
-  trees that the times of target and draft allow a gain.
-
-  `predictions[0].setting` is the fastest: pass its `method` and `tree`, and its `drafter(draft)`, to `generate`. The
-  command `decode.main --method=auto` does the same and keeps the measurements in a file.
+  `speeds[0].setting` is the fastest: pass its `method` and `tree`, and its `drafter(draft)`, to `generate`. The command
+  `decode.main --method=auto` does the same and keeps the measurements in a file.
 
   Args:
     target, draft, prompt_lengths, constraint, eos_id, sharding: As for `generate`.
@@ -50,13 +47,12 @@ def predict_speeds(
     max_new_tokens: Limit of new tokens per row, as in the runs to come.
     batch_size: B, rows of a batch, as in the runs to come.
     sampling: Of scalars, as for `generate`.
-    settings: Settings to compare, autoregressive decoding among them; None for `default_settings`, or a few of them on
-      a CPU.
+    settings: Settings to choose from, autoregressive decoding among them; None for `default_settings`.
     seed: From 0 to 2**32 - 1.
-    notify: Called with the current activity, the steps done and the steps in total.
+    notify: Called with the current activity, the settings timed, and how many there may be.
 
   Returns:
-    The predictions for all settings compared, the fastest first.
+    The speeds of the settings that were timed, the fastest first.
 
   Raises:
     ValueError: As for `generate`; or no setting decodes autoregressively.
@@ -89,4 +85,4 @@ def predict_speeds(
   def keys_fn(number: int) -> jax.Array:
     return jax.random.split(jax.random.fold_in(key, number), len(tokens))
 
-  return predict_settings(trial, keys_fn, settings, {}, notify, is_short=is_short)
+  return time_settings(trial, keys_fn, settings, notify, is_short=is_short)

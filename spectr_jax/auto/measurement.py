@@ -1,233 +1,123 @@
-"""Measures what predictions follow from: times of draft and target alone for every tree, and of whole rounds.
+"""Times settings by decoding: `time_settings`.
 
-Every program is timed beside autoregressive decoding, or a call of the target on one token, and its seconds are scaled
-by how long that took at first: machines that are shared drift, and an interrupted measurement goes on later.
+Every setting takes turns with decoding without a draft, batch by batch, and its seconds are scaled by how long that
+took at first: machines that are shared drift, and an interrupted measurement goes on later.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import itertools
 import time
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
 
-from spectr_jax.auto import programs, timing
-from spectr_jax.auto.calibration import Calibration, Observation
-from spectr_jax.auto.prediction import Prediction, finalists_of, predict, ranked
-from spectr_jax.auto.setting import Setting, baseline_among, tree_name_of, tuned
+from spectr_jax.auto.observation import Observation, Speed
+from spectr_jax.auto.search import MOST_OF_SHORT, MOST_SETTINGS, search
+from spectr_jax.auto.setting import Setting, baseline_among
 from spectr_jax.auto.trial import Batches, Notify
 from spectr_jax.engine.loop import decode_rounds
-from spectr_jax.engine.program_memory import in_groups, make_room
-from spectr_jax.methods import METHODS
+from spectr_jax.engine.program_memory import make_room
+from spectr_jax.engine.result import Generation
 from spectr_jax.sharding import fetch
-from spectr_jax.tree import TokenTree
 
-FEWEST_BATCHES = 6  # that a setting decodes; shared machines are slow for seconds at a time
-_NUM_RUNS = 9
-_ROUNDS_BESIDE = 8  # of autoregressive decoding, in each batch of another setting
-_SECONDS_OF_A_SHORT_RUN = 2.0  # of autoregressive decoding, for each setting of a short grid
-
+# Of a setting: the fewest and the most batches, and the seconds of decoding without a draft that they are worth.
+_FEWEST_BATCHES, MOST_BATCHES, _SECONDS = 3, 24, 1.5
+_ROUNDS_BESIDE = 8  # without a draft, in each batch of another setting
 
 KeysFn = Callable[[int], jax.Array]  # the keys [P] of pass 0, 1, 2 and so on over the prompts
 
 
 @dataclasses.dataclass(frozen=True)
-class Measurer:
-  """Measures settings; its methods return the calibration with the result."""
+class Timer:
+  """Decodes prompts with settings and measures them."""
 
   prompts: Batches
   keys_fn: KeysFn
-  baseline: Setting  # autoregressive decoding, whose time the seconds are scaled by
-  notify: Notify
+  baseline: Setting
+  notify: Callable[[str], None]
 
-  def measure(self, program: programs.Program, calibration: Calibration, *, is_short: bool) -> Calibration:
-    """Measures one program; the target's call on one token comes first. A short grid decodes fewer batches."""
-    if program.kind == programs.TARGET:
-      return self.time_target(program.setting, calibration)
-    if program.kind == programs.DRAFT:
-      return self.time_draft(program.setting, calibration)
-    most_batches = None
-    if is_short:
-      most_batches = programs.batches_within(_SECONDS_OF_A_SHORT_RUN, calibration, self.prompts.max_new_tokens)
-    first = calibration.observations.get(str(self.baseline))
-    scale: dict[str, Any] = {} if first is None else {'pace': first.round_seconds, 'beside': _ROUNDS_BESIDE}
-    observations = self.observe([program.setting], **scale, most_batches=most_batches)
-    return dataclasses.replace(calibration, observations=calibration.observations | observations)
+  def observe(self, settings: Sequence[Setting], turn: int, first: Observation | None) -> dict[Setting, Observation]:
+    """Decodes batches with settings in turns; `first` is of the baseline, None if this is the first observation.
 
-  def time_target(self, setting: Setting, calibration: Calibration) -> Calibration:
-    """Times the target's call on a setting's tree."""
-    seconds = self._seconds_beside(self._target_call(setting.tree), calibration.target_seconds.get(0))
-    times = calibration.target_seconds | {setting.tree.num_nodes: seconds}
-    return dataclasses.replace(calibration, target_seconds=times)
-
-  def time_draft(self, setting: Setting, calibration: Calibration) -> Calibration:
-    """Times the drafting of a setting's tree."""
-    # Drafting depends on the tree alone, so one method per tree is compiled.
-    method = METHODS['race' if self.prompts.is_mixed else 'speculative' if setting.tree.is_chain else 'spectr']
-    decoder = self.prompts.decoder(dataclasses.replace(setting, method=method))
-    state = self.prompts.init(decoder, self.keys_fn(0), self.prompts.batches[0])
-    seconds = self._seconds_beside(functools.partial(timing.draft, decoder, state), calibration.target_seconds[0])
-    return dataclasses.replace(calibration, draft_seconds=calibration.draft_seconds | {tree_name_of(setting): seconds})
-
-  def observe_thresholds(self, settings: list[Setting], calibration: Calibration) -> Calibration:
-    """Measures a growing tree with other thresholds, those of `tuned`, with the same keys."""
-    self.notify('timing growth from other thresholds', 0, 1)
-    for setting in settings:
-      calibration = self.time_draft(setting, calibration)
-    observations = self.observe(settings, pace=calibration.observations[str(self.baseline)].round_seconds)
-    return dataclasses.replace(calibration, observations=observations | calibration.observations)
-
-  def observe_finalists(self, settings: list[Setting], calibration: Calibration) -> Calibration:
-    """Observes the fastest settings again, in turns, with other keys: the largest prediction was a lucky one."""
-    observations = dict(calibration.observations)
-    again = self.observe(settings, turn=1, pace=observations[str(self.baseline)].round_seconds)
-    for name, observation in again.items():
-      observations[name] = observations[name].joined(observation) if name in observations else observation
-    return dataclasses.replace(calibration, observations=observations)
-
-  def _seconds_beside(self, call: Callable[[], Any], paced_by: float | None) -> float:
-    """Median seconds of a call, scaled to the given seconds of the target's call on one token, if there are any."""
-    make_room(is_joint=self.prompts.is_joint)
-    calls: dict[Hashable, Callable[[], Any]] = {'call': call}
-    if paced_by is not None:
-      calls['alone'] = self._target_call(TokenTree())
-    medians = {name: float(np.median(seconds)) for name, seconds in timing.time_in_turns(calls, _NUM_RUNS).items()}
-    return medians['call'] if paced_by is None else medians['call'] * paced_by / medians['alone']
-
-  def _target_call(self, tree: TokenTree) -> Callable[[], Any]:
-    prompts = self.prompts
-    sizes = {'cache_size': prompts.cache_size, 'sharding': prompts.sharding}
-    return timing.forward_calls(prompts.target, {'target': (tree, prompts.batch_size)}, **sizes)['target']
-
-  def observe(
-    self,
-    settings: Sequence[Setting],
-    *,
-    turn: int = 0,
-    pace: float | None = None,
-    beside: int | None = None,
-    most_batches: int | None = None,
-  ) -> dict[str, Observation]:
-    """Decodes the prompts with every setting and autoregressively, in turns as far as the programs fit in one process.
-
-    Few batches are decoded several times, each time with other keys, which also depend on `turn`; `most_batches` bounds
-    their number. Seconds are scaled to `pace`, of an autoregressive round, or to the first group of programs, by the
-    time of autoregressive decoding in each group. With `beside` only so many of its rounds are timed in each batch.
+    Keys differ with the batch and the turn. Without the baseline among the settings only some of its rounds are timed.
     """
-    prompts, baseline, batches = self.prompts, self.baseline, self.prompts.batches
-    settings = list(dict.fromkeys([baseline, *settings]))
-    paces = [] if pace is None else [pace]
-    num_passes = -(-FEWEST_BATCHES // len(batches))
-    keys = [self.keys_fn(turn * FEWEST_BATCHES + number) for number in range(num_passes)]
-    runs = list(itertools.product(keys, batches))[:most_batches]
-    num_passes = -(-len(runs) // len(batches))
-    observed = settings if beside is None else settings[1:]
-    done, total, observations, decoders = 0, len(observed) * len(runs), {}, {}
-
-    def prepare(setting):
-      if setting in observed:
-        self.notify(f'compiling {setting}', done, total)
-      decoder = decoders[setting] = prompts.decoder(setting)
-      jax.block_until_ready(decode_rounds(decoder, prompts.init(decoder, keys[0], batches[0]), 1))
-
-    for group in in_groups(settings, prepare, baseline=baseline, is_joint=prompts.is_joint):
-      timed = {setting: [] for setting in group}
-      for (of_prompts, rows), setting in itertools.product(runs, group):
-        self.notify('decoding calibration prompts', done, total)
+    prompts, limits = self.prompts, dict.fromkeys(settings)
+    if self.baseline not in limits:
+      limits = {self.baseline: _ROUNDS_BESIDE, **limits}
+    number = _FEWEST_BATCHES
+    if first is not None:
+      number = int(np.clip(_SECONDS / first.batch_seconds(prompts.batch_size), number, MOST_BATCHES))
+    batches = prompts.batches
+    passes = [self.keys_fn(turn * MOST_BATCHES + each) for each in range(-(-number // len(batches)))]
+    runs = [(passes[i // len(batches)], batches[i % len(batches)]) for i in range(number)]
+    make_room(is_joint=prompts.is_joint)
+    decoders, timed = {setting: prompts.decoder(setting) for setting in limits}, {setting: [] for setting in limits}
+    for setting, decoder in decoders.items():
+      if setting in settings and not turn:
+        self.notify(f'compiling {setting}')
+      jax.block_until_ready(decode_rounds(decoder, prompts.init(decoder, *runs[0]), 1))
+    self.notify(f'decoding with {", ".join(map(str, settings))}')
+    for keys, rows in runs:
+      for setting, decoder in decoders.items():
         start = time.perf_counter()
-        state = jax.block_until_ready(prompts.init(decoders[setting], of_prompts, rows))
+        state = jax.block_until_ready(prompts.init(decoder, keys, rows))
         begun = time.perf_counter()
-        limit = beside if setting == baseline else None
-        result = jax.block_until_ready(decode_rounds(decoders[setting], state, limit)).result
+        result = jax.block_until_ready(decode_rounds(decoder, state, limits[setting])).result
         seconds = time.perf_counter() - begun
-        decoders[setting].check(result)
+        decoder.check(result)
         result = fetch(result)
-        timed[setting].append((begun - start, seconds / int(result.num_target_calls.max()), result))
-        done += setting in observed and str(setting) not in observations
-      paces.append(np.median([seconds for _, seconds, _ in timed[baseline]]))
-      for setting in group:
-        if setting in observed and str(setting) not in observations:
-          observations[str(setting)] = observation_of(
-            timed[setting], len(prompts.tokens), num_passes=num_passes, pace=paces[-1] / paces[0]
-          )
-    return observations
+        num_rows = len(np.unique(rows))  # copies of the last prompt fill its batch
+        round_seconds = seconds / int(result.num_target_calls.max())
+        timed[setting].append((begun - start, round_seconds, jax.tree.map(lambda x, n=num_rows: x[:n], result)))
+    own = float(np.median([seconds for _, seconds, _ in timed[self.baseline]]))
+    scale = 1.0 if first is None else float(np.median(first.round_seconds)) / own
+    return {setting: observation_of(timed[setting], scale).of_the_first_process() for setting in settings}
 
 
-def observation_of(runs: list[tuple], num_prompts: int, *, num_passes: int, pace: float) -> Observation:
-  """The observation of several passes from each batch's seconds of prefill and of a round, and its result."""
-  prefill_seconds, round_seconds, results = zip(*runs)
-  num_batches = -(-len(runs) // num_passes)  # of a pass; the last pass may have been cut
-  every = jax.tree.map(
-    lambda *parts: np.concatenate(
-      [np.concatenate(parts[i : i + num_batches])[:num_prompts] for i in range(0, len(parts), num_batches)]
-    ),
-    *results,
-  )
+def observation_of(runs: Sequence[tuple[float, float, Generation]], scale: float) -> Observation:
+  """The observation of batches, from the seconds of prefill and of a round of each, and its result."""
+  prefills, rounds, results = zip(*runs)
   return Observation(
-    num_batches=len(runs),
-    num_tokens=int(every.lengths.sum()),
-    row_calls=every.num_target_calls.tolist(),
-    kept=every.accepted_by_depth.sum(0).tolist(),
-    prefill_seconds=float(np.median(prefill_seconds) / pace),
-    round_seconds=float(np.median(round_seconds) / pace),
+    row_tokens=np.concatenate([each.lengths for each in results]).tolist(),
+    row_calls=np.concatenate([each.num_target_calls for each in results]).tolist(),
+    kept=np.concatenate([each.accepted_by_depth for each in results]).sum(0).tolist(),
+    prefill_seconds=[scale * seconds for seconds in prefills],
+    round_seconds=[scale * seconds for seconds in rounds],
   )
 
 
-def predict_settings(
+def time_settings(
   prompts: Batches,
   keys_fn: KeysFn,
-  settings: list[Setting],
-  conditions: dict[str, Any],
+  settings: Sequence[Setting],
   notify: Notify,
   *,
   is_short: bool = False,
-  known: Calibration | None = None,
-  source: str = 'the calibration',
-  keep: Callable[[Calibration], None] = lambda calibration: None,
-) -> list[Prediction]:
-  """Measures what is not known yet, and predicts how fast settings decode, the fastest first.
+  known: dict[str, Observation] | None = None,
+  keep: Callable[[dict[str, Observation]], None] = lambda known: None,
+) -> list[Speed]:
+  """The speeds of the settings that `search` chooses, the fastest first.
 
-  `settings` are those of the grid, autoregressive decoding among them, of which a short one compares
-  `programs.shortlist`. `known` are the measurements of an earlier run, which may have been interrupted, in what
-  messages call `source`. `keep` is called with all measurements after each program, `notify` with the programs measured
-  and their number.
+  `known` are the observations of an earlier run on the same prompts, which are not made again. `keep` is called with
+  them and the new ones whenever there are some, `notify` with how many settings were timed, and how many are at most.
 
-  Raises:
-    ValueError: The known measurements are of other conditions, or complete and of another grid; or no setting decodes
-      autoregressively.
+  ValueError if no setting decodes autoregressively.
   """
-  baseline, conditions = baseline_among(settings), conditions | {'batch_size': prompts.batch_size}
-  if known is not None:
-    known.check_conditions(conditions, source)
-    if known.is_complete:
-      return predict(known, programs.complete_settings(known, settings, source, is_short=is_short))
-  calibration = known or Calibration(conditions, {}, {}, {}, is_complete=False)
-  while True:
-    compared, needed, most = programs.plan(calibration, settings, is_short=is_short)
-    missing = [each for each in needed if not each.is_in(calibration)]
-    if not missing:
-      break
-    done = len(needed) - len(missing)
+  known, timed, baseline = dict(known or {}), {}, baseline_among(settings)
+  most = MOST_OF_SHORT if is_short else MOST_SETTINGS
 
-    def of_one(what, *_, prefix=f'auto: program {done + 1} of {most}, ', steps=(done, most)):
-      notify(prefix + what, *steps)
+  def observe(some: Sequence[Setting], turn: int) -> dict[Setting, Observation]:
+    names = {setting: f'{setting}, again' if turn else str(setting) for setting in some}
+    if any(name not in known for name in names.values()):
+      timer = Timer(prompts, keys_fn, baseline, lambda what: notify(f'auto: {what}', len(timed), most))
+      found = timer.observe(some, turn, known.get(str(baseline)))
+      known.update({names[setting]: each for setting, each in found.items()})
+      keep(known)
+    timed.update(names)
+    return {setting: known[name] for setting, name in names.items()}
 
-    if missing[0].kind != programs.ROUNDS:
-      of_one(str(missing[0]))
-    calibration = Measurer(prompts, keys_fn, baseline, of_one).measure(missing[0], calibration, is_short=is_short)
-    keep(calibration)
-  measurer = Measurer(prompts, keys_fn, baseline, lambda what, *steps: notify(f'auto: {what}', *steps))
-  further = tuned(ranked(predict(calibration, compared)))
-  if any(str(setting) not in calibration.observations for setting in further):
-    calibration = measurer.observe_thresholds(further, calibration)
-    keep(calibration)
-  if finalists := finalists_of(predict(calibration, compared + further)):
-    calibration = measurer.observe_finalists(finalists, calibration)
-  calibration = dataclasses.replace(calibration, is_complete=True)
-  keep(calibration)
-  return predict(calibration, compared + further)
+  seen = search(settings, observe, prompts.batch_size, most)
+  speeds = [Speed.of(setting, found, prompts.batch_size) for setting, found in seen.items()]
+  return sorted(speeds, key=lambda speed: -speed.tokens_per_second)

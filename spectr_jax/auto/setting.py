@@ -1,7 +1,8 @@
-"""The settings that are compared, and which of them are decoded to predict the others."""
+"""The settings that are compared: methods with their trees."""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Sequence
 from typing import Self
@@ -9,15 +10,13 @@ from typing import Self
 import numpy as np
 
 from spectr_jax.draft import Confident, Drafter, Estimated, Likeliest, as_drafter, growing
-from spectr_jax.methods import METHODS, Method
+from spectr_jax.methods import METHODS, Guesses, Method, why_not
 from spectr_jax.model import Model
 from spectr_jax.tree import TokenTree
 
 # K and L that are compared, and at temperature 0 the likeliest guesses: 8, 16, 16 and 32 of them.
 NUM_DRAFTS, DRAFT_LENGTHS = (1, 2, 4, 8), (2, 4, 8)
 GREEDY_WIDTHS = (2,) * 4, (4,) * 4, (2,) * 8, (4,) * 8
-# Tried with the fastest growing tree, besides 0. A threshold is data: none of them is compiled.
-_THRESHOLDS = 0.02, 0.05, 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,8 +27,10 @@ class Setting:
     method: The method.
     num_drafts: K for chains, else 0.
     draft_length: L, the depth of the tree.
-    tree: The tree; empty for a method that drafts nothing.
+    tree: The tree; empty for a method that drafts nothing, and while one of `budget` nodes is still to be chosen.
     growth: The rule by which the draft grows its trees; None for one tree for all rows.
+    label: The tree as it was named; empty for a name that follows from the tree.
+    budget: The most nodes of a tree that is to be chosen; None of others.
   """
 
   method: Method
@@ -37,6 +38,8 @@ class Setting:
   draft_length: int = 0
   tree: TokenTree = TokenTree()
   growth: Likeliest | Confident | Estimated | None = None
+  label: str = ''
+  budget: int | None = None
 
   @classmethod
   def of_chains(cls, method: Method, num_drafts: int, draft_length: int) -> Setting:
@@ -48,27 +51,29 @@ class Setting:
     """The tree as text, the same for equal trees of other methods."""
     if self.num_drafts:
       return 'chains'
-    if not self.tree.num_nodes:
-      return 'none'
-    if self.growth is None:
-      return f'parents:{",".join(map(str, self.tree.parents))}'
-    widths = np.bincount(self.tree.depths)[1:]
-    return f'{type(self.growth).__name__.lower()}:{",".join(map(str, widths))}{self.threshold_name}'
-
-  @property
-  def threshold_name(self) -> str:
-    """The threshold of a growing tree as text; empty for none."""
-    return f' from {self.growth.threshold:g}' if self.growth is not None and self.growth.threshold else ''
+    name = self.label or 'none'
+    if not self.label and self.growth is not None:
+      widths = np.bincount(self.tree.depths)[1:]
+      name = f'{type(self.growth).__name__.lower()}:{",".join(map(str, widths))}'
+    elif not self.label and self.tree.num_nodes:
+      name = f'parents:{",".join(map(str, self.tree.parents))}'
+    return name + (f' from {self.growth.threshold:g}' if self.growth is not None and self.growth.threshold else '')
 
   def __str__(self):
     if self.num_drafts:
       return f'{self.method.name} K={self.num_drafts} L={self.draft_length}'
-    return f'{self.method.name} {self.tree_name}' if self.tree.num_nodes else self.method.name
+    return self.method.name if self.tree_name == 'none' else f'{self.method.name} {self.tree_name}'
 
   def drafter(self, draft: Model | Drafter | None) -> Model | Drafter | None:
     """The draft as the setting uses it: one that grows trees, or the draft itself."""
     drafter = None if self.growth is None else as_drafter(draft)
     return draft if self.growth is None or drafter is None else growing(drafter, self.growth)
+
+  def guesses(self, draft: Drafter | Guesses) -> Guesses:
+    """The kind of guesses that a draft makes on the tree."""
+    gives = draft.gives or (self.growth is not None and self.growth.gives)
+    grows = draft.grows or self.growth is not None
+    return Guesses(gives, draft.mixes, grows, draft.feature_layers, draft.max_depth)
 
   def with_threshold(self, threshold: float) -> Self:
     """The setting with another threshold of its growing trees; ValueError if they do not grow."""
@@ -90,32 +95,34 @@ def baseline_among(settings: Sequence[Setting]) -> Setting:
   return baseline
 
 
-def worth_comparing(
-  settings: Sequence[Setting], *, is_greedy: bool, is_mixed: bool, max_depth: int | None = None
-) -> list[Setting]:
-  """The settings of lossless methods, at most `max_depth` deep, without those that are equal to others.
+def fitting(
+  settings: Sequence[Setting], draft: Drafter | Guesses, *, is_greedy: bool
+) -> tuple[list[Setting], dict[str, str]]:
+  """The settings that may be chosen, without those that are equal to others; and why methods have none, by name.
 
-  With one draft, methods for several drafts equal `speculative` or `block` and are left out, except for seed-exact
-  ones. They stay where lookup stands beside a model, since those two do not take its guesses. At temperature 0 every
-  method keeps the same of a tree of likeliest guesses, the longest path that the target takes, so the first method
-  stands for all. ValueError if all trees are too deep.
+  They are lossless, and take the draft's guesses. With one draft, methods for several drafts equal `speculative` or
+  `block` and are left out, except for seed-exact ones, and where lookup stands beside a model, whose guesses those two
+  do not take. At temperature 0 every method keeps the same of a tree of likeliest guesses, the longest path that the
+  target takes, so the first method stands for all. ValueError if no setting that drafts fits, though there are some.
   """
-  kept, given = [], set()
-  for setting in settings:
-    method = setting.method
-    if not method.is_lossless:
+  fit, given, reasons = [], set(), {}
+  for setting in dict.fromkeys(settings):
+    method, tree = setting.method, setting.tree
+    reason = why_not(method, tree, setting.guesses(draft)) if method.is_lossless else f'{method.name} is not lossless'
+    if reason:
+      reasons.setdefault(method.name, reason)
       continue
     if is_greedy and setting.growth is not None and setting.growth.gives:
-      if (setting.tree, setting.growth) in given:
+      if (tree, setting.growth) in given:
         continue
-      given.add((setting.tree, setting.growth))
-    is_single = setting.tree.num_nodes > 0 and setting.tree.is_chain
-    if is_mixed or not (is_single and method.max_drafts is None and not method.is_seed_exact):
-      kept.append(setting)
-  fitting = [each for each in kept if max_depth is None or each.tree.max_depth <= max_depth]
-  if len(kept) > len(fitting) and not any(each.tree.num_nodes for each in fitting):
-    raise ValueError(f'the draft guesses {max_depth} tokens ahead, and all trees are deeper')
-  return list(dict.fromkeys(fitting))
+      given.add((tree, setting.growth))
+    is_single = tree.num_nodes > 0 and tree.is_chain
+    if draft.mixes or not (is_single and method.max_drafts is None and not method.is_seed_exact):
+      fit.append(setting)
+  if reasons and not any(each.tree.num_nodes for each in fit):
+    raise ValueError(collections.Counter(reasons.values()).most_common(1)[0][0])
+  taken = {setting.method.name for setting in fit}
+  return fit, {name: reason for name, reason in reasons.items() if name not in taken}
 
 
 def default_settings(draft: Model | Drafter | None, *, is_greedy: bool = False) -> list[Setting]:
@@ -123,58 +130,14 @@ def default_settings(draft: Model | Drafter | None, *, is_greedy: bool = False) 
 
   At temperature 0 all samples of a draft are equal: there are single chains, and trees of likeliest guesses.
   """
-  drafter = as_drafter(draft)
+  drafter, settings = as_drafter(draft), [Setting(METHODS['autoregressive'])]
   if drafter is None:
-    return [Setting(METHODS['autoregressive'])]
+    return settings
   may_grow = is_greedy and not drafter.gives and not drafter.mixes
-  settings = [Setting(METHODS['autoregressive'])]
+  sizes = [(1, 1), *((k, length) for length in DRAFT_LENGTHS for k in ((1,) if may_grow else NUM_DRAFTS))]
   for method in METHODS.values():
-    takes = method.takes_mixed if drafter.mixes else method.takes_given or not drafter.gives
-    if method.max_drafts == 0 or not takes or (drafter.feature_layers and method.needs_constant_draft):
-      continue
-    counts = (1,) if may_grow else NUM_DRAFTS
-    most = max(counts) if method.max_drafts is None else method.max_drafts
-    sizes = [(1, 1), *((min(k, most), length) for length in DRAFT_LENGTHS for k in counts)]
-    settings += [Setting.of_chains(method, *size) for size in sizes]
-    if may_grow and method.takes_grown and method.takes_given and method.max_drafts is None:
-      trees = map(TokenTree.slots, GREEDY_WIDTHS)
+    if method.max_drafts != 0:
+      settings += [Setting.of_chains(method, *size) for size in sizes]
+      trees = map(TokenTree.slots, GREEDY_WIDTHS if may_grow and method.max_drafts is None else ())
       settings += [Setting(method, 0, tree.max_depth, tree, Likeliest()) for tree in trees]
-  return worth_comparing(settings, is_greedy=is_greedy, is_mixed=drafter.mixes, max_depth=drafter.max_depth)
-
-
-def tuned(settings: Sequence[Setting]) -> list[Setting]:
-  """The fastest setting whose trees grow with further thresholds; nothing if no trees grow, or not from 0."""
-  growing = [setting for setting in settings if setting.growth is not None]
-  return with_thresholds(growing[:1])
-
-
-def with_thresholds(settings: Sequence[Setting]) -> list[Setting]:
-  """The settings whose trees grow from 0, with each of the other thresholds."""
-  growing = [each for each in settings if each.growth is not None and not each.growth.threshold]
-  return [setting.with_threshold(threshold) for setting in growing for threshold in _THRESHOLDS]
-
-
-def _decides_by_token(setting: Setting) -> bool:
-  return setting.num_drafts > 0 and setting.method.is_token_level
-
-
-def tree_name_of(setting: Setting) -> str:
-  """The name of a setting's tree among the costs of drafting, with the numbers of chains."""
-  return f'chains {setting.num_drafts}x{setting.draft_length}' if setting.num_drafts else setting.tree_name
-
-
-def reference_of(setting: Setting, settings: Sequence[Setting]) -> Setting:
-  """The reference setting on the same chains: the first setting that decides token by token."""
-  return next(other for other in settings if _decides_by_token(other) and tree_name_of(other) == tree_name_of(setting))
-
-
-def source_of(setting: Setting, settings: Sequence[Setting]) -> Setting:
-  """The setting whose run gives the tokens of `setting`: itself, or the one with the longest drafts."""
-  if not _decides_by_token(setting) or reference_of(setting, settings) == setting:
-    return setting
-  alike = [
-    other
-    for other in settings
-    if other.num_drafts and (other.method, other.num_drafts) == (setting.method, setting.num_drafts)
-  ]
-  return max(alike, key=lambda other: other.draft_length)
+  return fitting(settings, drafter, is_greedy=is_greedy)[0]

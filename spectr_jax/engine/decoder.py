@@ -17,7 +17,7 @@ from spectr_jax.draft.model_drafter import ModelDrafter
 from spectr_jax.engine import checks
 from spectr_jax.engine.result import FAILED_DRAFT, FAILED_TARGET, Generation, NotFiniteError
 from spectr_jax.engine.sharding import DecodeSharding
-from spectr_jax.methods import DEFAULT_METHOD, Method, get_method
+from spectr_jax.methods import DEFAULT_METHOD, Method, check_fit, get_method
 from spectr_jax.model import NO_LIMIT, Model, static_field
 from spectr_jax.sharding import fetch
 from spectr_jax.tree import TokenTree
@@ -282,25 +282,6 @@ def _check_drafter(target: Model, drafter: Drafter | None, method: Method, tree:
       f'draft and target must share a vocabulary: {drafter.vocab_size} and {target.vocab_size} tokens; fit_draft'
       ' makes a drafter of a model with another tokenizer'
     )
-  if drafter.max_depth is not None and tree.max_depth > drafter.max_depth:
-    raise ValueError(f'this drafter guesses {drafter.max_depth} tokens ahead, and the tree is {tree.max_depth} deep')
-  if drafter.gives and not method.takes_given:
-    raise ValueError(f'{method.name} takes drawn candidates only, and this drafter gives some that are not drawn')
-  if drafter.feature_layers and method.needs_constant_draft:
-    raise ValueError(
-      f"{method.name} needs the draft's distribution after a text to be the same in every round, and this drafter's"
-      " changes with the target's hidden states; block takes it"
-    )
-  if drafter.mixes and not method.takes_mixed:
-    raise ValueError(
-      f'{method.name} takes positions with given candidates or with drawn ones, and this drafter mixes them'
-    )
+  check_fit(method, tree, drafter)
   if drafter.may_pass and (drafter.mixes or not drafter.gives):
     raise ValueError('a drafter with may_pass must give all its candidates: it declares gives and not mixes')
-  if drafter.grows != tree.is_grown:
-    wanted = (
-      'grows trees of its own: give it bounds, TokenTree.slots' if drafter.grows else 'drafts one tree for all rows'
-    )
-    raise ValueError(
-      f'this drafter {wanted}; the tree {"has" if tree.is_grown else "has no"} rows with parents of their own'
-    )

@@ -18,7 +18,7 @@ from spectr_jax.engine.loop import Round, run_round
 from spectr_jax.engine.reading import init_decode
 from spectr_jax.engine.result import Generation
 from spectr_jax.engine.state import DecodeState
-from spectr_jax.methods import Method, get_method, with_children
+from spectr_jax.methods import Guesses, Method, check_fit, get_method, with_children
 from spectr_jax.model import Model
 from spectr_jax.proposal import Proposal
 from spectr_jax.sampling import SamplingParams
@@ -127,12 +127,9 @@ def make_judge(
     while tree.num_children[first[-1]]:
       first.append(int(tree.first_child[first[-1]]))
     nodes, tree = np.array(first, np.int32), TokenTree.chains(1, len(first) - 1)
-  if method.tree_for(tree) != tree:
+  if method.max_drafts == 0:
     raise ValueError(f'{method.name} drafts nothing: there is nothing to judge')
-  if gives and not method.takes_given:
-    raise ValueError(f'{method.name} takes drawn candidates only, and some of these are given')
-  if mixes and not tree.is_chain and not method.takes_mixed:
-    raise ValueError(f'{method.name} does not take given candidates beside drawn ones')
+  check_fit(method, tree, Guesses(gives=gives, mixes=mixes and not tree.is_chain))
   if method != run_method and jax.tree.leaves(method.verifier.init_state(tree)):
     raise ValueError(f'{method.name} keeps a state between rounds, which would be that of another text')
   return Judge(method, tree, nodes)

@@ -27,7 +27,6 @@ class SeedExact(RecordedVerifier):
   """
 
   proposal_rules = (FirstArrivals,)
-  is_token_level = True
   takes_given = True
   takes_grown = True
   explanation = Explanation(

@@ -129,8 +129,6 @@ class Verifier(abc.ABC):
 
   Attributes:
     proposal_rules: The types of rules whose candidates it covers.
-    is_token_level: Whether each position is decided by itself, so that acceptances there do not depend on the positions
-      after it.
     takes_given: Whether candidates may be given (`Proposal.is_given`).
     takes_mixed: Whether given candidates may stand beside drawn ones at a position.
     takes_grown: Whether rows may have trees of their own (`Proposal.parents`).
@@ -143,7 +141,6 @@ class Verifier(abc.ABC):
   """
 
   proposal_rules: tuple[type[ProposalRule], ...]
-  is_token_level: bool = False
   takes_given: bool = False
   takes_mixed: bool = False
   takes_grown: bool = False

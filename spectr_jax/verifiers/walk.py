@@ -38,7 +38,6 @@ class Walk(DepthVerifier):
 
   coupling: Coupling
   is_pooled: bool = True
-  is_token_level = True
   takes_given = True
   takes_grown = True
 

@@ -52,13 +52,17 @@ def test_rates_are_shares_of_visits_that_are_not_rare():
 
 
 def _chosen(method, budget, rates):
-  return choose_tree(Setting(METHODS[method], spec=TreeSpec('optimal', (budget,))), rates)
+  return choose_tree(Setting(METHODS[method], label=f'optimal:{budget}', budget=budget), rates)
+
+
+def _shape(setting):
+  return setting.label.partition(' = ')[2]
 
 
 def test_the_best_shapes_and_chains():
   # 2,1,1: .8 + .8 * .5 + .8 * .25 = 1.4 in six nodes; 1 x 6: below 1; 2,2: .8 + .64 = 1.44.
   chosen = _chosen('race', 6, [[0.5, 0.8]])
-  assert (chosen.tree, chosen.shape) == (TokenTree.prefix((2, 2)), 'prefix:2,2')
+  assert (chosen.tree, _shape(chosen)) == (TokenTree.prefix((2, 2)), 'prefix:2,2')
   # The four largest products: .6, .6 * .5 = .3, .2, .6 * .5 * .5 = .15.
   chosen = _chosen('gsd', 4, [[0.6, 0.2], [0.5, 0.1]])
   assert (chosen.tree, chosen.draft_length) == (TokenTree((0, 0, 1, 3)), 3)
@@ -71,11 +75,11 @@ def test_the_best_shapes_and_chains():
   rates = [[0.8, 0.9, None, 0.95], [0.5, 0.7, None, 0.9], [0.1, 0.2, None, 0.4], [0.1, 0.1, None, 0.1]]
   chosen = _chosen('race_traversal', 4, rates)
   assert chosen.tree == TokenTree.chains(2, 2)
-  assert (chosen.shape, chosen.draft_length) == ('prefix:2,1', 2)
-  assert TreeSpec.parse(chosen.shape).numbers == (2, 1)
+  assert (_shape(chosen), chosen.draft_length) == ('prefix:2,1', 2)
+  assert TreeSpec.parse(_shape(chosen)).numbers == (2, 1)
   # The same rates as chances per depth: branching everywhere would seem best.
-  assert _chosen('race', 6, rates).shape == 'prefix:2,2'
-  assert _chosen('race_traversal', 6, rates).shape == 'prefix:2,1,1'
+  assert _shape(_chosen('race', 6, rates)) == 'prefix:2,2'
+  assert _shape(_chosen('race_traversal', 6, rates)) == 'prefix:2,1,1'
   assert optimal_trees.rates_name(METHODS['traversal']) == 'traversal'
   method = with_children(METHODS['traversal'], 'without_replacement')
   assert optimal_trees.rates_name(method) == 'traversal, without_replacement'
@@ -258,7 +262,7 @@ def test_a_bound_chooses_chains_and_can_be_used_again(repeated, tmp_path, monkey
     kept = np.array(rates, float)
     assert setting.tree == TokenTree.optimal_chains(kept, budget, tolerance=optimal_trees.TOLERANCE)
     assert setting.draft_length == setting.tree.max_depth
-    shape = setting.shape
+    shape = _shape(setting)
     assert shape == f'prefix:{",".join(map(str, setting.tree.num_children[:1]))}' + ',1' * (setting.draft_length - 1)
   path = tmp_path / 'rates.json'
   path.write_text(json.dumps({'acceptance': run.acceptance}))

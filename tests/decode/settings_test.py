@@ -15,7 +15,7 @@ def draft():
 
 
 def _shapes(**options):
-  return [(setting.method.name, str(setting.spec), setting.tree) for setting in expand(DecodeOptions(**options))]
+  return [(setting.method.name, setting.tree_name, setting.tree) for setting in expand(DecodeOptions(**options))]
 
 
 def test_the_grid_has_every_tree_of_every_method_once():
@@ -32,9 +32,9 @@ def test_the_grid_has_every_tree_of_every_method_once():
   ((_, _, tree),) = _shapes(method=('block',), tree=('prefix:1,1,1',))
   assert tree == TokenTree.chains(1, 3)
   shapes = _shapes(method=('autoregressive',), tree=('chains', 'prefix:2,1'), num_drafts=(2, 4))
-  assert shapes == [('autoregressive', 'None', TokenTree())]
+  assert shapes == [('autoregressive', 'none', TokenTree())]
   (setting,) = expand(DecodeOptions(method=('race_block',), tree=('optimal: 24',)))
-  assert (setting.spec, setting.tree) == (TreeSpec('optimal', (24,)), TokenTree())
+  assert (setting.budget, setting.tree) == (24, TokenTree())
   assert str(setting) == 'race_block optimal:24'
 
 
@@ -109,7 +109,7 @@ _SPECTR, _AUTO, _LOOKUP = {'method': ('spectr',)}, {'method': ('auto',)}, {'draf
     ({'method': ('spectr_gbv',), 'tree': ('optimal:8',)}, 'chains only'),
     (_SPECTR | {'tree': ('optimal:1025',)}, 'at most 1024'),
     (_SPECTR | {'tree': ('likeliest:1000,25',)}, 'at most 1024'),
-    ({'method': ('traversal',), 'tree': ('likeliest:4,4',)}, 'does not take guesses that are not drawn'),
+    ({'method': ('traversal',), 'tree': ('likeliest:4,4',)}, 'takes drawn candidates only, .*; allowed: spectr,'),
     ({'method': ('speculative',), 'tree': ('likeliest:4,4',)}, 'single draft'),
     (_SPECTR | {'growth_threshold': 0.1}, 'is for --tree=likeliest:WIDTHS'),
     (_SPECTR | {'growth_threshold': 1.5}, 'from 0 to 1'),
@@ -128,12 +128,11 @@ _SPECTR, _AUTO, _LOOKUP = {'method': ('spectr',)}, {'method': ('auto',)}, {'draf
     (_SPECTR | {'calibration': 'x'}, 'calibration is for --method=auto'),
     (_SPECTR | {'grid': 'short'}, 'grid is for --method=auto'),
     (_AUTO | {'grid': 'long'}, "grid must be short or full, or '' for short on CPUs, got 'long'"),
-    (_AUTO | {'grid': 'short', 'num_drafts': (2,)}, 'leave out num_drafts, draft_length and tree'),
     # Lookup.
-    (_LOOKUP | {'method': ('block',)}, '^block does not take guesses of --draft=lookup; allowed: speculative,'),
+    (_LOOKUP | {'method': ('block',)}, '^block takes drawn candidates only, .*; allowed: speculative,'),
     (
       {'draft': 'lookup+here', 'method': ('spectr',)},
-      '^spectr does not take guesses of --draft=lookup.here; allowed: race, race_block, race_traversal$',
+      '^spectr takes .* this draft mixes them; allowed: race, race_block, race_traversal$',
     ),
     (_LOOKUP | _AUTO | {'tree': ('chains', 'prefix:2,2')}, 'lookup guesses chains, and the tree is prefix:2,2'),
     (_LOOKUP | _SPECTR | {'tree': ('prefix:2,2',)}, 'lookup guesses chains'),

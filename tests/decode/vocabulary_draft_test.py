@@ -70,7 +70,7 @@ def test_bulk_decoding_resumes(small_options, stranger, tmp_path):
 def test_auto_takes_it(small_options, stranger):
   options = small_options('auto', draft=stranger, num_drafts=(1,), draft_length=(2,), calibration_prompts=2)
   run = run_decode(options)
-  assert any(each.setting.tree.num_nodes for each in run.predictions)
+  assert any(each.setting.tree.num_nodes for each in run.speeds)
 
 
 @pytest.mark.slow

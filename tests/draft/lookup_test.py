@@ -178,7 +178,7 @@ class _Mixing(LookupDrafter):
     (lambda: Lookup(num_chains=0), 'num_given must be at least 1, got 0'),
     (lambda: Lookup().guesses(DraftContext(None, None, ()), TokenTree.prefix((1, 2))), 'branches at the root alone'),
     (lambda: _decoder(lookup_drafter(_VOCAB), 'block', TokenTree.chains(1, 2)), 'takes drawn candidates only'),
-    (lambda: _decoder(lookup_beside(_models()[1]), 'spectr', _CHAINS), 'this drafter mixes them'),
+    (lambda: _decoder(lookup_beside(_models()[1]), 'spectr', _CHAINS), 'this draft mixes them'),
     (lambda: _decoder(_Mixing(**vars(_looking())), 'race', _CHAINS), 'must give all its candidates'),
     (lambda: lookup_beside(_looking()), 'draws all guesses of one tree'),
     (lambda: lookup_beside(growing(tiny_head(), Likeliest())), 'draws all guesses of one tree'),

@@ -336,7 +336,7 @@ def test_ragged_lists_are_named_wherever_prompts_are_taken(tables):
     (lambda: next(spectr_jax.Session(decoder).stream(key, ragged)), 'the prompt'),
     (lambda: next(spectr_jax.generate_many(target, None, many, batch_size=1, longest_prompt=4, **new)), 'prompt a'),
     (lambda: spectr_jax.log_likelihood(target, [[1], ragged]), 'text 1'),
-    (lambda: spectr_jax.auto.predict_speeds(target, None, [[1], ragged], **new), 'prompt 1'),
+    (lambda: spectr_jax.auto.measure_speeds(target, None, [[1], ragged], **new), 'prompt 1'),
     (lambda: trace_decode(key, target, target, ragged, **options), 'the prompt'),
   ):
     with pytest.raises(ValueError, match=f'^{named} must be one array of integers, got lists of different lengths'):

@@ -76,14 +76,14 @@ def test_auto_takes_the_fastest(tables, monkeypatch, constraint):
   """... of those measured on the texts, under their constraints."""
   best = auto.Setting.of_chains(METHODS['speculative'], 1, 3)
 
-  def predict_speeds(target, draft, prompts, lengths, **options):
+  def measure_speeds(target, draft, prompts, lengths, **options):
     assert (target, draft) == tables
     assert [row[:length].tolist() for row, length in zip(prompts, lengths)] == _Letters().encode_prompts(_TEXTS)
     assert (options['max_new_tokens'], options['batch_size'], options['eos_id']) == (12, 8, (5,))
     assert options['constraint'] == constraint
     return [types.SimpleNamespace(setting=best), None]
 
-  monkeypatch.setattr(text, 'predict_speeds', predict_speeds)
+  monkeypatch.setattr(text, 'measure_speeds', measure_speeds)
   own = _OPTIONS | {'constraint': constraint}
   options = own | {'method': 'auto', 'tree': None}
   continuations, expected = (generate_text(*tables, _Letters(), _TEXTS, **each) for each in (options, own))
