@@ -1,5 +1,6 @@
 """On a CPU with products in C++ an output is a function of the text before it, to the bit."""
 
+import dataclasses
 import functools
 import json
 import pathlib
@@ -146,7 +147,7 @@ def _drafter(name, target):
   if name == 'lookup':
     return lookup_drafter(target.vocab_size)
   if name == 'head':
-    block = config_of(_load('draft')[0])
+    block = dataclasses.replace(config_of(_load('draft')[0]), num_layers=1)
     width = config_of(target).embed_dim
     config = HeadConfig(block, width, width, (0, 2, -1), num_embedded=None, is_reduced=False)
     return head_drafter(init_params(jax.random.key(0), config), config, target.vocab_size).for_decoding()

@@ -1,11 +1,12 @@
-"""Products of a few rows and a packed kernel, and attention, on CPUs, in C++ on XLA's own threads.
+"""Products of a few rows and a packed kernel, attention, norms and sums, on CPUs, in C++ on XLA's own threads.
 
 The bound of speculation is that a call on a few tokens costs what a call on one costs. XLA's products on a CPU are far
 from it. Here a kernel is packed once, in the order in which it is read, so that the rows of a tree cost little beside
 its bytes. `products.cc` has the call, `panels.h` the loop, `steps.h` what it does for each type.
 
 The library is built at installation, where there is a compiler; `python -m spectr_jax.kernels.native` says whether it
-is, and which form this processor takes. Without it everything works by XLA's products.
+is, and which form this processor takes. Without it everything works by XLA's products. With it every sum has one order,
+whatever is computed beside it, so that what a network makes of a text does not depend on the call, to the bit.
 """
 
 from __future__ import annotations
