@@ -1,8 +1,8 @@
 """Texts with a draft beside those without: how many differ, by weights, drafter, method and tree.
 
-Command   python -m benchmarks.equality --target=MODEL.gguf --drafters=lookup,pretrained/smollm2_head --num_prompts=200 \
-            --forms=bfloat16 --forms=blocks --prompts=spec_bench:question.jsonl --chat --temperature=0 --batch_size=4 \
-            --method=autoregressive,block,race_traversal --output=equality.json
+Command   python -m benchmarks.equality --target=MODEL.gguf --drafters=lookup,pretrained/smollm2_head --temperature=0 \
+            --forms=bfloat16 --forms=blocks --prompts=spec_bench:question.jsonl --chat --num_prompts=200 \
+            --batch_size=4 --method=autoregressive,block,race_traversal --output=equality.json
           Every flag of `decode.main` counts, but --draft, --dtype and --weights. At a temperature:
           --temperature=1 --gumbel --method=autoregressive,ersd
 Texts     without a draft from one prompt at a time; all others, that of `autoregressive` too, --batch_size at a time

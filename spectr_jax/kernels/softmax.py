@@ -1,4 +1,4 @@
-"""The softmax of whole distributions, with a temperature and the first largest logit of greedy rows, and sums of them."""
+"""The softmax and sums of whole distributions, with a temperature and the first largest logit of greedy rows."""
 
 from __future__ import annotations
 

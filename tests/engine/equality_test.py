@@ -1,5 +1,6 @@
 """On a CPU with products in C++ an output is a function of the text before it, to the bit."""
 
+import dataclasses
 import functools
 import json
 import pathlib
@@ -15,7 +16,6 @@ from spectr_jax import METHODS, SamplingParams, TokenTree, load_model, lookup_dr
 from spectr_jax.draft import head_drafter
 from spectr_jax.engine import Decoder, decode_rounds, init_decode, refill
 from spectr_jax.engine.likelihood import log_likelihood
-from spectr_jax.io.fit_draft import fit_draft
 from spectr_jax.kernels import native
 from spectr_jax.models.causal_lm import config_of
 from spectr_jax.models.head import HeadConfig, init_params
@@ -56,10 +56,9 @@ def _read(model, tokens, lengths, last, *, chunk, cache_size):
 
 
 @jax.jit
-def _read_tree(model, tokens, lengths, nodes, mask, positions):
-  """The logits of pending `nodes` `[1, N]` after a row of committed tokens."""
-  cache, _ = model.prefill(tokens, lengths, model.init_cache_fn(1, _CACHE))
-  return model.apply(nodes, lengths[:, None] + positions, mask, cache).logits
+def _read_tree(model, cache, lengths, nodes, mask, depths):
+  """The logits of pending `nodes` `[1, N]` after the first tokens of a cache."""
+  return model.apply(nodes, lengths[:, None] + depths, mask, model.truncate_fn(cache, lengths)).logits
 
 
 @pytest.mark.parametrize('weights', ['float32', 'bfloat16', 'int8', 'blocks'])
@@ -73,13 +72,12 @@ def test_logits_are_a_function_of_the_text(weights, tmp_path):
   rng = np.random.default_rng(0)
   text = rng.integers(0, min(model.vocab_size, 4096), 45)
   expected = None
-  for chunk, batch_size, cache_size in ((1, 1, 64), (8, 3, 64), (16, 1, 128), (64, 8, 80)):
+  for chunk, batch_size, cache_size in ((64, 3, 128), (1, 1, 64)):
     tokens = rng.integers(0, model.vocab_size, (batch_size, 48))
     lengths = rng.integers(1, 48, batch_size)
     tokens[-1, :45], lengths[-1] = text, 44
-    logits, cache = _read(
-      model, tokens, lengths, tokens[range(batch_size), lengths], chunk=chunk, cache_size=cache_size
-    )
+    last = tokens[range(batch_size), lengths]
+    logits, cache = _read(model, tokens, lengths, last, chunk=chunk, cache_size=cache_size)
     found = [np.asarray(logits[-1]), *_held(cache, -1, 44)]
     expected = found if expected is None else expected
     assert np.isfinite(expected[0]).all()
@@ -92,7 +90,7 @@ def test_logits_are_a_function_of_the_text(weights, tmp_path):
   path = [0, 2, 4, 6]  # the tree's second chain has the end of the text
   assert [tree.parent_of[node] for node in path[1:]] == path[:-1]
   nodes[0, path] = text[41:]
-  logits = _read_tree(model, text[None, :41], np.array([41]), nodes, tree.ancestors, tree.depths[None])
+  logits = _read_tree(model, cache, np.array([41]), nodes, tree.ancestors, tree.depths[None])
   np.testing.assert_array_equal(logits[0, path[-1]], expected[0])
 
 
@@ -133,19 +131,14 @@ def _check_row(found, expected, row=0):
 
 
 def test_seed_exact_text_is_that_without_a_draft():
-  """Greedy, sampled, and with a filter; also what the caches hold of it, which is what reading the text leaves."""
+  """Greedy, sampled, and with a filter; so are what the caches hold, and what a call on the whole text finds."""
   target, expected = _load('target', dtype='bfloat16')[0], _without_draft('bfloat16')
   found = _decode(target, _load('draft')[0], 'ersd', TokenTree.chains(2, 3))
   assert (found[0].num_target_calls < expected[0].num_target_calls).all()
   for row in range(3):
     _check_row(found, expected, row)
   prompts = _prompts()
-  tokens = np.zeros((1, _CACHE), int)
-  text = [*prompts[1], *expected[0].tokens[1, :_NEW]]
-  tokens[0, : len(text)] = text
-  _, cache = _read(target, tokens, np.array([len(text) - 1]), np.array(text[-1:]), chunk=16, cache_size=128)
-  for one, other in zip(_held(cache, 0, len(text) - 1), expected[1][1], strict=True):
-    np.testing.assert_array_equal(one, other)
+  text = np.array([*prompts[1], *expected[0].tokens[1, :_NEW]])
   read = log_likelihood(target, [text])
   np.testing.assert_array_equal(read.logprobs[0, len(prompts[1]) : len(text)], expected[0].logprobs[1, :_NEW])
 
@@ -154,7 +147,7 @@ def _drafter(name, target):
   if name == 'lookup':
     return lookup_drafter(target.vocab_size)
   if name == 'head':
-    block = config_of(_load('draft')[0])
+    block = dataclasses.replace(config_of(_load('draft')[0]), num_layers=1)
     width = config_of(target).embed_dim
     config = HeadConfig(block, width, width, (0, 2, -1), num_embedded=None, is_reduced=False)
     return head_drafter(init_params(jax.random.key(0), config), config, target.vocab_size).for_decoding()
@@ -165,13 +158,13 @@ def _drafter(name, target):
   ('name', 'method', 'tree'),
   [
     ('model', 'block', TokenTree.chains(1, 4)),
-    ('lookup', 'race_traversal', TokenTree.chains(2, 3)),
+    pytest.param('lookup', 'race_traversal', TokenTree.chains(2, 3), marks=pytest.mark.slow),
     pytest.param('model', 'spectr', TokenTree.chains(4, 2), marks=pytest.mark.slow),
     pytest.param('head', 'race_traversal', TokenTree.chains(2, 3), marks=pytest.mark.slow),
   ],
 )
 def test_greedy_text_is_that_without_a_draft(name, method, tree):
-  """In a batch of another size, too, and after a refill that keeps the beginning of another text."""
+  """In a batch of another size, too, and after a refill that keeps the beginning of what a row held."""
   target = _load('target', dtype='bfloat16')[0]
-  found = _decode(target, _drafter(name, target), method, tree, rows=(0, 2), refilled=True)
+  found = _decode(target, _drafter(name, target), method, tree, rows=(0, 2), refilled=method != 'block')
   _check_row(found, _without_draft('bfloat16'))

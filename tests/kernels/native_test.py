@@ -251,6 +251,5 @@ def test_a_product_is_rounded_before_it_is_added(optimized):
 
   np.testing.assert_array_equal(compute(x, y, z), x * y + z)
   odd = np.array([np.inf, -np.inf, np.nan, -0.0], np.float32)
-  np.testing.assert_array_equal(
-    np.asarray(products.rounded(jnp.asarray(odd), jnp.float32)).view(np.int32), odd.view(np.int32)
-  )
+  found = np.asarray(products.rounded(jnp.asarray(odd), jnp.float32))
+  np.testing.assert_array_equal(found.view(np.int32), odd.view(np.int32))

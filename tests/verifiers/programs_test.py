@@ -10,6 +10,7 @@ from guesses import ALL
 
 from spectr_jax import Proposal, SamplingParams, TokenTree
 from spectr_jax.couplings import Race
+from spectr_jax.kernels import native
 from spectr_jax.sampling import logits_to_probs
 from spectr_jax.verifiers.race_traversal import RACES_AT_ONCE
 from tests.slow import slow_but
@@ -70,7 +71,8 @@ def test_no_product_in_low_precision_no_sort_and_no_large_array(name):
     target_probs = logits_to_probs(logits, SamplingParams.make(batch_size, top_k=50, top_p=0.9))
     return _verification(method, tree)(keys, proposal, target_probs, state)
 
-  program = jax.make_jaxpr(verify)(*_arguments(method, tree, vocab_size, batch_size))
+  with native.disabled():  # a call in C++ has no equations
+    program = jax.make_jaxpr(verify)(*_arguments(method, tree, vocab_size, batch_size))
   equations = list(_equations(program.jaxpr))
   primitives = {equation.primitive.name for equation in equations}
   assert {'exp', 'reduce_sum', 'while', 'reduce_min'} <= primitives  # loops are entered
