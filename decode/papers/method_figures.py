@@ -93,8 +93,8 @@ def factors_of(tree: TokenTree) -> Factors:
 def _setting(name: str, factors: Factors) -> Setting:
   tree = TokenTree.prefix(factors)
   if tree.is_chains:
-    return Setting(get_method(name), factors[0], len(factors), tree, spec=TreeSpec('chains'))
-  return Setting(get_method(name), 0, len(factors), tree, spec=TreeSpec('prefix', factors))
+    return Setting.of_chains(get_method(name), factors[0], len(factors))
+  return Setting(get_method(name), 0, len(factors), tree, label=str(TreeSpec('prefix', factors)))
 
 
 def settings_of_grid(num_nodes: int) -> dict[str, list[Setting]]:
