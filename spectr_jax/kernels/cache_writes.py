@@ -43,7 +43,7 @@ def write_rows(rows: Sequence[jax.Array], slots: jax.Array, values: Sequence[jax
   """Each of `rows` `[B, S, ...]` with its `values` `[B, D, ...]` at `slots` `[B, D]`; slots from S on are dropped."""
   path = jnp.broadcast_to(jnp.arange(slots.shape[1], dtype=jnp.int32), slots.shape)
   values = [new.astype(old.dtype) for old, new in zip(rows, values, strict=True)]
-  return write_slots(rows, values, path, slots.astype(jnp.int32), [1] * len(rows))
+  return write_slots(rows, values, path, slots, [1] * len(rows))
 
 
 @operation

@@ -259,7 +259,8 @@ def write(
   call = jax.ffi.ffi_call(
     _WRITE_TARGET, out, vmap_method='sequential', input_output_aliases={2 + i: i for i in range(len(arrays))}
   )
-  return call(path, slots, *arrays, *pending, axes=np.array(axes, np.int64))
+  places = path.astype(jnp.int32), slots.astype(jnp.int32)
+  return call(*places, *arrays, *pending, axes=np.array(axes, np.int64))
 
 
 def totals(rows: jax.Array) -> jax.Array:
