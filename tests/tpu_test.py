@@ -40,9 +40,9 @@ def chips():
 
 @pytest.fixture(scope='module')
 def pair():
-  """Sizes of the pair of SpecTr's experiments."""
+  """Sizes of the pair of SpecTr's experiments, for longer texts."""
   return {
-    role: dataclasses.replace(check_config(lm1b.get_config(size)), dtype='bfloat16')
+    role: dataclasses.replace(check_config(lm1b.get_config(size)), dtype='bfloat16', context_length=2**14)
     for role, size in (('target', '97m'), ('draft', '6m'))
   }
 
@@ -117,7 +117,8 @@ def test_the_pair_of_the_paper_decodes_on_one_chip(chips, pair):
 @pytest.mark.parametrize(('method', 'tree'), [('autoregressive', TokenTree()), ('speculative', TokenTree.chains(1, 4))])
 @pytest.mark.parametrize(('rows', 'is_draft_divided'), [(16, False), (32, False), (32, True)])
 def test_decoding_compiles_for_a_slice(chips, pair, method, tree, rows, is_draft_divided):
-  small = _small(pair, vocab_size=4096, embed_dim=256, num_layers=1, num_heads=4, mlp_dim=256)
+  heads = {'num_heads': 4, 'num_kv_heads': 4, 'head_dim': 64}
+  small = _small(pair, vocab_size=4096, embed_dim=256, num_layers=1, mlp_dim=256, **heads)
   report = _analyse(chips, method, tree, small, mesh=_MESH, rows=rows, is_draft_divided=is_draft_divided)
   # Half of the matrices, a whole draft, and a little for everything else.
   weights = 2 * small['target'].num_params * (1 if method == 'autoregressive' else 2 if is_draft_divided else 3) / 2

@@ -45,7 +45,7 @@ def run_blocks(
   seen = jnp.concatenate([before, own], axis=-1)
   places = (anchors[..., None] + jnp.arange(num_slots)).reshape(batch_size, -1)
   flat = embedded.reshape(batch_size, -1, embedded.shape[-1])
-  outputs = one_pass.run_slots(params, config, flat, places, lambda window: (seen, None), cache)
+  outputs = one_pass.run_slots(params, config, flat, places, lambda window: (seen, None, places), cache)
   return outputs.reshape(*embedded.shape[:3], -1)
 
 

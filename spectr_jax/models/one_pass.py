@@ -164,7 +164,7 @@ def run_slots(
   """The inputs of the output head `[B, N, embed_dim]` for embedded tokens of that shape; the cache stays as it is.
 
   `visible_fn` gives what each slot attends to in layers with a window, or without one: pending tokens, bool `[1 or B,
-  N, M]`, and slots of the cache, bool `[B, 1 or N, S]`, or None if nothing is committed.
+  N, M]`; slots of the cache, bool `[B, 1 or N, S]`, or None if nothing is committed; and `positions`.
   """
   backbone = config.backbone
   visible = {window: visible_fn(window) for window in map(backbone.window, range(backbone.num_layers))}
