@@ -38,9 +38,10 @@ def test_progress_reaches_its_total(small_options):
   assert 'draft' not in run.info['models']
   seconds = run.info['seconds']
   assert seconds['prompt_tokens'] == sum(len(run.tokenizer.encode_prompt(each.text)) for each in run.prompts[:2])
+  assert seconds.pop('compiling') >= 0  # 0 where another test has compiled the same
   assert min(seconds.values()) > 0
   decoding = sum(each.batch_seconds.sum() for each in run.measurements)
-  assert seconds['loading'] + seconds['compiling'] + seconds['prompts'] + decoding < took
+  assert seconds['loading'] + seconds['prompts'] + decoding < took
 
 
 @pytest.mark.slow
