@@ -86,3 +86,9 @@ def test_both_are_taken_in_float32_alone():
   assert softmax.softmax.form_for(logits, logits[0], logits[0] > 0) is native.softmax
   half = logits.astype(jnp.bfloat16)
   assert softmax.softmax.form_for(half, half[0], half[0] > 0) is not native.softmax
+
+
+def test_a_wrong_call_leaves_all_to_xla(monkeypatch):
+  monkeypatch.setattr(native, 'draw_several', lambda uniforms, weights: jnp.full(uniforms.shape, 39, jnp.int32))
+  with pytest.raises(native._UnavailableError, match='draws or writes differ from those of NumPy'):
+    native._check_products()

@@ -89,16 +89,22 @@ def _check_products() -> None:
   operands = [(rows.astype(jnp.promote_types(dtype, jnp.bfloat16)), values.astype(dtype)) for dtype, values in kernels]
   query, keys, values = (random.standard_normal(shape).astype(np.float32) / 4 for shape in _ATTENTION_SHAPES)
   masks = np.ones((1, 3, 2), bool), np.arange(6)[None, None] < 5
+  logits, one = rows[None].astype(np.float32), np.ones((1, 1), np.float32)
 
   @jax.jit
   def compute(packed):
     products = [product(rows, panels, 40) for rows, panels in packed]
     operands = query, keys[..., :2], values[:, :, :2], masks[0], keys, values, masks[1], np.full((1, 3), 6, np.int32)
-    return products, attention(*map(jnp.asarray, operands))
+    return products, attention(*map(jnp.asarray, operands)), round_parts(jnp.asarray(logits))
+
+  def round_parts(logits):
+    probs, places = softmax(logits, one, one < 0), jnp.arange(3, dtype=jnp.int32)[None]
+    return probs, draw_several(one[0] / 2, probs[0, 0]), write([logits], [probs], places, places[:, ::-1], [1])[0]
 
   try:
     with jax.default_device(jax.local_devices(backend='cpu')[0]):
-      outputs, mixed = jax.device_get(compute([(rows, pack(kernel)) for rows, kernel in operands]))
+      packed = [(rows, pack(kernel)) for rows, kernel in operands]
+      outputs, mixed, (probs, token, written) = jax.device_get(compute(packed))
   except Exception as error:  # of any kind: XLA refuses a call in its own ways
     raise _UnavailableError(f'XLA refuses it: {error}') from None
   for (rows, kernel), products in zip(operands, outputs):
@@ -110,6 +116,10 @@ def _check_products() -> None:
   expected = weights @ np.concatenate([values[0, 0], values[0, 0, :2]]) / weights.sum(axis=1, keepdims=True)
   if not np.allclose(mixed[0, :, 0], expected, rtol=0, atol=1e-5):
     raise _UnavailableError('its attention differs from that of NumPy')
+  expected = np.exp(logits) / np.exp(logits).sum(axis=2, keepdims=True)
+  first = np.searchsorted(np.cumsum(expected[0, 0]), 0.5)
+  if not np.allclose(probs, expected, rtol=1e-5) or token[0] != first or not np.array_equal(written, probs[:, ::-1]):
+    raise _UnavailableError('its distributions, draws or writes differ from those of NumPy')
 
 
 _is_disabled = contextvars.ContextVar('native_is_disabled', default=False)
