@@ -9,7 +9,6 @@ import re
 import select
 import signal
 import sys
-import threading
 
 import commands
 import hub_specs
@@ -296,7 +295,7 @@ class _Terminal:
     folder = tiny_hub.write(folder, config=spec, chat_template=tiny_hub.CHAT)
     safetensors.numpy.save_file(tiny_hub.tensors_of(spec), folder / 'model.safetensors')
     self._master, terminal = pty.openpty()
-    self._seen, self._reader = b'', None
+    self._seen = b''
     self.process = commands.start(
       'decode.chat', f'--target={folder}', *flags, wrapper=_AS_A_SHELL, stdin=terminal, stderr=terminal
     )
@@ -312,11 +311,6 @@ class _Terminal:
     before, _, self._seen = self._seen.partition(text.encode())
     return before.decode(errors='replace')
 
-  def drain(self):
-    """Reads the answers from now on, so that none waits for room in its pipe."""
-    self._reader = threading.Thread(target=self.process.stdout.read, daemon=True)
-    self._reader.start()
-
   def rest(self):
     """What is left of what was printed, once the process has ended."""
     with contextlib.suppress(OSError):
@@ -326,8 +320,6 @@ class _Terminal:
 
   def close(self):
     self.process.kill()
-    if self._reader is not None:
-      self._reader.join()
     self.process.communicate()
     os.close(self._master)
 
@@ -370,7 +362,6 @@ def test_interrupts_in_a_terminal(terminal):
   talk.type('the owl\r')
   assert talk.process.stdout.read(1)
   talk.type('\x03')
-  talk.drain()  # an answer that fills the pipe waits there, whatever was typed
   talk.wait_for(', interrupted]')
   talk.wait_for('>')
   talk.type('/reset now\x03/stats\r')
