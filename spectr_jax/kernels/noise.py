@@ -15,6 +15,7 @@ import math
 import jax
 import jax.extend.random
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 _ROTATIONS = (13, 15, 26, 6), (17, 29, 16, 24)
 _PARITY = 0x1BD11BDA
@@ -48,7 +49,7 @@ def _random_bits(key: jax.Array, width: int, shape: tuple[int, ...]) -> jax.Arra
   return bits if width == 32 else bits.astype(f'uint{width}')
 
 
-def _fold_in(key: jax.Array, data: jax.Array) -> jax.Array:
+def _fold_in(key: jax.Array, data: ArrayLike) -> jax.Array:
   return threefry(key, jnp.stack([jnp.uint32(0), jnp.asarray(data).astype(jnp.uint32)]))
 
 

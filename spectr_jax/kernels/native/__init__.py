@@ -246,7 +246,7 @@ def norm(rows: jax.Array, gain: jax.Array, bias: jax.Array | None, *, epsilon: f
   return jax.ffi.ffi_call(_NORM_TARGET, out, vmap_method='sequential')(rows, gain, bias, epsilon=np.float32(epsilon))
 
 
-def softmax(logits: jax.Array, scale: jax.Array, is_greedy: jax.Array) -> jax.Array:
+def softmax(logits: jax.Array, scale: ArrayLike, is_greedy: ArrayLike) -> jax.Array:
   """`softmax.softmax` on a CPU, in float32; RuntimeError if there is no library, or none for this processor."""
   _load()
   out = jax.ShapeDtypeStruct(logits.shape, jnp.float32)
@@ -270,7 +270,7 @@ def write(
     _WRITE_TARGET, out, vmap_method='sequential', input_output_aliases={2 + i: i for i in range(len(arrays))}
   )
   places = path.astype(jnp.int32), slots.astype(jnp.int32)
-  return call(*places, *arrays, *pending, axes=np.array(axes, np.int64))
+  return list(call(*places, *arrays, *pending, axes=np.array(axes, np.int64)))
 
 
 def totals(rows: jax.Array) -> jax.Array:
