@@ -13,8 +13,9 @@ import random
 import subprocess
 from typing import Any
 
-import jsonschema
+from absl import flags
 
+from common import command_line
 from spectr_jax.io.constraints import _automaton, _of_schema
 
 _SEEDS = {
@@ -75,14 +76,16 @@ def _pattern(rng: random.Random, depth: int = 2) -> str:
   return f'{text}|{_pattern(rng, depth - 1)}' if depth and rng.random() < 0.3 else text
 
 
-def main(count: int = 400, num_patterns: int = 300) -> None:
-  """Prints a table."""
+def compare(count: int, num_patterns: int) -> None:
+  """Prints a table of so many values of each format, and of patterns."""
+  import jsonschema
+
   rng = random.Random(0)
   print('| | reference accepts | of these the table | the table alone |\n|---|---|---|---|')
   checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
   for name, seeds in _SEEDS.items():
     if name not in checker.checkers:
-      raise SystemExit(f'error: jsonschema cannot check {name}: install jsonschema[format]')
+      raise ValueError(f'jsonschema cannot check {name}: install jsonschema[format]')
     accepts = _accepts({'type': 'string', 'format': name})
     values = [_mutated(rng, rng.choice(seeds.split())) for _ in range(count)]
     pairs = [(checker.conforms(value, name), accepts(value)) for value in values]
@@ -112,4 +115,11 @@ def main(count: int = 400, num_patterns: int = 300) -> None:
 
 
 if __name__ == '__main__':
-  main()
+  _COUNT = flags.DEFINE_integer('count', 400, 'Values of each format.', lower_bound=1)
+  _NUM_PATTERNS = flags.DEFINE_integer('num_patterns', 300, 'Patterns.', lower_bound=1)
+
+  def main(argv):
+    del argv
+    compare(_COUNT.value, _NUM_PATTERNS.value)
+
+  command_line.run(main)
