@@ -126,19 +126,26 @@ def describe(measured: Mapping[str, Mapping[str, np.ndarray]]) -> list[str]:
   return lines
 
 
-def load(values: Mapping[str, Any], drafters: Sequence[str]) -> dict[str, Workload]:
-  """A workload by drafter, on the same prompts, from fields of `DecodeOptions`; each drafter has those of the methods,
-  trees and options that are for it.
+def options_of(values: Mapping[str, Any], drafters: Sequence[str]) -> dict[str, DecodeOptions]:
+  """Options by drafter, from fields of `DecodeOptions`; each has the methods, trees and options that are for it.
+
+  Raises:
+    ValueError: As for `DecodeOptions`.
   """
-  pick = functools.partial(take_evenly, group=lambda prompt: prompt.task or '')
-  workloads = {}
+  options = {}
   for name in drafters:
     methods, trees = fitting(name, values['method'], values['tree'])
     own = dict(values) | {'draft': name, 'method': methods, 'tree': trees}
     if not split_draft(name)[0]:
       own = {field: value for field, value in own.items() if not field.startswith('lookup_')}
-    workloads[name] = Workload.load(DecodeOptions(**own), pick=pick)
-  return workloads
+    options[name] = DecodeOptions(**own)
+  return options
+
+
+def load(values: Mapping[str, Any], drafters: Sequence[str]) -> dict[str, Workload]:
+  """A workload by drafter, on the same prompts, see `options_of`."""
+  pick = functools.partial(take_evenly, group=lambda prompt: prompt.task or '')
+  return {name: Workload.load(options, pick=pick) for name, options in options_of(values, drafters).items()}
 
 
 if __name__ == '__main__':

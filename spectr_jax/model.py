@@ -177,6 +177,12 @@ def static_field(default: Any = dataclasses.MISSING) -> Any:
   return dataclasses.field(default=default, metadata={'static': True})
 
 
+@functools.cache
+def _cache_like(init_cache_fn: Callable[[int, int], Any]) -> Any:
+  """What `init_cache_fn` returns, with shapes in place of arrays."""
+  return jax.eval_shape(functools.partial(init_cache_fn, 1, 1))
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Model:
@@ -194,7 +200,8 @@ class Model:
     init_cache_fn: `(batch_size, cache_size) -> cache`, for up to `cache_size` committed tokens per row.
     vocab_size: V.
     commit_fn: `(cache, path[B, D], num_committed[B]) -> cache`, as `KVCache.commit`.
-    truncate_fn: `(cache, lengths[B]) -> cache`, as `KVCache.truncate`.
+    truncate_fn: `(cache, lengths[B]) -> cache`, as `KVCache.truncate`. A model whose cache cannot do it has
+      `can_truncate` False, and rows read each prompt from its start.
     context_length: The longest prompt plus continuation that the model was made for, or None if any will do.
     sharding_rules: Rules that shard the parameters over the axes of a mesh, see `spectr_jax.sharding.shardings`; None
       for a model that every device holds whole.
@@ -219,6 +226,11 @@ class Model:
   embed_fn: Callable[..., jax.Array] | None = static_field(None)
   unembed_fn: Callable[..., jax.Array] | None = static_field(None)
   for_decoding_fn: Callable[[Any], Any] | None = static_field(None)
+
+  @property
+  def can_truncate(self) -> bool:
+    """Whether its cache can go back to a beginning of its text: it has a `truncate`, or the model a `truncate_fn`."""
+    return self.truncate_fn is not truncate_cache or hasattr(_cache_like(self.init_cache_fn), 'truncate')
 
   def apply(self, tokens: jax.Array, positions: jax.Array, mask: ArrayLike, cache: Any) -> ModelOutput:
     """Scores tokens after the committed prefix: the logits after each token, and the cache with the tokens pending.
@@ -331,10 +343,10 @@ class Model:
     """Commits prompts to a cache that holds their beginnings, and drops what the cache holds beyond these.
 
     Args:
-      tokens: Integers `[B, P]`, right-padded.
+      tokens: Integers `[B, cache_size]`, right-padded.
       lengths: int32 `[B]`, the number of tokens of each row that are committed in the end, at least `num_kept`.
       cache: A cache whose first `num_kept[b]` tokens are those of the prompts; none is pending.
-      num_kept: int32 `[B]`.
+      num_kept: int32 `[B]`; 0 for a model that cannot truncate, which begins with an empty cache.
       num_new: The most tokens that a row gets, static.
 
     Returns:
@@ -342,7 +354,8 @@ class Model:
     """
     places = jnp.minimum(num_kept[:, None] + jnp.arange(num_new), tokens.shape[1] - 1)
     new = jnp.take_along_axis(tokens, places, axis=1)
-    return self.prefill(new, lengths - num_kept, self.truncate_fn(cache, num_kept), start=num_kept)
+    cache = self.truncate_fn(cache, num_kept) if self.can_truncate else self.init_cache_fn(*tokens.shape)
+    return self.prefill(new, lengths - num_kept, cache, start=num_kept)
 
 
 # The functions of `Model.with_vocab_size`, one object per function and sizes, so that equal models share compiled

@@ -434,7 +434,12 @@ _NOT_RUN = {
   'decode.chat': 'needs a chat template: tests/decode/chat_test.py',
   'decode.reproduce': 'times several settings: tests/decode/reproduce_test.py',
   'train.head': 'trains for hours: tests/train/head_test.py',
-  **dict.fromkeys(('benchmarks.drafters', 'benchmarks.constraints'), 'needs a public model'),
+  **dict.fromkeys(
+    ('benchmarks.drafters', 'benchmarks.equality', 'benchmarks.constraints', 'benchmarks.rounds --target'),
+    'needs a public model',
+  ),
+  'benchmarks.constraint_references': 'needs node and jsonschema[format]',
+  'train.convert': 'needs a folder of a former version: tests/train/convert_test.py',
   '--weights=blocks': 'needs a .gguf file: tests/io/hub/gguf_blocks_test.py',
   'benchmarks.public_verifiers': "needs other projects' packages: tests/engines",
   **dict.fromkeys(

@@ -161,7 +161,11 @@ def _parse(module: str) -> dict:
     rest = flags.FLAGS(sys.argv)
     assert files or len(rest) == 1, f'unexpected argument {rest[1]!r}'
     options = sys.modules.get('decode.experiment.option_flags')
-    if options is not None:
+    if 'drafters' in flags.FLAGS:
+      from benchmarks import drafters
+
+      drafters.options_of(options.read_values(), flags.FLAGS.drafters)
+    elif options is not None:
       options.read_options()
 
   shown: list[str] = []

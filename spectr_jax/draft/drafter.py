@@ -148,6 +148,7 @@ class Drafter(abc.ABC):
     mixes: Whether given candidates stand beside drawn ones at a position; a drafter that mixes also gives.
     may_pass: Whether rounds in which it has no guess for any row run the target on the last tokens alone. All
       candidates must be given.
+    can_truncate: Whether its state can go back to a beginning of its text. If not, `read` begins with `num_kept` 0.
     grows: Whether rows have trees of their own (`Proposal.parents`).
   """
 
@@ -160,6 +161,7 @@ class Drafter(abc.ABC):
   gives: bool = False
   mixes: bool = False
   may_pass: bool = False
+  can_truncate: bool = True
   grows: bool = False
 
   def init(self, batch_size: int, cache_size: int) -> Any:

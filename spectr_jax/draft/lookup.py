@@ -180,6 +180,10 @@ class LookupBeside(Drafter):
     return self.drafter.max_depth
 
   @property
+  def can_truncate(self) -> bool:
+    return self.drafter.can_truncate
+
+  @property
   def reads_target(self) -> bool:
     return self.drafter.reads_target
 

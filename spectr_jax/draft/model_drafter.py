@@ -49,6 +49,10 @@ class CachedModelDrafter(DrawingDrafter):
 
   model: Model
 
+  @property
+  def can_truncate(self) -> bool:
+    return self.model.can_truncate
+
   def shardings(self, sharding) -> Self:
     return dataclasses.replace(
       super().shardings(sharding), model=sharding.of_model(self.model, is_divided=sharding.is_draft_divided)

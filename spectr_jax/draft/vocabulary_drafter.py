@@ -185,8 +185,10 @@ def vocabulary_drafter(model: Model, vocabulary: SharedVocabulary) -> Vocabulary
     vocabulary: What its vocabulary and the target's share, see `SharedVocabulary.make` and `fit_draft`.
 
   Raises:
-    ValueError: The tables are for another number of tokens than the model has.
+    ValueError: The tables are for another number of tokens than the model has, or its cache cannot truncate.
   """
   if len(vocabulary.to_target) != model.vocab_size:
     raise ValueError(f'the shared vocabulary has {len(vocabulary.to_target)} tokens, the draft {model.vocab_size}')
+  if not model.can_truncate:
+    raise ValueError('a draft with another vocabulary reads texts anew: its model needs a truncate_fn')
   return VocabularyDrafter(model, vocabulary)

@@ -200,6 +200,11 @@ class Decoder:
     return np.broadcast_to(np.where(numbers < 0, 0, starts[numbers]), (batch_size,)).astype(np.int32)
 
   @property
+  def can_truncate(self) -> bool:
+    """Whether what a row holds can go back to a beginning of its text; if not, rows read prompts from their start."""
+    return all(each.can_truncate for each in (self.target, self.drafter) if each is not None)
+
+  @property
   def context_length(self) -> int | None:
     """The longest prompt plus continuation that both models were made for, in tokens, or None for no limit."""
     limits = [each.context_length for each in (self.target, self.drafter) if each is not None]

@@ -145,6 +145,8 @@ class Rows:
 
   def _held(self, tokens: np.ndarray) -> np.ndarray:
     """The number of tokens at the beginning of a prompt that each row holds, but for the last one, `[B]`."""
+    if not self.decoder.can_truncate:
+      return np.zeros(len(self._lengths), np.int64)
     is_other = self._texts[:, : len(tokens)] != tokens
     shared = np.where(is_other.any(axis=1), is_other.argmax(axis=1), len(tokens))
     return np.clip(np.minimum(shared, self._lengths - 1), 0, len(tokens) - 1)

@@ -7,7 +7,18 @@ import numpy as np
 import pytest
 
 import spectr_jax
-from spectr_jax import Confident, Decoder, SamplingParams, TokenTree, growing, lookup_beside, lookup_drafter
+from examples.fading_model import fading_model
+from spectr_jax import (
+  Confident,
+  Decoder,
+  SamplingParams,
+  SharedVocabulary,
+  TokenTree,
+  growing,
+  lookup_beside,
+  lookup_drafter,
+  vocabulary_drafter,
+)  # fmt: skip
 from spectr_jax.engine import loop as engine_loop
 from spectr_jax.engine import reading
 from spectr_jax.engine import state as engine_state
@@ -169,3 +180,28 @@ def test_prompts_that_do_not_fit_are_refused(target):
   ):  # fmt: skip
     with pytest.raises(ValueError, match=message):
       next(session.stream(jax.random.key(0), prompt))
+
+
+def test_models_that_cannot_truncate_read_prompts_from_their_start():
+  embedding = jax.random.normal(jax.random.key(1), (12, 16)) / 4
+  target, draft = fading_model(embedding), fading_model(embedding + 0.05)
+  assert not target.can_truncate
+  options = {'method': 'specinfer', 'tree': TokenTree.prefix((2, 2)), 'max_new_tokens': _NEW}
+  session, text = Session(Decoder.make(target, draft, **options, cache_size=40)), [3, 1, 4]
+  texts = [text]
+  for turn in range(3):
+    alone = spectr_jax.generate(jax.random.key(turn)[None], target, draft, [text], **options)
+    new = [token for piece in session.stream(jax.random.key(turn), text) for token in piece]
+    assert new == alone.tokens[0].tolist()
+    assert session.num_read == len(text)
+    text = [*text, *new, turn]
+    texts.append(text)
+  requests = [spectr_jax.Request(str(i), text, jax.random.key(i)) for i, text in enumerate(texts[:3])]
+  sizes = {'batch_size': 1, 'longest_prompt': 30}
+  for each in spectr_jax.generate_many(target, draft, requests, **sizes, **options):
+    assert [*texts[int(each.name)], *each.tokens.tolist()] == texts[int(each.name) + 1][:-1]
+
+
+def test_drafts_with_another_vocabulary_must_truncate():
+  with pytest.raises(ValueError, match='needs a truncate_fn'):
+    vocabulary_drafter(fading_model(np.ones((12, 16), np.float32)), SharedVocabulary.make(range(12), [[0]] * 12))
