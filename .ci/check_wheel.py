@@ -58,8 +58,8 @@ def check_generate() -> None:
   vocab_size, num_tokens = 7, 20
   follows = np.roll(np.eye(vocab_size), 1, axis=1)
   with np.errstate(divide='ignore'):
-    target = spectr_jax.table.table_model(jnp.asarray(np.log(follows), jnp.float32))
-  draft = spectr_jax.table.table_model(jnp.zeros((vocab_size, vocab_size)))
+    target = spectr_jax.models.table.table_model(jnp.asarray(np.log(follows), jnp.float32))
+  draft = spectr_jax.models.table.table_model(jnp.zeros((vocab_size, vocab_size)))
   tree = spectr_jax.TokenTree.chains(num_drafts=3, draft_length=2)
   new = spectr_jax.generate(
     jax.random.key(0), target, draft, np.array([[0], [3]]), np.array([1, 1]),

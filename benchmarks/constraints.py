@@ -109,7 +109,7 @@ def calls(target: Any, draft: Any, tokenizer: Any, num_prompts: int, num_new: in
   prompts = [tokenizer.encode_prompt(json.loads(line)['prompt'])[:64] for line in lines]
   options = {'method': 'race_traversal', 'tree': spectr_jax.TokenTree.chains(2, 4), 'max_new_tokens': num_new}
   options |= {'eos_id': tokenizer.eos_ids, 'logprobs': False}
-  drafts = {'both': spectr_jax.model_drafter(draft), 'target alone': Unmasked(draft), 'no constraint': draft}
+  drafts = {'both': spectr_jax.draft.model_drafter(draft), 'target alone': Unmasked(draft), 'no constraint': draft}
   found: dict[str, Any] = {}
   for name, schema in SCHEMAS.items():
     constraint = spectr_jax.compile_constraint(tokenizer, json_schema=schema, vocab_size=target.vocab_size)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,7 @@ from decode.experiment.options import DecodeOptions, fitting, split_draft
 from decode.experiment.prompts import take_evenly
 from decode.experiment.settings import Setting, settings_of
 from decode.experiment.workload import Workload
-from spectr_jax.methods import why_not
+from spectr_jax.methods import Method, why_not
 from spectr_jax.sharding import fetch
 
 # Decodes the prompts of a batch, int `[B]`, and returns their new tokens and the target's calls for all of them.
@@ -45,16 +45,21 @@ def _decode(workload: Workload, setting: Setting, batch: np.ndarray) -> tuple[in
   return int(result.lengths.sum()), int(result.num_target_calls.sum())
 
 
+def usable_settings(method: Method, options: DecodeOptions) -> Iterator[Setting]:
+  """The settings of a method, without those whose trees or guesses are not for it."""
+  for setting in settings_of(method, options):
+    if not why_not(method, setting.tree, setting.guesses(options.guesses)):
+      yield setting
+
+
 def own_ways(workloads: Mapping[str, Workload]) -> dict[str, Way]:
   """By name every setting with every drafter whose guesses its method takes; autoregressive decoding once, first."""
   ways: dict[str, Way] = {}
   for drafter, workload in workloads.items():
-    options = workload.options
-    for method in options.methods:
-      for setting in settings_of(method, options):
-        if not why_not(method, setting.tree, setting.guesses(options.guesses)):
-          name = f'{drafter}: {setting}' if setting.tree.num_nodes else str(setting)
-          ways.setdefault(name, functools.partial(_decode, workload, setting))
+    for method in workload.options.methods:
+      for setting in usable_settings(method, workload.options):
+        name = f'{drafter}: {setting}' if setting.tree.num_nodes else str(setting)
+        ways.setdefault(name, functools.partial(_decode, workload, setting))
   return ways
 
 

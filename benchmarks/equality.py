@@ -23,7 +23,7 @@ from absl import flags
 from benchmarks import command, drafters
 from common import command_line
 from common.output_files import OutputFiles
-from decode.experiment.settings import Setting, settings_of
+from decode.experiment.settings import Setting
 from decode.experiment.workload import Workload
 from spectr_jax.kernels.int8 import BLOCKS
 from spectr_jax.sharding import fetch
@@ -64,7 +64,7 @@ def compare(workloads: Mapping[str, Workload]) -> Iterator[dict[str, Any]]:
     if expected is None:
       expected = _texts(dataclasses.replace(workload, batch_size=1), Setting(plain[0]))
     for method in options.methods:
-      for setting in settings_of(method, options, skip_unfit=True):
+      for setting in drafters.usable_settings(method, options):
         name = (drafter if setting.tree.num_nodes else '', str(setting))
         if name in seen:
           continue

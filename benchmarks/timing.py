@@ -71,14 +71,14 @@ def make_decoder(target, draft, method: str | Method, tree: TokenTree | None) ->
 def begin(decoder: Decoder, rows: np.ndarray, **options) -> tuple[Decoder, DecodeState]:
   """The decoder, and its state behind prompts, int32 `[B, P]`, with options of `init_decode`."""
   lengths = np.full(len(rows), rows.shape[1])
-  return decoder, spectr_jax.init_decode(decoder, jax.random.key(0), rows, lengths, **options)
+  return decoder, spectr_jax.engine.init_decode(decoder, jax.random.key(0), rows, lengths, **options)
 
 
 def seconds_per_round(decoder: Decoder, state: DecodeState, num_rounds: int) -> float:
   """Seconds per round of one run of the loop, at most `num_rounds`, from a state, which is donated."""
   jax.block_until_ready(state)
   start = time.perf_counter()
-  state = jax.block_until_ready(spectr_jax.decode_rounds(decoder, state, num_rounds))
+  state = jax.block_until_ready(spectr_jax.engine.decode_rounds(decoder, state, num_rounds))
   return (time.perf_counter() - start) / int(state.result.num_target_calls.max())
 
 

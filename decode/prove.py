@@ -14,7 +14,8 @@ from absl import flags
 
 from common import command_line
 from decode.experiment.console import make_console, show_progress
-from spectr_jax import METHODS, Method, TokenTree, get_method
+from spectr_jax import METHODS, TokenTree
+from spectr_jax.methods import Method, get_method
 from spectr_jax.testing import check_verifier, conformance
 from spectr_jax.testing.checks import describe_error
 from spectr_jax.testing.conformance import CHILDREN
@@ -26,8 +27,8 @@ _METHOD = flags.DEFINE_list(
 _MODULE = flags.DEFINE_string(
   'module',
   None,
-  'Module to import first, such as examples.best_ratio, which registers methods with spectr_jax.register. Without a'
-  ' method, all of those are proven.',
+  'Module to import first, such as examples.best_ratio, which registers methods with spectr_jax.methods.register.'
+  ' Without a method, all of those are proven.',
 )
 _NUM_SAMPLES = flags.DEFINE_integer(
   'num_samples',
@@ -93,7 +94,11 @@ def find_methods(names: list[str], module: str | None) -> list[Method]:
     import_module(module)
   registered = [name for name in METHODS if name not in before]
   if not names and not registered:
-    what = f'{module} registers no method with spectr_jax.register, and none is given' if module else 'no method given'
+    what = (
+      f'{module} registers no method with spectr_jax.methods.register, and none is given'
+      if module
+      else 'no method given'
+    )
     raise ValueError(f'{what}; allowed: {", ".join(METHODS)}')
   return [get_method(name) for name in dict.fromkeys(names or registered)]
 

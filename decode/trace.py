@@ -26,9 +26,10 @@ from decode.experiment.options import DecodeOptions
 from decode.experiment.settings import Setting, only_setting
 from decode.experiment.workload import Workload, model_title
 from decode.trace_page.data import describe_trace
-from spectr_jax import METHODS, Method, TokenTree, get_method
+from spectr_jax import METHODS, TokenTree
 from spectr_jax.auto.trial import Notify
 from spectr_jax.engine.trace import make_judge, trace_decode
+from spectr_jax.methods import Method, get_method
 
 MAX_BYTES = 1_000_000
 _PAGE = pathlib.Path(__file__).parent / 'trace_page'

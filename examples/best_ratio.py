@@ -15,9 +15,9 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from spectr_jax import Method, register
 from spectr_jax.couplings import Pick, Selection, SelectionExplanation
 from spectr_jax.couplings.coupling import ratio
+from spectr_jax.methods import Method, register
 from spectr_jax.proposal import Independent
 from spectr_jax.verifiers import Block
 

@@ -9,7 +9,9 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from spectr_jax import METHODS, Drafter, Proposal, TokenTree, generate, table
+from spectr_jax import METHODS, Drafter, TokenTree, generate
+from spectr_jax.models import table
+from spectr_jax.proposal import Proposal
 from spectr_jax.testing import enumeration_error, random_tables
 
 

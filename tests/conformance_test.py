@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spectr_jax import METHODS, Proposal, SamplingParams, TokenTree, logits_to_probs, verify
+from spectr_jax import METHODS, SamplingParams, TokenTree, logits_to_probs, verify
+from spectr_jax.proposal import Proposal
 from spectr_jax.testing import check_verifier
 from tests.slow import slow_but
 

@@ -24,20 +24,9 @@ from documented import ROOT, Command
 import spectr_jax
 from benchmarks import tabulate
 from examples import copying_drafter, fading_model
-from spectr_jax import (
-  METHODS,
-  TokenTree,
-  couplings,
-  draft,
-  generate,
-  table,
-  testing,
-  theory,
-  transformer,
-  verifiers,
-)
+from spectr_jax import METHODS, TokenTree, couplings, draft, generate, testing, theory, verifiers
 from spectr_jax.methods import FURTHER_METHODS
-from spectr_jax.models import causal_lm
+from spectr_jax.models import causal_lm, table, transformer
 from spectr_jax.testing import chi_square, prove
 
 _DOCS = ROOT / 'docs'

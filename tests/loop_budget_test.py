@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from loop_budget import LoopBudget
 
-from spectr_jax import generate, table
+from spectr_jax import generate
+from spectr_jax.models import table
 
 
 def _exit_status(budget):

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from coarse import coarse
 
-from spectr_jax import METHODS, TokenTree, generate, with_children, with_gumbel
+from spectr_jax import METHODS, TokenTree, generate
 from spectr_jax.engine.loop import noise_keys
-from spectr_jax.methods import FURTHER_METHODS
+from spectr_jax.methods import FURTHER_METHODS, with_children, with_gumbel
 from spectr_jax.models import table
 from spectr_jax.sampling import SamplingParams
 from spectr_jax.testing import (

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from spectr_jax import METHODS, TokenTree, get_method, with_children, with_epsilon, with_gumbel
+from spectr_jax import METHODS, TokenTree
 from spectr_jax.couplings import (
   Coupling,
   Explanation,
@@ -20,7 +20,18 @@ from spectr_jax.couplings import (
   Selection,
   SingleDraft,
 )
-from spectr_jax.methods import FURTHER_METHODS, Guesses, Method, check_fit, register, why_not
+from spectr_jax.methods import (
+  FURTHER_METHODS,
+  Guesses,
+  Method,
+  check_fit,
+  get_method,
+  register,
+  why_not,
+  with_children,
+  with_epsilon,
+  with_gumbel,
+)
 from spectr_jax.proposal import FirstArrivals, Independent, LikeliestAndOne, WithoutReplacement
 from spectr_jax.testing import CONTROLS
 from spectr_jax.verifiers import Block, GreedyBlock, SeedExact, Traversal, Verifier, Walk

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spectr_jax import METHODS, Proposal, SamplingParams, TokenTree, generate
+from spectr_jax import METHODS, SamplingParams, TokenTree, generate
 from spectr_jax.couplings import Race
 from spectr_jax.engine.trace import make_judge, trace_decode
 from spectr_jax.models import table
+from spectr_jax.proposal import Proposal
 from spectr_jax.verifiers import Verifier, Walk
 from tests.slow import slow, slow_but
 

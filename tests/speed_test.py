@@ -111,7 +111,7 @@ def test_rounds_that_keep_no_guess(target):
 
   def run(draft):
     decoder = Decoder.make(target, draft, method=UNVERIFIED, tree=tree, max_new_tokens=6, cache_size=14)
-    return spectr_jax.decode_rounds(*timing.begin(decoder, rows)).result
+    return spectr_jax.engine.decode_rounds(*timing.begin(decoder, rows)).result
 
   result = run(target)
   assert (np.asarray(result.num_target_calls) == 6).all()

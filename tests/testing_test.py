@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from spectr_jax import METHODS, Method, SamplingParams, TokenTree, register, verify
+from spectr_jax import METHODS, SamplingParams, TokenTree, verify
 from spectr_jax.couplings import Coupling, Maximal, MaximalAfter, Outcome, Selection, SingleDraft
+from spectr_jax.methods import Method, register
 from spectr_jax.proposal import Independent
 from spectr_jax.sampling import logits_to_probs
 from spectr_jax.testing import (

@@ -116,7 +116,7 @@ def test_slots_that_a_row_does_not_use_are_as_if_they_were_not_there(method):
 
     @functools.partial(jax.jit, static_argnums=0)
     def law(tree, tokens, draft, target):
-      return verifier.law(tree, spectr_jax.Proposal(tokens, draft), target, verifier.init_state(tree))
+      return verifier.law(tree, spectr_jax.proposal.Proposal(tokens, draft), target, verifier.init_state(tree))
 
     for row in range(3):
       nodes = np.arange(short.num_nodes + 1)

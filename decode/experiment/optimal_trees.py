@@ -18,10 +18,10 @@ from common.json_file import load_ours
 from decode.experiment.distributions import target_texts, written_log_probs
 from decode.experiment.settings import Setting, TreeSpec
 from decode.experiment.workload import Workload
-from spectr_jax import METHODS, Method, Statistics, TokenTree, optimal_factors
+from spectr_jax import METHODS, Statistics, TokenTree, optimal_factors
 from spectr_jax.auto.trial import Notify
 from spectr_jax.engine.program_memory import make_room
-from spectr_jax.methods import check_fit
+from spectr_jax.methods import Method, check_fit
 from spectr_jax.sharding import fetch
 from spectr_jax.theory import stateless_kept_bound
 

@@ -21,9 +21,8 @@ from decode.experiment.model_options import (
 from decode.experiment.option_fields import option
 from decode.experiment.prompt_options import SHIPPED_PROMPTS, PromptOptions, SamplingOptions
 from decode.experiment.prompt_sets import split_set
-from spectr_jax import get_method
 from spectr_jax.io.load import files_of
-from spectr_jax.methods import check_fit, why_not
+from spectr_jax.methods import check_fit, get_method, why_not
 
 __all__ = [
   'AUTO', 'DRAFT_MESHES', 'LOOKUP', 'PRETRAINED', 'ROOT', 'SHIPPED_PROMPTS', 'DecodeOptions', 'fitting', 'option',

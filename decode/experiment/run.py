@@ -65,7 +65,7 @@ def measure(workload: Workload, settings: list[Setting], notify: Notify) -> Deco
       jax.block_until_ready(state)
       seconds = time.perf_counter() - start
     reading.append(seconds)
-    state = jax.block_until_ready(spectr_jax.decode_rounds(decoder, state, 1))
+    state = jax.block_until_ready(spectr_jax.engine.decode_rounds(decoder, state, 1))
     jax.block_until_ready(state.result.of_size(options.max_new_tokens))  # as `generate` cuts it
     if options.breakdown and setting.tree.num_nodes:
       notify(f'{setting}: timing its parts', done, total)

@@ -20,9 +20,9 @@ from common.text_files import Files
 from decode.experiment.options import ROOT, DecodeOptions
 from decode.experiment.prompts import Prompt, encode_prompts, take_first, without_long
 from decode.experiment.settings import Setting
-from spectr_jax import Drafter, Generation, Model, StopStrings, lookup_corpus
+from spectr_jax import Drafter, Generation, Model, StopStrings
 from spectr_jax.auto.trial import Batches, take_keys
-from spectr_jax.draft import as_drafter, lookup_beside, lookup_drafter
+from spectr_jax.draft import as_drafter, lookup_beside, lookup_corpus, lookup_drafter
 from spectr_jax.draft.vocabulary_drafter import VocabularyDrafter
 from spectr_jax.engine.result import NotFiniteError
 from spectr_jax.engine.sharding import DecodeSharding

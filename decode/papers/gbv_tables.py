@@ -30,8 +30,8 @@ from decode.papers.exhibit import (
 )
 from decode.plots import Bars
 from decode.study import Row, Value
-from spectr_jax import get_method
 from spectr_jax.auto.trial import Notify
+from spectr_jax.methods import get_method
 
 METHODS = (*published.GBV_METHODS, 'race_block', 'race_traversal')
 DRAFTING_METHODS = ('spectr', 'spectr_gbv', 'race_block', 'race_traversal')

@@ -18,9 +18,9 @@ from decode.experiment.workload import Workload
 from decode.papers.exhibit import Figure, Request, Results, Sizes, method_label
 from decode.plots import Lines, Panel
 from decode.study import Row, low_high
-from spectr_jax import METHODS, TokenTree, get_method, theory
+from spectr_jax import METHODS, TokenTree, theory
 from spectr_jax.auto.trial import Notify
-from spectr_jax.methods import FURTHER_METHODS
+from spectr_jax.methods import FURTHER_METHODS, get_method
 
 # All methods over K and L.
 

@@ -19,8 +19,9 @@ from decode.papers.exhibit import Figure, Request, Results, Sizes
 from decode.papers.published import YIN
 from decode.plots import Lines, Panel
 from decode.study import Row, by_value, column, low_high, ratio_columns, select
-from spectr_jax import METHODS, theory, with_epsilon
+from spectr_jax import METHODS, theory
 from spectr_jax.auto.trial import Notify
+from spectr_jax.methods import with_epsilon
 from spectr_jax.testing import simulated_rejections
 
 # The seed that the paper names; it does not say how the rows of its chains are drawn.

@@ -29,8 +29,8 @@ from decode.papers.exhibit import (
 )
 from decode.plots import Bars
 from decode.study import Row, Value
-from spectr_jax import get_method
 from spectr_jax.auto.trial import Notify
+from spectr_jax.methods import get_method
 
 TASKS = tuple(dict.fromkeys(SPEC_BENCH_TASKS.values()))
 OVERALL = 'overall'

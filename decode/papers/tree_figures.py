@@ -14,8 +14,9 @@ from decode.experiment.workload import Workload
 from decode.papers.exhibit import Figure, Request, Results, Sizes
 from decode.plots import Lines, Panel
 from decode.study import Row, by_value, column, low_high
-from spectr_jax import TokenTree, get_method, theory
+from spectr_jax import TokenTree, theory
 from spectr_jax.auto.trial import Notify
+from spectr_jax.methods import get_method
 
 RACES = 'Speculative Decoding via Exponential Races'
 METHODS = ('gsd', 'ersd')

@@ -14,7 +14,9 @@ from decode.experiment.prompts import Prompt
 from decode.experiment.run import run_decode
 from decode.experiment.settings import Setting, TreeSpec
 from decode.experiment.workload import Workload
-from spectr_jax import METHODS, Statistics, TokenTree, table, with_children
+from spectr_jax import METHODS, Statistics, TokenTree
+from spectr_jax.methods import with_children
+from spectr_jax.models import table
 from spectr_jax.sampling import SamplingParams, logits_to_probs
 from spectr_jax.theory import stateless_kept_bound
 from tests.slow import slow

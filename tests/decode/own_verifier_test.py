@@ -8,8 +8,9 @@ import pytest
 from decode import trace
 from decode.experiment.auto_choice import grid
 from decode.experiment.options import DecodeOptions
-from spectr_jax import METHODS, Method
+from spectr_jax import METHODS
 from spectr_jax.couplings import Explanation, Maximal
+from spectr_jax.methods import Method
 from spectr_jax.proposal import Independent
 from spectr_jax.verifiers import Verifier, Walk
 

@@ -58,7 +58,7 @@ _BROKEN = """
 
   import jax.numpy as jnp
 
-  from spectr_jax import Method, register
+  from spectr_jax.methods import Method, register
   from spectr_jax.couplings import Maximal, SingleDraft
   from spectr_jax.proposal import Independent
   from spectr_jax.verifiers import Block, Walk
@@ -132,7 +132,7 @@ def test_seed_exact_methods_are_compared_token_for_token():
 
 
 _RAISES = """
-  from spectr_jax import Method, register
+  from spectr_jax.methods import Method, register
   from spectr_jax.couplings import Maximal
   from spectr_jax.proposal import Independent
   from spectr_jax.verifiers import Walk
@@ -167,11 +167,13 @@ def test_bad_flags_end_in_a_line_and_methods_are_found_once():
 
 _TAKEN = """
   import dataclasses
-  from spectr_jax import METHODS, register
+  from spectr_jax import METHODS
+  from spectr_jax.methods import register
   register(dataclasses.replace(METHODS['race'], name='spectr'))
 """
 _MISMATCH = """
-  from spectr_jax import METHODS, Method, register
+  from spectr_jax import METHODS
+  from spectr_jax.methods import Method, register
   from spectr_jax.proposal import WithoutReplacement
   register(Method('m', METHODS['spectr'].verifier, WithoutReplacement(), is_lossless=True, source=''))
 """
@@ -185,7 +187,7 @@ _ALLOWED = ', '.join(METHODS)
     ('', [], None, ['no method given; allowed: ', _ALLOWED]),
     ('', [''], None, ["unknown method ''", _ALLOWED]),
     ('', ['spectr', 'magic'], None, ["unknown method 'magic'", _ALLOWED]),
-    ('', [], 'provable', ['provable registers no method', 'spectr_jax.register', _ALLOWED]),
+    ('', [], 'provable', ['provable registers no method', 'spectr_jax.methods.register', _ALLOWED]),
     ('', ['magic'], 'provable', ["unknown method 'magic'"]),
     ('import math\n\nmath.sqrt(-1)\n', ['spectr'], 'provable', ['import provable: ValueError: ', 'provable.py:3)']),
     ('import sys\n\nsys.exit("no way")\n', ['spectr'], 'provable', ['SystemExit: no way', 'provable.py:3)']),

@@ -5,7 +5,8 @@ import pytest
 
 from decode.experiment.options import DecodeOptions
 from decode.experiment.settings import TreeSpec, expand, parse_shape, shape_name
-from spectr_jax import METHODS, Confident, Estimated, Likeliest, TokenTree
+from spectr_jax import METHODS, TokenTree
+from spectr_jax.draft import Confident, Estimated, Likeliest
 from spectr_jax.models.table import table_model
 
 

@@ -13,7 +13,8 @@ from decode import trace
 from decode.experiment.options import DecodeOptions
 from decode.experiment.run import run_decode
 from decode.trace_page.data import pieces_of_tokens
-from spectr_jax import METHODS, ORIGIN_BONUS, ORIGIN_DRAFT, TokenTree
+from spectr_jax import METHODS, TokenTree
+from spectr_jax.engine import ORIGIN_BONUS, ORIGIN_DRAFT
 from tests.slow import slow
 
 _PROMPT = 'the </script><b>fox</b> & \u2028 ü'

@@ -98,11 +98,11 @@ def test_rows_do_grow_their_own_trees():
   drafter, prompts = GrowingDrafter(_logits(3)), np.random.default_rng(0).integers(0, 5, (16, 3))
   sizes = {'max_new_tokens': 6, 'cache_size': 9, 'statistics': True}
   decoder = Decoder.make(target, drafter, method='race_traversal', tree=_SLOTS, **sizes)
-  state = spectr_jax.init_decode(decoder, jax.random.key(0), prompts, np.full(16, 3))
+  state = spectr_jax.engine.init_decode(decoder, jax.random.key(0), prompts, np.full(16, 3))
   _, played = jax.jit(spectr_jax.engine.loop.run_round)(decoder, state)
   assert len({tuple(row) for row in played.proposal.parents.tolist()}) > 3
   assert (np.asarray(played.proposal.tokens < 0) == np.asarray(played.proposal.parents < 0)).all()
-  result = spectr_jax.decode_rounds(decoder, state).result
+  result = spectr_jax.engine.decode_rounds(decoder, state).result
   np.testing.assert_array_equal(result.statistics.accepts.sum(-1), result.statistics.accepted_child.sum(-1))
 
 
@@ -158,7 +158,7 @@ def test_features_of_the_context_are_those_of_the_text():
   decoder = Decoder.make(
     target, FeatureDrafter(5), method='block', tree=TokenTree.chains(1, 3), max_new_tokens=9, cache_size=13
   )
-  state = spectr_jax.init_decode(decoder, jax.random.key(1), prompts, lengths)
+  state = spectr_jax.engine.init_decode(decoder, jax.random.key(1), prompts, lengths)
   prefill = jax.jit(lambda model, text, lengths: model.prefill(text, lengths, model.init_cache_fn(2, 16))[1])
   for _ in range(4):
     wanted = prefill(decoder.target, state.text, state.root_position)
@@ -167,7 +167,7 @@ def test_features_of_the_context_are_those_of_the_text():
       np.testing.assert_array_equal(state.text[row, lengths[row] : lengths[row] + len(emitted)], emitted)
       assert state.text[row, length] == state.last_token[row]
       np.testing.assert_allclose(state.features[row, :length], wanted[row, :length], atol=1e-4)
-    state = spectr_jax.decode_rounds(decoder, state, 1)
+    state = spectr_jax.engine.decode_rounds(decoder, state, 1)
 
 
 def test_a_drafter_that_asks_for_nothing_pays_nothing():
@@ -176,7 +176,7 @@ def test_a_drafter_that_asks_for_nothing_pays_nothing():
   sizes = {'method': 'block', 'tree': TokenTree.chains(1, 3), 'max_new_tokens': 9, 'cache_size': 13}
   for drafter, is_asked in ((draft, False), (FeatureDrafter(5), True)):
     decoder = Decoder.make(target, drafter, **sizes)
-    state = spectr_jax.init_decode(decoder, jax.random.key(1), np.array([[1, 2, 3, 4]]), np.array([4]))
+    state = spectr_jax.engine.init_decode(decoder, jax.random.key(1), np.array([[1, 2, 3, 4]]), np.array([4]))
     program = spectr_jax.engine.loop.run_rounds.lower(decoder, state, np.int32(1)).as_text()
     for array, tensor in ((state.text, '1x13xi32'), (state.features, '1x13x1x16xf32')):
       assert (array is not None) == (f'tensor<{tensor}>' in program) == is_asked

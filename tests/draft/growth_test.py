@@ -12,8 +12,8 @@ from exact import assert_engine_is_exact, changed_proposals
 from growing_drafter import GrowingDrafter
 
 import spectr_jax
-from spectr_jax import METHODS, Decoder, TokenTree, lookup_drafter, model_drafter
-from spectr_jax.draft import Confident, DraftRequest, Estimated, Likeliest, growing
+from spectr_jax import METHODS, Decoder, TokenTree, lookup_drafter
+from spectr_jax.draft import Confident, DraftRequest, Estimated, Likeliest, growing, model_drafter
 from spectr_jax.draft.drawing import draw_tree
 from spectr_jax.engine.loop import noise_keys, propose, run_rounds
 from spectr_jax.proposal import Independent, WithoutReplacement
@@ -242,12 +242,12 @@ def test_thresholds_are_data_and_save_the_drafts_steps():
   for threshold in (0.0, 0.8, 2.0):
     drafter = growing(model_drafter(draft), Likeliest(temperature=1.0, threshold=threshold))
     decoder = Decoder.make(target, drafter, method='specinfer', **sizes)
-    state = spectr_jax.init_decode(decoder, jax.random.key(0), _PROMPTS, _LENGTHS, sampling=SamplingParams(0.0))
+    state = spectr_jax.engine.init_decode(decoder, jax.random.key(0), _PROMPTS, _LENGTHS, sampling=SamplingParams(0.0))
     proposal = run(decoder, state, noise_keys(decoder, state)[0])
     num_run.append(int(proposal.state.cache.num_pending))
     is_used = np.asarray(proposal.parents >= 0)
     assert is_used.all() if threshold == 0 else not is_used.all()
-    spectr_jax.decode_rounds(decoder, state)
+    spectr_jax.engine.decode_rounds(decoder, state)
     programs = run._cache_size(), run_rounds._cache_size()
     assert sizes_before in (None, programs)
     sizes_before = programs

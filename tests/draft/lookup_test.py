@@ -282,13 +282,13 @@ def test_rounds_that_pass_give_the_same_tokens(method, documents):
   drafter, results = _looking(corpus=None if documents is None else lookup_corpus(documents)), []
   for may_pass in (True, False):
     decoder = _decoder(dataclasses.replace(drafter, may_pass=may_pass), method, _CHAINS, statistics=True)
-    state = spectr_jax.init_decode(decoder, _KEYS[1:2], _PROMPTS[1:2], _LENGTHS[1:2])
-    results.append(spectr_jax.decode_rounds(decoder, state).result)
+    state = spectr_jax.engine.init_decode(decoder, _KEYS[1:2], _PROMPTS[1:2], _LENGTHS[1:2])
+    results.append(spectr_jax.engine.decode_rounds(decoder, state).result)
   _assert_same(*results)
   np.testing.assert_array_equal(results[0].statistics.visits, results[1].statistics.visits)
   origins = np.asarray(results[0].origins)
-  assert (origins == spectr_jax.ORIGIN_DRAFT).any()
-  assert (origins[0, : 1 if documents else 2] == spectr_jax.ORIGIN_CORRECTION).all()
+  assert (origins == spectr_jax.engine.ORIGIN_DRAFT).any()
+  assert (origins[0, : 1 if documents else 2] == spectr_jax.engine.ORIGIN_CORRECTION).all()
 
 
 @pytest.mark.slow
@@ -296,8 +296,8 @@ def test_corpora_of_one_size_share_programs_and_are_no_constants():
   counts = []
   for seed in (0, 1):
     decoder = _decoder(_drafter('alone, corpus', seed), 'race_traversal', _CHAINS)
-    state = spectr_jax.init_decode(decoder, _KEYS, _PROMPTS, _LENGTHS)
-    spectr_jax.decode_rounds(decoder, state)
+    state = spectr_jax.engine.init_decode(decoder, _KEYS, _PROMPTS, _LENGTHS)
+    spectr_jax.engine.decode_rounds(decoder, state)
     counts.append(run_rounds._cache_size())
   assert counts[0] == counts[1]
 
@@ -305,19 +305,19 @@ def test_corpora_of_one_size_share_programs_and_are_no_constants():
 @pytest.mark.slow
 def test_rounds_and_turns_share_programs_and_memory_is_linear():
   decoder = _decoder(_looking(), 'race_traversal', _CHAINS, cache_size=40)
-  state = spectr_jax.init_decode(decoder, _KEYS, _PROMPTS, _LENGTHS)
-  state = spectr_jax.decode_rounds(decoder, state, 1)
+  state = spectr_jax.engine.init_decode(decoder, _KEYS, _PROMPTS, _LENGTHS)
+  state = spectr_jax.engine.decode_rounds(decoder, state, 1)
   # The committed text is all that lookup keeps.
   assert state.draft_state == ()
   assert state.text.shape == (3, 40)
   compiled, old = run_rounds._cache_size(), state
-  state = spectr_jax.decode_rounds(decoder, state)
+  state = spectr_jax.engine.decode_rounds(decoder, state)
   assert run_rounds._cache_size() == compiled
   assert old.text.is_deleted()
   sizes = []
   for cache_size in (2**14, 2**15):
     more = _decoder(_looking(), 'race_traversal', _CHAINS, cache_size=cache_size)
-    state = spectr_jax.init_decode(more, _KEYS, _PROMPTS, _LENGTHS)
+    state = spectr_jax.engine.init_decode(more, _KEYS, _PROMPTS, _LENGTHS)
     sizes.append(run_rounds.lower(more, state, np.int32(1)).compile().memory_analysis().temp_size_in_bytes)
   assert sizes[1] < 2.2 * sizes[0]
   assert sizes[1] < 64 * 3 * 2**15
@@ -359,7 +359,7 @@ def test_lookup_beside_what_reads_the_target(name):
   _assert_same(_generate_beside(draft, rows=slice(1, 2)), both, slice(1, 2))
   sizes = {'method': 'race', 'tree': _CHAINS, 'max_new_tokens': 4, 'cache_size': 9}
   decoder = Decoder.make(tiny_transformers()[0], lookup_beside(draft, lookup_min=1), **sizes)
-  state = spectr_jax.init_decode(decoder, _KEYS, _TEXTS, _TEXT_LENGTHS)
+  state = spectr_jax.engine.init_decode(decoder, _KEYS, _TEXTS, _TEXT_LENGTHS)
   proposal = jax.jit(propose)(decoder, state, noise_keys(decoder, state)[0])
   # The first text has a continuation, 2 1 2, which stands in the first chain; all else is drawn.
   np.testing.assert_array_equal(proposal.is_given[0], [True, False] * 3)

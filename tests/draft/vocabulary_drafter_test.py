@@ -12,8 +12,8 @@ from canon import SLOTS
 from coarse import coarse
 from exact import assert_engine_is_exact, p_values
 
-from spectr_jax import METHODS, Confident, TokenTree, growing, lookup_beside, vocabulary_drafter
-from spectr_jax.draft import Commitment, DraftContext, DraftRequest
+from spectr_jax import METHODS, TokenTree, lookup_beside
+from spectr_jax.draft import Commitment, Confident, DraftContext, DraftRequest, growing, vocabulary_drafter
 from spectr_jax.draft.shared_vocabulary import SharedVocabulary
 from spectr_jax.draft.vocabulary_drafter import VocabularyDrafter
 from spectr_jax.models import causal_lm, table, transformer

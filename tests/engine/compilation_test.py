@@ -12,21 +12,11 @@ import pytest
 import spectr_jax
 from benchmarks import rounds
 from decode.experiment import latency
-from spectr_jax import (
-  Confident,
-  Decoder,
-  Estimated,
-  Likeliest,
-  TokenTree,
-  growing,
-  init_decode,
-  lookup_beside,
-  lookup_drafter,
-)
-from spectr_jax.draft import DraftContext, model_drafter
+from spectr_jax import Decoder, TokenTree, lookup_beside, lookup_drafter
+from spectr_jax.draft import Confident, DraftContext, Estimated, Likeliest, growing, model_drafter
 from spectr_jax.draft.model_drafter import ModelDrafter
+from spectr_jax.engine import init_decode, reading
 from spectr_jax.engine import loop as engine_loop
-from spectr_jax.engine import reading
 from spectr_jax.engine.decoder import buffer_size, choose_cache_size
 from spectr_jax.kernels import native
 from tests.draft.tiny_heads import tiny_head, tiny_medusa, tiny_one_pass
@@ -177,7 +167,7 @@ def test_rounds_of_every_drafter_compile_once(target, draft, name, tree, growths
     own = drafter if growth is None else growing(drafter, growth)
     decoder, state = begin((target, own), 'race_traversal', make_keys(seed), tree=tree, temperature=temperature)
     for _ in range(4):
-      state = spectr_jax.decode_rounds(decoder, state, 1)
+      state = spectr_jax.engine.decode_rounds(decoder, state, 1)
       counts.append((len(num_traces), engine_loop.run_rounds._cache_size(), reading._read_draft._cache_size()))
     assert int(state.result.num_target_calls.max()) == 4
   assert len(set(counts)) == 1
@@ -211,13 +201,13 @@ def test_memory_of_a_drafters_state(target, drafter, per_token):
 
 def test_state_is_donated_and_models_are_not(target, draft):
   decoder, old = begin((target, draft), 'speculative', make_keys())
-  state = spectr_jax.decode_rounds(decoder, old, 1)
+  state = spectr_jax.engine.decode_rounds(decoder, old, 1)
   for cache in (old.target_cache, old.draft_state.cache):
     assert all(array.is_deleted() for array in (*cache.keys, *cache.values))
   assert not any(array.is_deleted() for array in jax.tree.leaves((target, draft)))
   assert decoder.target is target
   assert decoder.drafter.model is draft
-  spectr_jax.decode_rounds(decoder, state, 1)
+  spectr_jax.engine.decode_rounds(decoder, state, 1)
 
 
 @pytest.mark.parametrize('name', ['autoregressive', 'speculative'])

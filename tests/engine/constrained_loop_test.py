@@ -12,19 +12,16 @@ from coarse import coarse
 import spectr_jax
 from spectr_jax import (
   METHODS,
-  Confident,
   Constraint,
-  Likeliest,
   Request,
   SamplingParams,
   TokenTree,
   generate_many,
-  growing,
   lookup_beside,
   lookup_drafter,
-  model_drafter,
 )
 from spectr_jax.constraint import ConstraintTables, masked
+from spectr_jax.draft import Confident, Likeliest, growing, model_drafter
 from spectr_jax.engine import loop
 from spectr_jax.engine.state import DecodeState
 from spectr_jax.sampling import logits_to_probs
@@ -82,7 +79,7 @@ def law_of(logits, constraint, prompt, num_tokens, temperature=1.0):
 def chains():
   """The logits of target and draft, `[V, V]` each, and their models."""
   logits = np.random.default_rng(0).normal(size=(2, 6, 6)).astype(np.float32) * 1.2
-  return logits, [spectr_jax.table.table_model(jnp.asarray(each)) for each in logits]
+  return logits, [spectr_jax.models.table.table_model(jnp.asarray(each)) for each in logits]
 
 
 def assert_valid(constraint, result):
@@ -188,7 +185,7 @@ def play(decoder, state):
 
 def begun(models, constraints, numbers, **options):
   decoder, _ = begin(models, 'race_traversal', make_keys(), constraints=constraints, eos_id=EOS, **options)
-  state = spectr_jax.init_decode(decoder, make_keys(), PROMPTS, LENGTHS, constraint=numbers)
+  state = spectr_jax.engine.init_decode(decoder, make_keys(), PROMPTS, LENGTHS, constraint=numbers)
   return decoder, state
 
 

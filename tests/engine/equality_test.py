@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
 
-from spectr_jax import METHODS, SamplingParams, TokenTree, load_model, lookup_drafter, with_gumbel
+from spectr_jax import METHODS, SamplingParams, TokenTree, load_model, lookup_drafter
 from spectr_jax.draft import head_drafter
 from spectr_jax.engine import Decoder, decode_rounds, init_decode, refill
 from spectr_jax.engine.likelihood import log_likelihood
 from spectr_jax.kernels import native
+from spectr_jax.methods import with_gumbel
 from spectr_jax.models.causal_lm import config_of
 from spectr_jax.models.head import HeadConfig, init_params
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import spectr_jax
-from spectr_jax import METHODS, TokenTree, with_epsilon
+from spectr_jax import METHODS, TokenTree
+from spectr_jax.methods import with_epsilon
 from spectr_jax.models.causal_lm import causal_lm, config_of
 from tests.engine.runs import (
   KINDS,
@@ -101,7 +102,7 @@ def _assert_chunks_are_one_run(models, method, chunk, **options):
   assert (shown == -1).all()
   num_chunks, has_state = 0, False
   while not state.is_done.all():
-    state = spectr_jax.decode_rounds(decoder, state, chunk)
+    state = spectr_jax.engine.decode_rounds(decoder, state, chunk)
     has_state |= any(np.any(leaf) for leaf in jax.tree.leaves(state.verifier_state))
     # What was shown stays: results can be streamed.
     now = np.asarray(state.result.tokens)
@@ -111,7 +112,7 @@ def _assert_chunks_are_one_run(models, method, chunk, **options):
   assert_same(state.result.of_size(whole.tokens.shape[1]), whole)
   assert (np.asarray(state.result.tokens[:, whole.tokens.shape[1] :]) == -1).all()  # what the limit cuts off is nowhere
   assert num_chunks == -(-int(whole.num_target_calls.max()) // chunk)
-  after = spectr_jax.decode_rounds(decoder, state, 2).result.of_size(whole.tokens.shape[1])
+  after = spectr_jax.engine.decode_rounds(decoder, state, 2).result.of_size(whole.tokens.shape[1])
   assert_same(after, whole)  # nothing is left to do
   assert has_state == (method in ('greedy_block', 'spectr_gbv'))
 
@@ -132,10 +133,10 @@ def test_chunks_keep_a_state_where_rows_end(tables):
 
 def test_no_rounds_change_nothing(tables):
   decoder, state = begin(tables, 'spectr', make_keys())
-  state = spectr_jax.decode_rounds(decoder, state, 0)
+  state = spectr_jax.engine.decode_rounds(decoder, state, 0)
   assert (np.asarray(state.result.num_target_calls) == 0).all()
   with pytest.raises(ValueError, match='must not be negative'):
-    spectr_jax.decode_rounds(decoder, state, -1)
+    spectr_jax.engine.decode_rounds(decoder, state, -1)
 
 
 def test_under_jit(tables):

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import spectr_jax
-from spectr_jax import Confident, Decoder, NotFiniteError, SamplingParams, TokenTree, growing, model_drafter
+from spectr_jax import Decoder, NotFiniteError, SamplingParams, TokenTree
+from spectr_jax.draft import Confident, growing, model_drafter
 from spectr_jax.draft.model_drafter import ModelDrafter
 from spectr_jax.engine.result import ORIGIN_BONUS, ORIGIN_CORRECTION, ORIGIN_DRAFT
 from spectr_jax.engine.trace import trace_decode
@@ -192,7 +193,7 @@ def test_logits_that_are_not_finite_stop_the_run(sampling, bad, named):
       spectr_jax.generate(make_keys()[:2], *models, *prompts, **options)
     assert caught.value.row == 1
     decoder, state = begin(models, keys=make_keys()[:2], prompts=prompts[0], lengths=prompts[1], **options)
-    state = spectr_jax.decode_rounds(decoder, state)
+    state = spectr_jax.engine.decode_rounds(decoder, state)
     # What came before is kept.
     np.testing.assert_array_equal(state.result.tokens[1, :5], [1, 2, 3, 4, -1])
 
@@ -326,13 +327,13 @@ def test_prompts_may_be_lists_and_without_lengths(tables):
 def test_ragged_lists_are_named_wherever_prompts_are_taken(tables):
   target, key, ragged, new = tables[0], jax.random.key(0), [[1, 2], [3]], {'max_new_tokens': 2}
   decoder = Decoder.make(target, None, cache_size=9, **new)
-  state = spectr_jax.init_decode(decoder, key, [[1], [2]], [1, 1])
+  state = spectr_jax.engine.init_decode(decoder, key, [[1], [2]], [1, 1])
   many = [spectr_jax.Request('a', ragged, key)]
   options = {'method': 'block', 'tree': TokenTree.chains(1, 2)} | new
   for take, named in (
-    (lambda: spectr_jax.init_decode(decoder, key, ragged, [2, 1]), 'prompts'),
-    (lambda: spectr_jax.init_decode(decoder, key, [[1], [2]], [[1], 1]), 'prompt_lengths'),
-    (lambda: spectr_jax.refill(decoder, state, [0, 1], key, ragged, [2, 1]), 'prompts'),
+    (lambda: spectr_jax.engine.init_decode(decoder, key, ragged, [2, 1]), 'prompts'),
+    (lambda: spectr_jax.engine.init_decode(decoder, key, [[1], [2]], [[1], 1]), 'prompt_lengths'),
+    (lambda: spectr_jax.engine.refill(decoder, state, [0, 1], key, ragged, [2, 1]), 'prompts'),
     (lambda: next(spectr_jax.Session(decoder).stream(key, ragged)), 'the prompt'),
     (lambda: next(spectr_jax.generate_many(target, None, many, batch_size=1, longest_prompt=4, **new)), 'prompt a'),
     (lambda: spectr_jax.log_likelihood(target, [[1], ragged]), 'text 1'),

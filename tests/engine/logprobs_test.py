@@ -43,7 +43,7 @@ def test_grow_with_the_rounds_and_change_nothing_else(tables):
   assert plain.logprobs is None
   decoder, state = begin(tables, 'spectr', make_keys(3), logprobs=True)
   while not np.asarray(state.is_done).all():
-    state = spectr_jax.decode_rounds(decoder, state, 1)
+    state = spectr_jax.engine.decode_rounds(decoder, state, 1)
     # The target excludes some tokens, and none of them is emitted.
     np.testing.assert_array_equal(np.isfinite(state.result.logprobs), np.asarray(state.result.tokens) >= 0)
   assert_same(plain, dataclasses.replace(state.result.of_size(NEW), logprobs=None))

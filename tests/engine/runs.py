@@ -4,7 +4,8 @@ import jax
 import numpy as np
 
 import spectr_jax
-from spectr_jax import METHODS, Decoder, TokenTree, with_children, with_gumbel
+from spectr_jax import METHODS, Decoder, TokenTree
+from spectr_jax.methods import with_children, with_gumbel
 from spectr_jax.sampling import SAMPLING_NAMES, SamplingParams
 
 # Every method, and the other versions of two: traversal on siblings that differ, sampling with keys by position.
@@ -55,7 +56,7 @@ def begin(models, method, keys, prompts=PROMPTS, lengths=LENGTHS, *, tree=None, 
   decoder = Decoder.make(
     *models, method=method, tree=tree, max_new_tokens=max_new_tokens, cache_size=cache_size, **options
   )
-  return decoder, spectr_jax.init_decode(decoder, keys, prompts, lengths, sampling=sampling)
+  return decoder, spectr_jax.engine.init_decode(decoder, keys, prompts, lengths, sampling=sampling)
 
 
 def assert_same(first, second):

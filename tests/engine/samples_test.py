@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from spectr_jax import sample_keys
+from spectr_jax.engine import sample_keys
 from spectr_jax.engine.sharding import DecodeSharding
 from spectr_jax.sharding import make_mesh
 from tests.engine.runs import KINDS, LENGTHS, PROMPTS, assert_same, generate, make_keys

@@ -8,17 +8,8 @@ import pytest
 
 import spectr_jax
 from examples.fading_model import fading_model
-from spectr_jax import (
-  Confident,
-  Decoder,
-  SamplingParams,
-  SharedVocabulary,
-  TokenTree,
-  growing,
-  lookup_beside,
-  lookup_drafter,
-  vocabulary_drafter,
-)  # fmt: skip
+from spectr_jax import Decoder, SamplingParams, TokenTree, lookup_beside, lookup_drafter
+from spectr_jax.draft import Confident, SharedVocabulary, growing, vocabulary_drafter
 from spectr_jax.engine import loop as engine_loop
 from spectr_jax.engine import reading
 from spectr_jax.engine import state as engine_state
@@ -47,7 +38,7 @@ def _next_prompts(result, rng):
 
 
 def _reprompt(decoder, state, num_kept, *rows, **options):
-  return spectr_jax.refill(decoder, state, range(4), *rows, num_kept=num_kept, **options)
+  return spectr_jax.engine.refill(decoder, state, range(4), *rows, num_kept=num_kept, **options)
 
 
 def _own(target, draft):
@@ -77,11 +68,11 @@ def test_a_turn_is_the_same_as_anew(target, draft, make, method, slots):
     (target, make(target, draft)), method, make_keys(), _PROMPTS, _LENGTHS, max_new_tokens=_NEW, cache_size=40,
     eos_id=2, tree=None if slots is None else TokenTree.slots(slots),
   )  # fmt: skip
-  state = spectr_jax.decode_rounds(decoder, state)
+  state = spectr_jax.engine.decode_rounds(decoder, state)
   prompts, lengths, shared = _next_prompts(state.result, np.random.default_rng(0))
   rows, options = (make_keys(1), prompts, lengths), {'sampling': SamplingParams(0.7)}
-  anew = spectr_jax.decode_rounds(decoder, spectr_jax.init_decode(decoder, *rows, **options))
-  state = spectr_jax.decode_rounds(decoder, _reprompt(decoder, state, shared, *rows, **options))
+  anew = spectr_jax.engine.decode_rounds(decoder, spectr_jax.engine.init_decode(decoder, *rows, **options))
+  state = spectr_jax.engine.decode_rounds(decoder, _reprompt(decoder, state, shared, *rows, **options))
   for field in ('tokens', 'lengths', 'num_target_calls', 'origins'):
     np.testing.assert_array_equal(getattr(state.result, field), getattr(anew.result, field), err_msg=field)
 
@@ -89,13 +80,13 @@ def test_a_turn_is_the_same_as_anew(target, draft, make, method, slots):
 def test_what_is_kept_is_not_read_again(target, draft):
   """With a cache of other contents the second turn is another one: it was used."""
   decoder, state = begin((target, draft), 'speculative', make_keys(), _PROMPTS, _LENGTHS, cache_size=40)
-  state = spectr_jax.decode_rounds(decoder, state)
+  state = spectr_jax.engine.decode_rounds(decoder, state)
   text = np.concatenate([_PROMPTS[2], np.asarray(state.result.tokens)[2, :12]])
   prompts = np.tile(np.concatenate([text, [1, 3]]), (4, 1))
   lengths = np.full(4, prompts.shape[1])
   keys = jax.numpy.stack([jax.random.key(5)] * 4)
   shared = np.array([0, 3, len(text), 0])  # a lie about row 1
-  state = spectr_jax.decode_rounds(decoder, _reprompt(decoder, state, shared, keys, prompts, lengths))
+  state = spectr_jax.engine.decode_rounds(decoder, _reprompt(decoder, state, shared, keys, prompts, lengths))
   tokens = np.asarray(state.result.tokens)
   np.testing.assert_array_equal(tokens[2:], tokens[[0, 0]])
   assert (tokens[1] != tokens[0]).any()

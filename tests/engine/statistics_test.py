@@ -26,7 +26,7 @@ def test_statistics_in_closed_form():
 
   def run(**more):
     decoder, state = begin((target, draft), 'spectr', jax.random.key(0), *prompts, **options, **more)
-    return spectr_jax.decode_rounds(decoder, state, num_rounds).result
+    return spectr_jax.engine.decode_rounds(decoder, state, num_rounds).result
 
   result = run(statistics=True)
   visits, accepts, by_child, optimum = map(np.asarray, dataclasses.astuple(result.statistics))

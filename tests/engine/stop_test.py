@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import spectr_jax
-from spectr_jax import Request, Stop, StopStrings, finish_reason, generate_many, refill
+from spectr_jax import Request, Stop, StopStrings, finish_reason, generate_many
+from spectr_jax.engine import refill
 from tests.engine.runs import KINDS, LENGTHS, NEW, PROMPTS, assert_same, begin, generate, make_keys
 from tests.slow import slow_but
 
@@ -134,26 +135,26 @@ def test_what_cannot_be_cut(tables):
 def test_finished_rows_stay_as_they_are(tables):
   decoder, state = begin(tables, 'spectr', make_keys(3))
   whole = jax.device_get(generate(tables, 'spectr', make_keys(3)))
-  state = spectr_jax.decode_rounds(decoder, state, 1)
+  state = spectr_jax.engine.decode_rounds(decoder, state, 1)
   before = jax.device_get(state.result)
-  state = spectr_jax.finish(decoder, state, [1, 3])
+  state = spectr_jax.engine.finish(decoder, state, [1, 3])
   assert state.is_done.tolist() == [False, True, False, True]
-  state = spectr_jax.decode_rounds(decoder, state)
+  state = spectr_jax.engine.decode_rounds(decoder, state)
   np.testing.assert_array_equal(state.result.of_size(NEW).tokens[::2], whole.tokens[::2])
   np.testing.assert_array_equal(state.result.tokens[1::2], before.tokens[1::2])
   np.testing.assert_array_equal(state.result.lengths[1::2], before.lengths[1::2])
   # Such a row is free for another prompt.
   keys, prompt = make_keys(3)[:1], PROMPTS[:1]
-  state = spectr_jax.decode_rounds(decoder, refill(decoder, state, [3], keys, prompt, LENGTHS[:1]))
+  state = spectr_jax.engine.decode_rounds(decoder, refill(decoder, state, [3], keys, prompt, LENGTHS[:1]))
   np.testing.assert_array_equal(state.result.of_size(NEW).tokens[3], whole.tokens[0])
   for rows in ([-1], [4]):
     with pytest.raises(ValueError, match='rows must be from 0 to 3'):
-      spectr_jax.finish(decoder, state, rows)
+      spectr_jax.engine.finish(decoder, state, rows)
 
 
 @pytest.mark.slow
 def test_many_requests_end_as_in_a_batch(tables):
-  keys = spectr_jax.sample_keys(make_keys(2), 3)
+  keys = spectr_jax.engine.sample_keys(make_keys(2), 3)
   requests = [Request(i, PROMPTS[i // 3, : LENGTHS[i // 3]].tolist(), key) for i, key in enumerate(keys)]
   batch = generate(tables, 'race_traversal', make_keys(2), stop=_STOP, **_OPTIONS)
   options = {'method': 'race_traversal', 'tree': spectr_jax.TokenTree.chains(2, 3), 'max_new_tokens': 24}

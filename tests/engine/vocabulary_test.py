@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 import spectr_jax
-from spectr_jax import Session, TokenTree, vocabulary_drafter
+from spectr_jax import Session, TokenTree
+from spectr_jax.draft import vocabulary_drafter
 from spectr_jax.engine.generate import generate_many
 from spectr_jax.engine.rows import Request
 from spectr_jax.engine.sharding import DecodeSharding
@@ -54,7 +55,7 @@ def test_rounds_in_pieces_and_rows_alone_are_the_same(target, drafter):
   decoder, state = begin((target, drafter), 'race_traversal', make_keys())
   whole = generate((target, drafter), 'race_traversal', make_keys())
   while not np.asarray(state.is_done).all():
-    state = spectr_jax.decode_rounds(decoder, state, 1)
+    state = spectr_jax.engine.decode_rounds(decoder, state, 1)
   _assert_same(state.result.of_size(NEW), whole)
   for row in range(4):
     one = slice(row, row + 1)

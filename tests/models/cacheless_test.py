@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import spectr_jax
-from spectr_jax import Likeliest, NotFiniteError, TokenTree, growing, model_drafter
+from spectr_jax import NotFiniteError, TokenTree
+from spectr_jax.draft import Likeliest, growing, model_drafter
 from spectr_jax.models import causal_lm, table, transformer, uncached
 from spectr_jax.models.cacheless import _fewest_texts
 from tests.slow import slow

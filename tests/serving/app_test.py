@@ -18,7 +18,8 @@ from decode.conversation import Chat
 from decode.experiment.prompts import Prompt, as_conversations, encode_prompts
 from decode.serving.answer import Answer, Served, _Place
 from decode.serving.protocol import parse
-from spectr_jax import SamplingParams, Tokenizer, TokenTree, log_likelihood, sample_keys
+from spectr_jax import SamplingParams, Tokenizer, TokenTree, log_likelihood
+from spectr_jax.engine import sample_keys
 from spectr_jax.io.hub.hub_tokenizer import HubTokenizer
 from tests.serving import stub as stub_module
 from tests.serving.stub import DEPTH, EOS, LONGEST, NEW, client_of, make_tokenizer, make_worker, running

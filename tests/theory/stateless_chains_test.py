@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from coarse import coarse
 
-from spectr_jax import TokenTree, get_method
+from spectr_jax import TokenTree
+from spectr_jax.methods import get_method
 from spectr_jax.testing import expected_acceptance, random_tables
 from spectr_jax.theory import (
   optimal_acceptance,

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from guesses import ALL, CHAIN, CHAINS, EXACT, UNEQUAL, laws_of, make_guesses, stack
 
-from spectr_jax import METHODS, Proposal, TokenTree, with_epsilon
+from spectr_jax import METHODS, TokenTree
+from spectr_jax.methods import with_epsilon
+from spectr_jax.proposal import Proposal
 from tests.slow import slow
 
 

@@ -21,7 +21,8 @@ from guesses import (
   make_guesses,
 )
 
-from spectr_jax import Proposal, TokenTree
+from spectr_jax import TokenTree
+from spectr_jax.proposal import Proposal
 from spectr_jax.testing import chi_square
 from spectr_jax.verifiers.greedy_block import Modifications
 from tests.slow import slow

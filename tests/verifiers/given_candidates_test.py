@@ -11,8 +11,9 @@ import pytest
 from coarse import COARSE_RACE
 from guesses import ALL, EXACT, as_float32, make_guesses, random_law
 
-from spectr_jax import METHODS, Method, TokenTree
+from spectr_jax import METHODS, TokenTree
 from spectr_jax.couplings import MaximalAfter, Race
+from spectr_jax.methods import Method
 from spectr_jax.proposal import Independent
 from spectr_jax.sampling import arrivals, first_arrival
 from spectr_jax.testing import enumeration, enumeration_error, random_tables

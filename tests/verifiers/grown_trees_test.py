@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 from guesses import ALL, DISTINCT, DUPLICATES, EXACT, RAN_OUT, RAN_OUT_BELOW, UNEQUAL, make_guesses, stack
 
-from spectr_jax import METHODS, Proposal, TokenTree
+from spectr_jax import METHODS, TokenTree
+from spectr_jax.proposal import Proposal
 from tests.slow import slow, slow_but
 
 

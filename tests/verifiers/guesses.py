@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spectr_jax import METHODS, Proposal, TokenTree, with_children
-from spectr_jax.methods import FURTHER_METHODS
+from spectr_jax import METHODS, TokenTree
+from spectr_jax.methods import FURTHER_METHODS, with_children
+from spectr_jax.proposal import Proposal
 
 # Every method, traversal verification in both its versions.
 ALL = {

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from guesses import ALL
 
-from spectr_jax import Proposal, SamplingParams, TokenTree
+from spectr_jax import SamplingParams, TokenTree
 from spectr_jax.couplings import Race
 from spectr_jax.kernels import native
+from spectr_jax.proposal import Proposal
 from spectr_jax.sampling import logits_to_probs
 from spectr_jax.verifiers.race_traversal import RACES_AT_ONCE
 from tests.slow import slow_but

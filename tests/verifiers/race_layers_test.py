@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spectr_jax import METHODS, Proposal, TokenTree, get_method, theory
+from spectr_jax import METHODS, TokenTree, theory
 from spectr_jax.couplings import HighestRatio
+from spectr_jax.methods import get_method
+from spectr_jax.proposal import Proposal
 from spectr_jax.testing import constant_tables, enumeration_error, expected_acceptance, random_tables
 
 LAYERS = get_method('race_layers').verifier

@@ -11,8 +11,9 @@ import pytest
 from coarse import coarse
 from guesses import ALL, CHAIN, CHAINS, UNEQUAL, as_float32, laws_of, make_guesses, random_law, stack
 
-from spectr_jax import Proposal, SamplingParams, TokenTree, generate
+from spectr_jax import SamplingParams, TokenTree, generate
 from spectr_jax.models import table
+from spectr_jax.proposal import Proposal
 from spectr_jax.testing import ContextTables, enumeration, enumeration_error, random_tables
 from tests.slow import slow
 

@@ -236,7 +236,7 @@ def test_medusa_heads_guess_one_token_further_each(tmp_path, target):
   tree = TokenTree.from_parents((0, 0, 1, 2, 3))
   decoder = spectr_jax.Decoder.make(target, drafter, method='traversal', tree=tree, max_new_tokens=4, cache_size=12)
   prompts = jax.random.randint(jax.random.key(1), (2, 6), 0, V)
-  state = spectr_jax.init_decode(decoder, jax.random.key(0), prompts, jnp.array([6, 3]))
+  state = spectr_jax.engine.init_decode(decoder, jax.random.key(0), prompts, jnp.array([6, 3]))
   proposal = jax.jit(propose)(decoder, state, jax.jit(noise_keys)(decoder, state)[0])
   model, apply = target.with_features((-1,)), jax.jit(spectr_jax.Model.apply)
   for row, length in enumerate((6, 3)):
