@@ -54,8 +54,8 @@ if TYPE_CHECKING:
 
 __version__ = '0.1.0'
 
-# Rarer names are in `draft`, `engine`, `methods`, `model`, `models`, `proposal` and `verifiers`, as docs/api.md says. What
-# no page of the API names is internal and may change.
+# Rarer names are in `draft`, `engine`, `methods`, `model`, `models`, `proposal` and `verifiers`, as docs/api.md says.
+# What no page of the API names is internal and may change.
 __all__ = [
   # Texts in, texts out; prompts in, tokens out.
   'generate_text', 'generate', 'generate_many', 'Session', 'auto',
