@@ -27,11 +27,14 @@ from spectr_jax.kernels.block_kernel import BlockKernel, fit_side_by_side, is_in
 from spectr_jax.kernels.dispatch import operation
 from spectr_jax.kernels.int8 import Int8Kernel, is_int8
 from spectr_jax.kernels.products import MANY_TOKENS, int8_product, multiply, rounded
+from spectr_jax.sharding import MODEL, automatic_axes
 
 # The name of the products that become one, by theirs.
 JOINED = {('q', 'k', 'v'): 'qkv', ('gate', 'up'): 'gate_up'}
 # Numbers of a kernel. Smaller ones are multiplied faster than a call is made.
 _LEAST_PACKED = 2**13
+# For TPUs: numbers of kernels, and tokens of a row; chunks of prompts have more.
+_MOST_JOINED, _MOST_TOKENS_JOINED = 2**23, 127
 MOST_DOUBLED = 2**31  # bytes of kernels that a model keeps in both orders; with more, it keeps them in their own
 
 
@@ -107,6 +110,38 @@ def _side_by_side(kernels: Sequence[Any], axis: int):
     return jnp.concatenate(kernels, axis=axis)
   values, scales = zip(*((kernel.values, kernel.scale) for kernel in kernels), strict=True)
   return Int8Kernel(jnp.concatenate(values, axis=axis), jnp.concatenate(scales), kernels[0].channel_axis)
+
+
+@operation
+def joined_in_loop(parts: Sequence[Mapping[str, Any]], num_tokens: int) -> tuple[Mapping[str, Any] | None, int]:
+  """The parameters of products of one input with `num_tokens` of each row as those of one product, or None for as they
+  are; and in how many parts it has the columns of all.
+  """
+  del parts, num_tokens
+  return None, 1
+
+
+def _are_few_and_small(parts, num_tokens):
+  kernels, num_devices = [part['kernel'] for part in parts], automatic_axes().get(MODEL, 1)
+  is_plain = all(isinstance(kernel, jax.Array) and kernel.shape[1] % num_devices == 0 for kernel in kernels)
+  return is_plain and num_tokens <= _MOST_TOKENS_JOINED and sum(kernel.size for kernel in kernels) <= _MOST_JOINED
+
+
+@joined_in_loop.form('tpu', takes=_are_few_and_small)
+def _joined_by_device(parts, num_tokens):
+  """One launch in place of several, and fewer kernels that the compiler must bring to the vector memory ahead of time.
+
+  The compiler joins them before the loop. The columns that a device holds stay on it.
+  """
+  del num_tokens
+  num_devices = automatic_axes().get(MODEL, 1)
+
+  def join(leaf):
+    pieces = [part[leaf].reshape(*part[leaf].shape[:-1], num_devices, -1) for part in parts]
+    joined = jnp.concatenate(pieces, axis=-1)
+    return joined.reshape(*joined.shape[:-2], -1)
+
+  return {leaf: join(leaf) for leaf in parts[0]}, num_devices
 
 
 def _can_join(parts: Sequence[Mapping[str, Any]]) -> bool:

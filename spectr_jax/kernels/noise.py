@@ -17,6 +17,8 @@ import jax.extend.random
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from spectr_jax.kernels.dispatch import operation
+
 _ROTATIONS = (13, 15, 26, 6), (17, 29, 16, 24)
 _PARITY = 0x1BD11BDA
 
@@ -68,6 +70,12 @@ _IMPL = jax.extend.random.define_prng_impl(
 )
 
 
+@operation
 def for_rounds(keys: jax.Array) -> jax.Array:
-  """Typed keys of `threefry2x32` as keys of equal bits whose `fold_in`, `split` and draws are one expression."""
+  """Typed keys of `threefry2x32` as keys of equal bits whose `fold_in`, `split` and draws launch little."""
+  return keys
+
+
+@for_rounds.form('cpu')
+def _as_one_expression(keys):
   return jax.random.wrap_key_data(jax.random.key_data(keys), impl=_IMPL)

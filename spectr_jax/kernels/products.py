@@ -55,8 +55,14 @@ def _not_fused_with_a_sum(x, dtype):
   return jnp.where(jnp.isnan(x), jnp.nan, x)
 
 
+@operation
 def sum_of(x: jax.Array, y: jax.Array) -> jax.Array:
-  """`x + y` of one type, added in float32 or wider and rounded once."""
+  """`x + y` of one type, rounded once."""
+  return x + y
+
+
+@sum_of.form('cpu')
+def _sum_of_wide(x, y):
   wide = accumulation_dtype(x.dtype)
   return rounded(x.astype(wide) + y.astype(wide), x.dtype)
 

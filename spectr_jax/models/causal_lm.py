@@ -17,7 +17,7 @@ from spectr_jax.kernels.attention import Rotation, attend, rotary_angles
 from spectr_jax.kernels.block_kernel import is_in_blocks
 from spectr_jax.kernels.dispatch import operation
 from spectr_jax.kernels.layouts import heads_in_order
-from spectr_jax.kernels.matrices import JOINED, matmul, params_for_decoding
+from spectr_jax.kernels.matrices import JOINED, joined_in_loop, matmul, params_for_decoding
 from spectr_jax.kernels.products import accumulation_dtype, rounded, sum_of
 from spectr_jax.kernels.tpu import fused_layers
 from spectr_jax.model import KVCache, Model, ModelOutput, slots_of
@@ -36,13 +36,19 @@ def linear(params: Mapping[str, Any], x: jax.Array) -> jax.Array:
 
 
 def linears(params: Mapping[str, Any], names: tuple[str, ...], x: jax.Array, widths: Sequence[int]) -> list[jax.Array]:
-  """The products `[..., out]` of one input with several kernels, which `params_for_decoding` may have joined."""
-  joined = params.get(JOINED[names])
+  """The products `[B, N, out]` of one input with several kernels, which `params_for_decoding` may have joined."""
+  joined, num_parts = params.get(JOINED[names]), 1
+  if joined is None:
+    joined, num_parts = joined_in_loop([params[name] for name in names], x.shape[1])
   if joined is None:
     return [linear(params[name], x) for name in names]
 
   products = heads_in_order(linear(joined, x))
-  return jnp.split(products, np.cumsum(widths)[:-1], axis=-1)
+  if num_parts == 1:
+    return jnp.split(products, np.cumsum(widths)[:-1], axis=-1)
+  pieces = products.reshape(*x.shape[:-1], num_parts, -1)
+  products = jnp.split(pieces, np.cumsum(widths)[:-1] // num_parts, axis=-1)
+  return [product.reshape(*x.shape[:-1], -1) for product in products]
 
 
 def _rms_norm(params, x, config):

@@ -284,8 +284,12 @@ def param_shapes(config: CausalLMConfig) -> dict[str, Any]:
   def linear(num_in, num_out, has_bias):
     return matrix('kernel', num_in, num_out) | ({'bias': array(num_out)} if has_bias else {})
 
+  def gain(width):
+    # Gains are multiplied in float32. TPUs would convert them anew in every round.
+    return {'gain': jax.ShapeDtypeStruct((width,), accumulation_dtype(config.dtype))}
+
   def norm():
-    return {'gain': array(width)} | ({'bias': array(width)} if config.norm == 'layer' else {})
+    return gain(width) | ({'bias': array(width)} if config.norm == 'layer' else {})
 
   width, head_dim = config.embed_dim, config.head_dim
   query_width, kv_width = config.num_heads * head_dim, config.num_cached_heads * head_dim
@@ -298,7 +302,7 @@ def param_shapes(config: CausalLMConfig) -> dict[str, Any]:
       'out': linear(query_width, width, config.has_out_bias),
     }
     if config.has_qk_norm:
-      attention |= {'q_norm': {'gain': array(head_dim)}, 'k_norm': {'gain': array(head_dim)}}
+      attention |= {'q_norm': gain(head_dim), 'k_norm': gain(head_dim)}
     into = {name: linear(width, config.mlp_dim, config.has_mlp_bias) for name in ('gate', 'up')[not config.is_gated :]}
     mlp = {**into, 'down': linear(config.mlp_dim, width, config.has_mlp_bias)}
     norms = {'attention_norm': norm(), 'mlp_norm': norm()}

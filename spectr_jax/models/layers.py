@@ -37,7 +37,8 @@ def rms_norm(x: jax.Array, gain: jax.Array | OrderedGain, *, epsilon: float = 1e
     return _ordered_norm(x, gain.values + offset if offset else gain.values, None, epsilon)
   wide = x.astype(accumulation_dtype(x.dtype))
   scale = inverse_root(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + epsilon)
-  return (wide * scale * (gain.astype(wide.dtype) + offset)).astype(x.dtype)
+  gain = gain.astype(wide.dtype) + offset if offset else gain
+  return (wide * scale * gain).astype(x.dtype)
 
 
 def _ordered_norm(x, gain, bias, epsilon):
