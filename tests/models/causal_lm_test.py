@@ -10,11 +10,12 @@ import pytest
 from hub_specs import SPECS
 
 from spectr_jax.io.hub.families import FAMILIES, OWN, read_spec
-from spectr_jax.kernels import native, products
+from spectr_jax.kernels import matrices, native, products
+from spectr_jax.kernels.dispatch import tracing_for
 from spectr_jax.kernels.matrices import PackedKernel
 from spectr_jax.model import Model
 from spectr_jax.models import table
-from spectr_jax.models.causal_lm import causal_lm, config_of, hidden_states, mlp
+from spectr_jax.models.causal_lm import causal_lm, config_of, hidden_states, linears, mlp
 from spectr_jax.models.causal_lm_config import CausalLMConfig, Rope, init_params
 from spectr_jax.tree import TokenTree
 from tests.slow import slow, slow_but
@@ -152,9 +153,10 @@ def test_what_drafters_share(name):
     model.with_features((4,))
 
 
-def test_parameters_are_of_one_dtype():
+def test_parameters_are_of_one_dtype_but_for_gains():
   model = causal_lm(_model('llama').params, dataclasses.replace(LLAMA, dtype='bfloat16'))
-  assert {leaf.dtype for leaf in jax.tree.leaves(model.params)} == {jnp.dtype('bfloat16')}
+  for keys, leaf in jax.tree_util.tree_leaves_with_path(model.params):
+    assert leaf.dtype == ('float32' if keys[-1].key == 'gain' else 'bfloat16')
   output = _plain(model, jnp.array([[1]]))
   assert output.logits.dtype == jnp.float32
   assert output.cache.keys[0].dtype == jnp.bfloat16
@@ -295,3 +297,25 @@ def test_rotary_numbers_are_validated():
   for magnitude in (0.0, -1.0, float('inf'), float('nan')):
     with pytest.raises(ValueError, match='magnitude of rotary positions must be finite and above 0'):
       Rope((1.0,), magnitude)
+
+
+@pytest.mark.parametrize('num_devices', [1, 2])
+def test_kernels_that_tpus_join(monkeypatch, num_devices):
+  """Columns of two devices stand side by side; biases with them."""
+  monkeypatch.setattr(matrices, 'automatic_axes', lambda: {'model': num_devices})
+  keys, widths = jax.random.split(jax.random.key(3), 7), (8, 4, 4)
+  params = {
+    name: {'kernel': jax.random.normal(kernel_key, (6, width)), 'bias': jax.random.normal(bias_key, (width,))}
+    for name, width, kernel_key, bias_key in zip('qkv', widths, keys[:3], keys[3:6])
+  }
+  x = jax.random.normal(keys[6], (2, 3, 6))
+  apart = linears(params, ('q', 'k', 'v'), x, widths)
+  with tracing_for('tpu'):
+    joined, num_parts = matrices.joined_in_loop(list(params.values()), 3)
+    products = linears(params, ('q', 'k', 'v'), x, widths)
+  assert num_parts == num_devices
+  assert joined['kernel'].shape == (6, 16)
+  for product, expected in zip(products, apart, strict=True):
+    np.testing.assert_allclose(product, expected, rtol=1e-5, atol=1e-6)
+  with tracing_for('tpu'):
+    assert matrices.joined_in_loop(list(params.values()), 128) == (None, 1)  # a chunk of a prompt
