@@ -254,8 +254,9 @@ def causal_lm(params: Mapping[str, Any], config: CausalLMConfig) -> Model:
   """The decoder with `params` as a `Model`.
 
   Args:
-    params: A nested dict as of `init_params`, of any float dtype; converted to `config.dtype`, gains to float32 or wider.
-      Kernels are in int8, as `int8.quantized` makes them, where `config.weights` says so; or each is a `BlockKernel`.
+    params: A nested dict as of `init_params`, of any float dtype; converted to `config.dtype`, gains to float32 or
+      wider. Kernels are in int8, as `int8.quantized` makes them, where `config.weights` says so; or each is a
+      `BlockKernel`.
     config: The sizes.
 
   Raises:
