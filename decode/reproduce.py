@@ -12,8 +12,8 @@ from common import command_line
 from common.output_files import OutputFiles
 from decode import plots
 from decode.experiment.console import make_console, show_progress
-from decode.experiment.model_options import SHIPPED_DRAFT
-from decode.experiment.options import LOOKUP, SHIPPED_PROMPTS, DecodeOptions, split_draft
+from decode.experiment.model_options import LOOKUP, SHIPPED_DRAFT, SHIPPED_TARGET, split_draft
+from decode.experiment.prompt_options import SHIPPED_PROMPTS
 from decode.experiment.prompt_sets import split_set
 from decode.papers.exhibit import Request, Sizes
 from decode.papers.exhibits import EXHIBITS, FIGURES, TABLES
@@ -28,7 +28,7 @@ _FIGURE = flags.DEFINE_list(
   None,
   f'Figures to make, separated by commas, of {", ".join(FIGURES)}; or {_ALL}. Default sizes take minutes.',
 )
-_TARGET = flags.DEFINE_string('target', DecodeOptions.target, 'Directory of the target model.')
+_TARGET = flags.DEFINE_string('target', SHIPPED_TARGET, 'Directory of the target model.')
 _DRAFT = flags.DEFINE_list(
   'draft',
   [SHIPPED_DRAFT],

@@ -13,6 +13,7 @@ import numpy as np
 
 from decode import study
 from decode.experiment.options import DecodeOptions
+from decode.experiment.prompt_options import SamplingOptions
 from decode.experiment.prompts import Prompt
 from decode.experiment.results import DecodeRun, Measurement
 from decode.experiment.settings import Setting
@@ -101,8 +102,8 @@ def describe_setting(options: DecodeOptions, setting: Setting) -> dict[str, Any]
     'draft_length': setting.draft_length,
     'tree': setting.tree_name,
     'children': setting.method.proposal_rule.name,
-    'epsilon': options.epsilon,
-    'temperature': options.temperature,
+    'epsilon': options.methods.epsilon,
+    'temperature': options.sampling.temperature,
   }
 
 
@@ -152,11 +153,11 @@ def continuation_of(
 
 def to_jsonl(run: DecodeRun) -> str:
   """The continuations as JSONL, one line per setting, seed, prompt and sample."""
-  lines, texts = [], (run.tokenizer, run.options.make_stop(run.tokenizer))
+  lines, texts = [], (run.tokenizer, run.options.prompts.make_stop(run.tokenizer))
   for measurement in run.measurements:
     setting = describe_setting(run.options, measurement.setting)
     for row in range(len(measurement.lengths)):
-      place, sample = divmod(row, run.options.num_samples)
+      place, sample = divmod(row, run.options.sampling.num_samples)
       continuation = continuation_of(measurement, row, *texts)
       line = describe_continuation(setting, run.prompts[place], measurement.seed, sample, continuation, *texts)
       lines.append(json.dumps(line, ensure_ascii=False) + '\n')
@@ -185,24 +186,24 @@ OPTIONS = {
 
 def describe_run(work: Workload, setting: Setting) -> dict[str, Any]:
   """The values that all lines of a run share, as JSON values: those of the files that are read by their content."""
-  options, models = work.options, work.info['models']
-  has_lookup = options.has_lookup and options.needs_draft
+  options, models, pair = work.options, work.info['models'], work.options.models
+  has_lookup = pair.has_lookup and options.methods.needs_draft
   run = {
-    'target': hash_content(options.target),
+    'target': hash_content(pair.target),
     'target_dtype': models['target']['dtype'],
-    'draft': hash_content(options.draft_model) if 'draft' in models else None,
+    'draft': hash_content(pair.draft_model) if 'draft' in models else None,
     'draft_dtype': models['draft']['dtype'] if 'draft' in models else None,
-    'weights': options.weights,
-    'lookup_max': options.lookup_max if has_lookup else None,
-    'lookup_min': options.lookup_min if has_lookup else None,
+    'weights': pair.weights,
+    'lookup_max': pair.lookup_max if has_lookup else None,
+    'lookup_min': pair.lookup_min if has_lookup else None,
     'lookup_corpus': hash_json([*models['corpus']['sha256'].values()]) if 'corpus' in models else None,
     'growth_threshold': 0.0 if setting.growth is None else setting.growth.threshold,
-    'gumbel': options.gumbel,
-    'logprobs': options.logprobs,
-    **({'constraint': constraint} if (constraint := hash_constraint(options)) else {}),
+    'gumbel': options.methods.gumbel,
+    'logprobs': options.prompts.logprobs,
+    **({'constraint': constraint} if (constraint := hash_constraint(options.sampling)) else {}),
   }
-  fields = {name: getattr(options, name) for name in OPTIONS['field']}
-  return {'run': run} | describe_setting(options, setting) | fields | {'stop': list(options.stop)}
+  fields = {name: options.flags[name] for name in OPTIONS['field']}
+  return {'run': run} | describe_setting(options, setting) | fields | {'stop': list(options.prompts.stop)}
 
 
 def describe_prompt(prompt: Prompt) -> dict[str, Any]:
@@ -213,7 +214,7 @@ def describe_prompt(prompt: Prompt) -> dict[str, Any]:
   )
 
 
-def hash_constraint(options: DecodeOptions) -> str | None:
+def hash_constraint(options: SamplingOptions) -> str | None:
   """A hash of what continuations must follow, or None; in a schema the order of properties counts."""
   constraint = options.read_constraint()
   return hash_json(json.dumps(constraint)) if constraint else None

@@ -96,7 +96,7 @@ def make_table(
     ('tree', 'left', has_trees, lambda s, _: s.tree_name),
     ('tokens per\ntarget call', 'left', True, lambda _, r: metrics.text_of(r.block_efficiency, r.interval)),
     ('acceptance\nby position', 'left', num_positions, lambda _, r: _shares(r.acceptance_by_position, num_positions)),
-    ('share of\noptimum', 'left', run.options.share_of_optimum, lambda _, r: share(r)),
+    ('share of\noptimum', 'left', run.options.prompts.share_of_optimum, lambda _, r: share(r)),
     ('tokens/s', 'right', True, lambda _, r: f'{r.tokens_per_second:,.0f}'),
     ('speed-up', 'right', True, lambda _, r: '-' if r.speedup is None else f'{r.speedup:.2f}x'),
     ('95% range', 'left', has_ranges, lambda _, r: _range(r.speedup_interval)),
@@ -211,7 +211,7 @@ def split_by_origin(tokens: np.ndarray, origins: np.ndarray, tokenizer: Tokenize
 
 def sample_measurement(run: DecodeRun) -> Measurement:
   """The measurement whose first continuation is shown: of the last setting that drafts, else of the last setting."""
-  first_seed = [measurement for measurement in run.measurements if measurement.seed == run.options.seed]
+  first_seed = [measurement for measurement in run.measurements if measurement.seed == run.options.sampling.seed]
   return ([measurement for measurement in first_seed if measurement.setting.tree.num_nodes] or first_seed)[-1]
 
 
@@ -238,26 +238,26 @@ def make_sample(run: DecodeRun, *, is_colored: bool) -> Text:
 def _headline(run: DecodeRun) -> str:
   options, models = run.options, run.info['models']
   names = ', '.join(f'{role} {model_title(model, has_dtype=True)}' for role, model in models.items())
-  names += ', guesses by lookup' if options.has_lookup else ''
-  filters = [f'temperature {options.temperature:g}']
-  if options.top_k:
-    filters.append(f'top-k {options.top_k}')
-  if options.top_p < 1:
-    filters.append(f'top-p {options.top_p:g}')
-  if options.min_p:
-    filters.append(f'min-p {options.min_p:g}')
+  names += ', guesses by lookup' if options.models.has_lookup else ''
+  filters = [f'temperature {options.sampling.temperature:g}']
+  if options.sampling.top_k:
+    filters.append(f'top-k {options.sampling.top_k}')
+  if options.sampling.top_p < 1:
+    filters.append(f'top-p {options.sampling.top_p:g}')
+  if options.sampling.min_p:
+    filters.append(f'min-p {options.sampling.min_p:g}')
   device = run.info['device']
-  batch_size = min(options.batch_size, len(run.prompts))
-  samples = f', {options.num_samples} samples of each prompt' if options.num_samples > 1 else ''
+  batch_size = min(options.prompts.batch_size, len(run.prompts))
+  samples = f', {options.sampling.num_samples} samples of each prompt' if options.sampling.num_samples > 1 else ''
   num_long = run.info['num_long_prompts']
   left_out = f' ({num_long} of the file are too long and left out)' if num_long else ''
   return (
     f'{names}\n{len(run.prompts)} prompts{left_out} in batches of {batch_size},'
-    f' up to {options.max_new_tokens} new tokens, {", ".join(filters)}{samples},'
-    f' {options.num_seeds} seed{"s" * (options.num_seeds > 1)} from {options.seed};'
+    f' up to {options.prompts.max_new_tokens} new tokens, {", ".join(filters)}{samples},'
+    f' {options.sampling.num_seeds} seed{"s" * (options.sampling.num_seeds > 1)} from {options.sampling.seed};'
     f' {device["kind"]}, {device["num_cpus"]} CPU cores'
     + (f', products of {device["products"]}' if 'products' in device else '')
-    + (f', mesh {options.mesh} of {device["num_devices"]} devices' if options.mesh else '')
+    + (f', mesh {options.models.mesh} of {device["num_devices"]} devices' if options.models.mesh else '')
   )
 
 

@@ -83,29 +83,29 @@ class DecodeRun:
   left_out: dict[str, str] = dataclasses.field(default_factory=dict)  # why `auto` could not choose methods, by name
 
   def _of(self, setting: Setting | None, seeds) -> list[Measurement]:
-    seeds = self.options.seeds if seeds is None else seeds
+    seeds = self.options.sampling.seeds if seeds is None else seeds
     return [each for each in self.measurements if each.seed in seeds and each.setting == setting]
 
   def take(self, rows: np.ndarray) -> DecodeRun:
     """The same run on some of its prompts by index, int `[N]`, each of which needs a time of its own."""
-    if self.options.num_samples > 1:
-      raise ValueError(f'samples are timed together: num_samples must be 1, got {self.options.num_samples}')
-    if min(self.options.batch_size, len(self.prompts)) > 1:
-      raise ValueError(f'prompts are timed by batch: batch_size must be 1, got {self.options.batch_size}')
+    if self.options.sampling.num_samples > 1:
+      raise ValueError(f'samples are timed together: num_samples must be 1, got {self.options.sampling.num_samples}')
+    if min(self.options.prompts.batch_size, len(self.prompts)) > 1:
+      raise ValueError(f'prompts are timed by batch: batch_size must be 1, got {self.options.prompts.batch_size}')
     measurements = [each.take(rows) for each in self.measurements]
     return dataclasses.replace(self, prompts=[self.prompts[row] for row in rows], measurements=measurements)
 
   @property
   def num_batches(self) -> int:
-    return -(-len(self.prompts) // self.options.batch_size)
+    return -(-len(self.prompts) // self.options.prompts.batch_size)
 
   def _per_prompt(self, values: np.ndarray) -> np.ndarray:
     """The sum over the samples of each prompt, `[P]`, of values `[R]`."""
-    return values.reshape(len(self.prompts), self.options.num_samples).sum(axis=1)
+    return values.reshape(len(self.prompts), self.options.sampling.num_samples).sum(axis=1)
 
   def batch_speeds(self, setting: Setting, seeds=None) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
     """Tokens and seconds `[batches]` of a setting, and of autoregressive decoding if that was run."""
-    starts = range(0, len(self.prompts), self.options.batch_size)
+    starts = range(0, len(self.prompts), self.options.prompts.batch_size)
     own, baseline = self._of(setting, seeds), self._of(baseline_of(self.settings), seeds)
 
     def tokens(group):
@@ -135,10 +135,10 @@ class DecodeRun:
     if parts:
       whole = seconds / num_rounds
       parts = {'round': whole} | parts | {'rest': whole - sum(parts.values())}
-    rows_per_batch = len(self.prompts) * self.options.num_samples / self.num_batches
+    rows_per_batch = len(self.prompts) * self.options.sampling.num_samples / self.num_batches
     share, share_interval = None, None
     is_compared = setting.method.max_drafts is None and has_independent_children(setting.method)
-    if self.options.share_of_optimum and is_compared:
+    if self.options.prompts.share_of_optimum and is_compared:
       accepted = self._per_prompt(sum(each.statistics.accepts.sum((1, 2)) for each in own))
       optimum = self._per_prompt(sum(each.statistics.optimum for each in own))
       share = metrics.ratio(accepted, optimum)

@@ -117,10 +117,12 @@ def expand(options: DecodeOptions) -> list[Setting]:
   The trees of `optimal` are still empty, since they depend on measurements. ValueError where a method cannot decode on
   a tree.
   """
-  settings = list(dict.fromkeys(setting for method in options.methods for setting in settings_of(method, options)))
+  settings = list(
+    dict.fromkeys(setting for method in options.methods.make() for setting in settings_of(method, options.methods))
+  )
   for setting in settings:
     if setting.budget is None:
-      check_fit(setting.method, setting.tree, setting.guesses(options.guesses))
+      check_fit(setting.method, setting.tree, setting.guesses(options.models.guesses))
     elif setting.method.needs_chains:
       raise ValueError(f'{setting.method.name} is defined for chains only, not for {setting.label}')
   return settings
@@ -128,7 +130,7 @@ def expand(options: DecodeOptions) -> list[Setting]:
 
 def only_setting(options: DecodeOptions) -> Setting:
   """The only setting of the options, for commands that run no grid and measure nothing first."""
-  if options.is_auto:
+  if options.methods.is_auto:
     raise ValueError('auto is not for this command; name a method')
   settings = expand(options)
   if len(settings) != 1:

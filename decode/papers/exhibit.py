@@ -11,7 +11,10 @@ from typing import Any, ClassVar
 from rich.console import Console
 
 from decode import plots
-from decode.experiment.options import DecodeOptions, option, split_draft
+from decode.experiment.model_options import split_draft
+from decode.experiment.option_fields import option
+from decode.experiment.options import DecodeOptions
+from decode.experiment.prompt_options import PromptOptions
 from decode.experiment.prompts import take_first, without_long
 from decode.experiment.results import DecodeRun, Summary
 from decode.experiment.run import run_decode
@@ -85,7 +88,7 @@ class Request:
       'seed': self.seed,
     }
     sizes = {name: value for name, value in self.sizes.used.items() if name in _DECODE_SIZES}
-    return DecodeOptions(**(own | sizes | dict(self.options) | options))
+    return DecodeOptions.of(**(own | sizes | dict(self.options) | options))
 
 
 @dataclasses.dataclass
@@ -357,7 +360,7 @@ def _check_inputs(request: Request) -> None:
   check_same_tokens(tokenizers)
   tokenizer = tokenizers[0][1]
   for path in request.prompts.values():
-    prompts = DecodeOptions(prompts=path, chat=request.options.get('chat', False)).read_prompts()
+    prompts = PromptOptions(prompts=path, chat=request.options.get('chat', False)).read()
     without_long(prompts, tokenizer, max_new_tokens=request.sizes.max_new_tokens, max_length=min(limits))
 
 

@@ -228,12 +228,12 @@ def _compute_over_acceptance(request: Request, notify: Notify) -> Results:
   workload = Workload.load(options)
   epsilons = sorted(set(request.sizes.epsilon))
   notify('bias at the positions of texts', 0, 1)
-  rows = _exact_rows(workload, epsilons, options.seed)
+  rows = _exact_rows(workload, epsilons, workload.seeds[0])
   settings = {
-    (name, epsilon): settings_of(with_epsilon(METHODS[name], epsilon), options)[0]
+    (name, epsilon): settings_of(with_epsilon(METHODS[name], epsilon), options.methods)[0]
     for epsilon in epsilons for name in (OPT, UNO)
   }  # fmt: skip
-  alone = settings_of(METHODS[TARGET], options)[0]
+  alone = settings_of(METHODS[TARGET], options.methods)[0]
   run = measure(workload, [alone, *settings.values()], notify)
   scores, lengths = collections.defaultdict(list), collections.defaultdict(list)
   for measurement in run.measurements:

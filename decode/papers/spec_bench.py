@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 
 from decode.experiment import metrics
-from decode.experiment.options import AUTO, DecodeOptions, fitting
+from decode.experiment.model_options import AUTO
+from decode.experiment.options import fitting
+from decode.experiment.prompt_options import PromptOptions
 from decode.experiment.prompt_sets import SPEC_BENCH_TASKS
 from decode.experiment.prompts import Prompt, take_evenly
 from decode.experiment.results import DecodeRun
@@ -43,7 +45,7 @@ def _task_of(prompt: Prompt) -> str:
 
 def _check_prompts(request: Request) -> None:
   """Refuses prompts that have no tasks of Spec-Bench, or are of several files."""
-  prompts = [prompt for path in request.prompts.values() for prompt in DecodeOptions(prompts=path).read_prompts()]
+  prompts = [prompt for path in request.prompts.values() for prompt in PromptOptions(prompts=path).read()]
   if len(request.prompts) != 1 or any(prompt.task not in SPEC_BENCH_TASKS for prompt in prompts):
     raise ValueError('this table is about the tasks of Spec-Bench: give one file, as --prompts=spec_bench:FILE')
 
@@ -96,7 +98,7 @@ def _measured_row(run: DecodeRun, setting: Setting, task: str, draft: str) -> Ro
   row: Row = {'task': task, 'of': HERE, 'prompts': len(run.prompts)} | setting_columns(setting, draft=draft)
   row |= {
     'tree': setting.tree_name,
-    'temperature': run.options.temperature,
+    'temperature': run.options.sampling.temperature,
     'mean accepted tokens': block_efficiency(summary),
   }
   row |= _speed_columns(run, setting)

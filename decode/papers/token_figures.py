@@ -174,7 +174,7 @@ def _compute_optimum(request: Request, notify: Notify) -> Results:
   workload = Workload.load(request.decode_options())
   num_drafts, num_prompts = request.sizes.num_drafts, len(workload.prompts)
   sums, counts = {(n, rule): np.zeros(num_prompts) for n in num_drafts for rule in _PAIR_RULES}, 0
-  for seed in workload.options.seeds:
+  for seed in workload.seeds:
     tokens = target_texts(workload, seed)
     batches = written_distributions(workload, (workload.draft, workload.target), tokens)
     for done, (prompts, pair) in enumerate(batches):

@@ -94,7 +94,8 @@ def theory_rows(method: str, num_nodes: Sequence[int], acceptance: np.ndarray) -
 
 def _measure_acceptance(workload: Workload, method: str, width: int) -> np.ndarray:
   """`[width]`: the share of positions at which the first, second, ... of `width` candidates is accepted."""
-  setting, keys = Setting(get_method(method), tree=TokenTree.chains(width, 1)), workload.keys(workload.options.seed)
+  setting = Setting(get_method(method), tree=TokenTree.chains(width, 1))
+  keys = workload.keys(workload.seeds[0])
   accepted, visits = np.zeros(width), 0
   for rows in workload.batches:
     statistics = workload.generate(setting, keys, rows, statistics=True).statistics

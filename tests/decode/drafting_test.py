@@ -7,7 +7,8 @@ import pytest
 
 from decode import chat
 from decode.experiment import drafting
-from decode.experiment.options import PRETRAINED, DecodeOptions
+from decode.experiment.model_options import PRETRAINED
+from decode.experiment.options import DecodeOptions
 from decode.experiment.settings import only_setting
 
 _HEAD, _MODEL = str(PRETRAINED / 'smollm2_head'), str(PRETRAINED / 'draft')
@@ -29,7 +30,7 @@ def test_the_default_depends_on_the_device_and_the_kind_of_draft(kind):
   assert default.draft_length <= 4
   for platform, wanted in (('cpu', default), ('gpu', drafting.ELSEWHERE), ('tpu', drafting.ELSEWHERE)):
     values = drafting.with_default_drafting(_values(draft=draft), platform)
-    setting = only_setting(DecodeOptions(**values))  # refuses what does not fit
+    setting = only_setting(DecodeOptions.of(**values))  # refuses what does not fit
     assert (setting.method.name, setting.num_drafts, setting.draft_length) == (
       wanted.method, wanted.num_drafts, wanted.draft_length,
     )  # fmt: skip

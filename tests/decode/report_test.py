@@ -22,7 +22,7 @@ from decode.experiment.settings import expand
 def run(tokenizer):
   """Autoregressive decoding at 8 tokens/s and two methods of which the second is slower."""
   methods = 'autoregressive', 'speculative', 'spectr'
-  options = DecodeOptions(method=methods, draft_length=(2,), num_drafts=(2,), max_new_tokens=8)
+  options = DecodeOptions.of(method=methods, draft_length=(2,), num_drafts=(2,), max_new_tokens=8)
   ids = np.resize(tokenizer.encode('an old oak'), (1, 8)).astype(np.int32)
   measurements = []
   for setting, calls, seconds in zip(expand(options), (8, 4, 4), (1.0, 0.5, 2.0)):
@@ -63,7 +63,7 @@ def test_plain_report_has_no_escape_codes_and_no_folded_rows(run):
   ('length', 'shown'), [(8, ['0.50'] * 8), (9, ['0.50'] * 8 + ['...']), (40, ['0.50'] * 8 + ['...'])]
 )
 def test_deep_trees_fit_into_the_table(run, length, shown):
-  (setting,) = expand(dataclasses.replace(run.options, method=('speculative',), draft_length=(length,)))
+  (setting,) = expand(run.options.replace(method=('speculative',), draft_length=(length,)))
   deep = dataclasses.replace(run.measurements[1], setting=setting, accepted_by_depth=np.full((1, length), 2))
   run = dataclasses.replace(run, settings=[setting], measurements=[deep])
   (row,) = [line.split() for line in _printed(run).splitlines() if line.startswith('speculative ')]
@@ -74,7 +74,7 @@ def test_deep_trees_fit_into_the_table(run, length, shown):
 
 def _with_batches(run, methods, seconds, lengths, **options):
   """The run with other methods, of one prompt in each batch, with their times relative to autoregressive ones."""
-  options = dataclasses.replace(run.options, method=('autoregressive', *methods), draft_length=(16,), **options)
+  options = run.options.replace(method=('autoregressive', *methods), draft_length=(16,), **options)
   settings, number = expand(options), len(seconds)
   measurements = [
     dataclasses.replace(
@@ -221,7 +221,7 @@ def test_text_cannot_steer_the_terminal_and_no_color_is_heeded(run, monkeypatch)
 
 def test_bias_and_the_parts_of_a_round_are_explained(run):
   assert not [*report.explain_bias(run)]
-  options = dataclasses.replace(run.options, method=('spectr_gbv', 'decoding_opt'))
+  options = run.options.replace(method=('spectr_gbv', 'decoding_opt'))
   settings = expand(options)
   measurements = [dataclasses.replace(run.measurements[1], setting=setting) for setting in settings]
   biased = dataclasses.replace(run, options=options, settings=settings, measurements=measurements)
@@ -233,7 +233,7 @@ def test_bias_and_the_parts_of_a_round_are_explained(run):
   rows = [line for line in printed.splitlines() if line.startswith(('spectr_gbv ', 'decoding_opt '))]
   assert [row.split()[1] for row in rows[:2]] == ['no', 'no']
   # Without over-acceptance it is speculative decoding.
-  exact = dataclasses.replace(options, method=('decoding_opt',), epsilon=0.0)
+  exact = options.replace(method=('decoding_opt',), epsilon=0.0)
   assert [setting.method.is_lossless for setting in expand(exact)] == [True]
   setting = run.settings[1]
   parts = {'draft': 0.05, 'target': 0.06, 'verification': 0.0375}

@@ -99,12 +99,12 @@ def test_programs_are_forgotten_where_there_is_little_room(monkeypatch, tmp_path
 
 def test_rounds_are_profiled(small_options, tmp_path):
   options = small_options('autoregressive', num_prompts=1, batch_size=1)
-  profiled = run_decode(dataclasses.replace(options, profile_dir=str(tmp_path / 'profile')))
+  profiled = run_decode(options.replace(profile_dir=str(tmp_path / 'profile')))
   assert list((tmp_path / 'profile' / 'autoregressive').rglob('*.xplane.pb'))
   np.testing.assert_array_equal(profiled.measurements[0].tokens, run_decode(options).measurements[0].tokens)
   (tmp_path / 'file').write_text('text')
   with pytest.raises(ValueError, match='profile_dir: cannot write .*file/autoregressive: Not a directory'):
-    run_decode(dataclasses.replace(options, profile_dir=str(tmp_path / 'file')))
+    run_decode(options.replace(profile_dir=str(tmp_path / 'file')))
 
 
 @pytest.mark.parametrize('role', ['target', 'draft'])
@@ -120,7 +120,7 @@ def test_logits_that_are_not_finite_are_named(small_options, pair, tmp_path, rol
 def test_weights_in_int8_are_named(small_options):
   options = small_options('speculative', weights='int8')
   loaded = load_models(options)
-  models, plain = loaded.info, load_models(dataclasses.replace(options, weights='')).info
+  models, plain = loaded.info, load_models(options.replace(weights='')).info
   assert models == {role: {**model, 'weights': 'int8'} for role, model in plain.items()}  # sizes and dtypes as before
   assert loaded.target.params['embedding'].values.dtype == loaded.draft.params['embedding'].values.dtype == np.int8
   assert model_title(models['target']) == f'{models["target"]["path"]} (0.0M, int8 weights)'
@@ -138,7 +138,7 @@ def test_long_prompts_are_left_out_and_counted(small_options, tmp_path):
   report.print_report(run, console)
   assert '2 prompts (1 of the file are too long and left out)' in console.file.getvalue()
   with pytest.raises(ValueError, match='line 2: the prompt is too long'):
-    run_decode(dataclasses.replace(options, skip_long=False))
+    run_decode(options.replace(skip_long=False))
 
 
 def test_speed_is_compared_batch_by_batch(small_options):
@@ -157,7 +157,7 @@ def test_speed_is_compared_batch_by_batch(small_options):
   assert summary.speedup_interval is baseline.speedup_interval is None  # two batches say nothing of others
   assert (summary.seconds, baseline.seconds) == (6.0, 12.0)
   # Three batches, in each of which it is twice as fast: nothing is left to chance.
-  alone = dataclasses.replace(run, options=dataclasses.replace(options, batch_size=1))
+  alone = dataclasses.replace(run, options=options.replace(batch_size=1))
 
   def timed(seconds):
     own = [np.array(seconds if measured.setting.method.max_drafts else (4.0, 2.0, 3.0)) for measured in measurements]

@@ -134,7 +134,7 @@ def test_the_breakdown_adds_up_and_is_compared(pair, prompt_file, monkeypatch):
 
 
 def test_published_numbers_stand_beside_three_drafts(monkeypatch):
-  options = DecodeOptions(method=('autoregressive', 'speculative', 'spectr'), num_drafts=(3, 5), draft_length=(8,))
+  options = DecodeOptions.of(method=('autoregressive', 'speculative', 'spectr'), num_drafts=(3, 5), draft_length=(8,))
   settings = {(setting.method.name, setting.num_drafts): setting for setting in expand(options)}
   printed = {key: gbv_tables._is_printed(setting) for key, setting in settings.items()}
   assert printed == {('autoregressive', 0): True, ('speculative', 1): True, ('spectr', 3): True, ('spectr', 5): False}
