@@ -228,8 +228,7 @@ if __name__ == '__main__':
     'context', 2048, 'Tokens that the conversation may have, those of an answer included.', lower_bound=3
   )
   flags.FLAGS.set_default('max_new_tokens', 512)
-  for name in ('target', 'draft'):
-    flags.FLAGS.set_default(name, None)
+  flags.FLAGS.set_default('target', None)
   describe_in_help(without_draft='autoregressive', takes_auto=True)
   help_text.leave_out(*_UNUSED, 'chat')
 

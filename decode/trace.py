@@ -69,11 +69,7 @@ def _describe_run(options: DecodeOptions, setting: Setting, models: dict[str, An
     'tree': setting.tree_name,
     'num_drafts': setting.num_drafts,
     'draft_length': setting.draft_length,
-    'temperature': options.sampling.temperature,
-    'top_k': options.sampling.top_k,
-    'top_p': options.sampling.top_p,
-    'min_p': options.sampling.min_p,
-    'seed': options.sampling.seed,
+    **{name: options.flags[name] for name in ('temperature', 'top_k', 'top_p', 'min_p', 'seed')},
     'version': spectr_jax.__version__,
   }
 
@@ -88,8 +84,8 @@ def record_trace(options: DecodeOptions, compare: tuple[str, ...] = (), notify: 
   setting = only_setting(options)
   if not setting.tree.num_nodes:
     raise ValueError(f'{setting.method.name} drafts nothing: there is nothing to trace')
-  kinds = {'gives': options.models.has_lookup, 'mixes': options.models.has_lookup and bool(options.models.draft_model)}
-  others = choose_others(compare, setting.method, setting.tree, **kinds)
+  guesses = options.models.guesses
+  others = choose_others(compare, setting.method, setting.tree, gives=guesses.gives, mixes=guesses.mixes)
   unused = 'mesh', 'num_seeds', 'num_samples', 'stop', 'logprobs'
   options.check_unused(unused, 'decode.trace, which shows whole rounds of one seed and sample on one device')
   notify('loading', 0, 1)

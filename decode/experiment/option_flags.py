@@ -48,11 +48,11 @@ def _value(field: dataclasses.Field) -> Any:
 
 def read_values() -> dict[str, Any]:
   """The fields that were typed, or have a default of this command, by name."""
-  values = {name: _value(field) for name, field in FIELDS.items()}
+  values = {name: (_value(field), field.metadata['flag_default']) for name, field in FIELDS.items()}
   return {
     name: value
-    for name, value in values.items()
-    if value is not None and (flags.FLAGS[name].present or value != FIELDS[name].metadata['flag_default'])
+    for name, (value, default) in values.items()
+    if flags.FLAGS[name].present or value not in (None, default)
   }
 
 

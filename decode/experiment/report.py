@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from common.printable import printable
+from decode import study
 from decode.experiment import metrics
 from decode.experiment.console import make_console
-from decode.experiment.results import DecodeRun, Measurement, Summary
+from decode.experiment.results import DecodeRun, Measurement
 from decode.experiment.workload import model_title
 from spectr_jax import ORIGIN_BONUS, ORIGIN_CORRECTION, ORIGIN_DRAFT
 from spectr_jax.auto.observation import Speed
@@ -37,6 +37,11 @@ def _range(interval: tuple[float, float] | None) -> str:
 
 
 _NUM_POSITIONS = 8  # of which the acceptance is shown, at most
+# Headers of columns, and those that a narrow console goes without, the first one first.
+_TOKENS, _ACCEPTANCE, _SHARE, _RANGE = (
+  'tokens per\ntarget call', 'acceptance\nby position', 'share of\noptimum', '95% range'
+)  # fmt: skip
+_GIVE_WAY = 'lossless', _RANGE, 'nodes'
 
 
 def _shares(shares: list[float], num_shown: int) -> str:
@@ -47,87 +52,66 @@ def _shares(shares: list[float], num_shown: int) -> str:
 
 def fitting_table(run: DecodeRun, console: Console) -> Table:
   """The table of results that fits the console: acceptance by position gives way first, then what lines say too."""
-  forms = [{'num_positions': number} for number in range(_NUM_POSITIONS, -1, -1)]
-  for name in ('has_lossless', 'has_ranges', 'has_nodes'):
-    forms.append({**forms[-1], name: False})
-  return _first_that_fits((make_table(run, **form) for form in forms), console)
-
-
-def _first_that_fits(tables: Iterable[Table], console: Console) -> Table:
-  """The first table that is not wider than the console, else the last."""
+  forms = [(number, ()) for number in range(_NUM_POSITIONS, 0, -1)]
+  forms += [(0, _GIVE_WAY[:number]) for number in range(len(_GIVE_WAY) + 1)]
   unbounded = console.options.update(max_width=10_000)
-  for table in tables:
-    if console.measure(table, options=unbounded).maximum <= console.width:
+  for form in forms:
+    shown = make_table(run, *form)
+    if console.measure(shown, options=unbounded).maximum <= console.width:
       break
-  return table
+  return shown
 
 
-def make_table(
-  run: DecodeRun,
-  num_positions: int = _NUM_POSITIONS,
-  *,
-  has_lossless: bool = True,
-  has_ranges: bool = True,
-  has_nodes: bool = True,
-) -> Table:
+def make_table(run: DecodeRun, num_positions: int = _NUM_POSITIONS, left_out: Sequence[str] = ()) -> Table:
   """The table of results: one row per setting, over all seeds.
 
   Args:
     run: The run.
     num_positions: Positions whose acceptance is shown, at most.
-    has_lossless: Whether a column says which methods are lossless; else those that are not have a mark.
-    has_ranges: Whether a column has the intervals of the speed-ups.
-    has_nodes: Whether a column has the numbers of nodes, where there are trees.
+    left_out: Columns to leave out. Without `lossless` methods that are not have a mark.
   """
+  summaries, has_lossless = run.summaries, 'lossless' not in left_out
   has_trees = any(setting.tree.num_nodes and not setting.num_drafts for setting in run.settings)
-  has_ranges = has_ranges and any(summary.speedup is not None for summary in run.summaries.values())
-
-  def share(summary: Summary) -> str:
-    value = summary.share_of_optimum
-    return '-' if value is None else metrics.text_of(value, summary.share_interval)
-
-  # Name, alignment, whether it is shown, and the cell of a setting with its results.
-  columns = (
-    ('method', 'left', True, lambda s, _: s.method.name + ('' if has_lossless or s.method.is_lossless else ' (!)')),
-    ('lossless', 'left', has_lossless, lambda s, _: 'yes' if s.method.is_lossless else 'no'),
-    ('K', 'right', True, lambda s, _: str(s.num_drafts or '-')),
-    ('L', 'right', True, lambda s, _: str(s.draft_length or '-')),
-    ('nodes', 'right', has_trees and has_nodes, lambda s, _: str(s.tree.num_nodes or '-')),
-    ('tree', 'left', has_trees, lambda s, _: s.tree_name),
-    ('tokens per\ntarget call', 'left', True, lambda _, r: metrics.text_of(r.block_efficiency, r.interval)),
-    ('acceptance\nby position', 'left', num_positions, lambda _, r: _shares(r.acceptance_by_position, num_positions)),
-    ('share of\noptimum', 'left', run.options.prompts.share_of_optimum, lambda _, r: share(r)),
-    ('tokens/s', 'right', True, lambda _, r: f'{r.tokens_per_second:,.0f}'),
-    ('speed-up', 'right', True, lambda _, r: '-' if r.speedup is None else f'{r.speedup:.2f}x'),
-    ('95% range', 'left', has_ranges, lambda _, r: _range(r.speedup_interval)),
-  )
-  columns = [column for column in columns if column[2]]
-  padding = (0, 1) if has_lossless else (0, 1, 0, 0)
-  table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=padding)
-  for name, justify, *_ in columns:
-    table.add_column(name, justify=justify, no_wrap=name != 'tree')
-  for setting, summary in run.summaries.items():
-    table.add_row(*(cell(setting, summary) for *_, cell in columns))
-  return table
+  has_speedups = any(each.speedup is not None for each in summaries.values())
+  empty = {'nodes': not has_trees, 'tree': not has_trees, _ACCEPTANCE: not num_positions, _RANGE: not has_speedups}
+  empty |= {_SHARE: not run.options.prompts.share_of_optimum} | dict.fromkeys(left_out, True)
+  rows = [
+    {
+      'method': setting.method.name + ('' if has_lossless or setting.method.is_lossless else ' (!)'),
+      'lossless': 'yes' if setting.method.is_lossless else 'no',
+      'K': setting.num_drafts or None,
+      'L': setting.draft_length or None,
+      'nodes': setting.tree.num_nodes or None,
+      'tree': setting.tree_name,
+      _TOKENS: metrics.text_of(each.block_efficiency, each.interval),
+      _ACCEPTANCE: _shares(each.acceptance_by_position, num_positions),
+      _SHARE: '-' if each.share_of_optimum is None else metrics.text_of(each.share_of_optimum, each.share_interval),
+      'tokens/s': f'{each.tokens_per_second:,.0f}',
+      'speed-up': None if each.speedup is None else f'{each.speedup:.2f}x',
+      _RANGE: _range(each.speedup_interval),
+    }
+    for setting, each in summaries.items()
+  ]
+  rows = [{name: cell for name, cell in row.items() if not empty.get(name)} for row in rows]
+  whole = [name for name in rows[0] if name != 'tree']
+  return study.table(rows, right=('tokens/s', 'speed-up'), whole=whole, gap=2 if has_lossless else 1)
 
 
 def make_speed_table(speeds: list[Speed]) -> Table:
   """A table of the settings that `auto` timed."""
   alone = next(each for each in speeds if not each.setting.tree.num_nodes)
-  table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-  table.add_column('timed')
-  for name in ('tokens per\ntarget call', 'tokens/s', '95% range', 'speed-up'):
-    table.add_column(name, justify='right', no_wrap=True)
-  for each in speeds:
-    low, high = each.interval
-    table.add_row(
-      str(each.setting),
-      f'{each.tokens_per_call:.2f}',
-      f'{each.tokens_per_second:,.0f}',
-      f'{low:,.0f} to {high:,.0f}',
-      f'{each.tokens_per_second / alone.tokens_per_second:.2f}x',
-    )
-  return table
+  rows = [
+    {
+      'timed': str(each.setting),
+      _TOKENS: f'{each.tokens_per_call:.2f}',
+      'tokens/s': f'{each.tokens_per_second:,.0f}',
+      _RANGE: f'{each.interval[0]:,.0f} to {each.interval[1]:,.0f}',
+      'speed-up': f'{each.tokens_per_second / alone.tokens_per_second:.2f}x',
+    }
+    for each in speeds
+  ]
+  numbers = list(rows[0])[1:]
+  return study.table(rows, right=numbers, whole=numbers)
 
 
 def explain_choice(speeds: list[Speed], left_out: Mapping[str, str]) -> Iterator[str]:
@@ -316,7 +300,7 @@ def print_report(run: DecodeRun, console: Console | None = None, *, more: str = 
   table = fitting_table(run, console)
   console.print(table)
   console.print()
-  is_hidden = '95% range' not in [column.header for column in table.columns]
+  is_hidden = _RANGE not in [column.header for column in table.columns]
   explanations = explain_bias, explain_missing_baseline, explain_ranges, explain_slow, explain_parts, explain_seconds
   for explain in (*[explain_hidden_ranges] * is_hidden, *explanations):
     for line in explain(run):

@@ -117,9 +117,8 @@ def expand(options: DecodeOptions) -> list[Setting]:
   The trees of `optimal` are still empty, since they depend on measurements. ValueError where a method cannot decode on
   a tree.
   """
-  settings = list(
-    dict.fromkeys(setting for method in options.methods.make() for setting in settings_of(method, options.methods))
-  )
+  methods = options.methods
+  settings = list(dict.fromkeys(each for method in methods.make() for each in settings_of(method, methods)))
   for setting in settings:
     if setting.budget is None:
       check_fit(setting.method, setting.tree, setting.guesses(options.models.guesses))

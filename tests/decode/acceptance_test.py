@@ -201,11 +201,8 @@ def test_the_bound_is_that_of_the_distributions_tokens_are_drawn_from(options):
 def test_tokens_after_the_end_have_no_distribution():
   workload, probs_by_role = _tables([0, 1], max_new_tokens=3)
   cold = workload.at(0.25)
-  assert (cold.options.sampling.temperature, cold.sampling.temperature, workload.sampling.temperature) == (
-    0.25,
-    0.25,
-    1,
-  )
+  assert cold.options.sampling.temperature == cold.sampling.temperature == 0.25
+  assert workload.sampling.temperature == 1
   tokens = np.array([[1, 2, 2], [0, -1, -1]], np.int32)
   [log_probs] = distributions.written_log_probs(workload, (workload.draft,), tokens)
   p = np.log(probs_by_role['draft'])

@@ -142,14 +142,14 @@ def test_a_calibration_is_the_same_after_a_file_and_others_are_refused(tmp_path,
 
 def test_few_are_timed_on_cpus_unless_the_grid_is_given(monkeypatch):
   assert _options().methods.has_short_grid
-  assert not _options(grid='full').has_short_grid
-  assert not _options(num_drafts=(1, 2)).has_short_grid
-  assert not _options(tree=('prefix:2,1',)).has_short_grid
-  assert _options(tree=('prefix:2,1',), grid='short').has_short_grid
+  assert not _options(grid='full').methods.has_short_grid
+  assert not _options(num_drafts=(1, 2)).methods.has_short_grid
+  assert not _options(tree=('prefix:2,1',)).methods.has_short_grid
+  assert _options(tree=('prefix:2,1',), grid='short').methods.has_short_grid
   assert _options().replace(num_prompts=3).methods.has_short_grid
   monkeypatch.setattr('jax.default_backend', lambda: 'gpu')
   assert not _options().methods.has_short_grid
-  assert _options(grid='short').has_short_grid
+  assert _options(grid='short').methods.has_short_grid
 
 
 class _Interrupted(BaseException):

@@ -39,10 +39,7 @@ def test_one_of_them_may_be_given(tmp_path, capsys):
 
 
 def test_other_constraints_make_other_runs(tmp_path):
-  path, found = (
-    tmp_path / 'schema.json',
-    {hash_constraint(SamplingOptions(regex=each)) for each in (None, '', 'a')},
-  )
+  path, found = tmp_path / 'schema.json', {hash_constraint(SamplingOptions(regex=each)) for each in (None, '', 'a')}
   for names in ('ab', 'ba'):  # which are written in this order
     path.write_text(json.dumps({'properties': {name: {'type': 'null'} for name in names}}))
     found.add(hash_constraint(SamplingOptions(json_schema=str(path))))

@@ -51,7 +51,7 @@ def test_what_is_given_stays_and_chat_takes_the_rest(monkeypatch):
   assert str(only_setting(chat.options_of(_values(draft=_HEAD)))) == 'block K=1 L=2'
   monkeypatch.setattr(drafting.jax, 'default_backend', lambda: 'tpu')
   assert str(only_setting(chat.options_of(_values(draft=_HEAD)))) == 'race_traversal K=2 L=8'
-  assert chat.options_of(_values(draft=_HEAD, method=('auto',))).is_auto
+  assert chat.options_of(_values(draft=_HEAD, method=('auto',))).methods.is_auto
   for method in ('auto', 'block'):
     with pytest.raises(ValueError, match=f'^{method} needs a draft of the target: --draft=DRAFT, or --method='):
       chat.options_of(_values(method=(method,)))
