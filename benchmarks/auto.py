@@ -56,16 +56,16 @@ def compare_choice(workload: Workload, speeds: Sequence[Speed], settings: Sequen
 
   def batch_speeds(setting):
     (tokens, seconds), (_, beside) = run.batch_speeds(setting)
-    return tokens, seconds * (summaries[baseline].seconds / beside.sum())
+    return tokens, seconds * (summaries[baseline]['seconds'] / beside.sum())
 
-  chosen, best = speeds[0].setting, max(run.settings, key=lambda setting: summaries[setting].speedup)
+  chosen, best = speeds[0].setting, max(run.settings, key=lambda setting: summaries[setting]['speedup'])
   factor, low, high = metrics.compare(batch_speeds(chosen), batch_speeds(best))
   rows = [
     {
       'setting': str(each),
       'timed': timed.get(each),
-      'measured': summaries[baseline].tokens_per_second * summaries[each].speedup,
-      'tokens_per_call': summaries[each].block_efficiency,
+      'measured': summaries[baseline]['tokens_per_second'] * summaries[each]['speedup'],
+      'tokens_per_call': summaries[each]['block_efficiency'],
     }
     for each in run.settings
   ]

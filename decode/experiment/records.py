@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from decode import study
-from decode.experiment.options import DecodeOptions
 from decode.experiment.prompt_options import SamplingOptions
 from decode.experiment.prompts import Prompt
-from decode.experiment.results import DecodeRun, Measurement
-from decode.experiment.settings import Setting
+from decode.experiment.results import BESIDE, DecodeRun, Measurement
+from decode.experiment.settings import Setting, describe_setting
 from decode.experiment.workload import Workload
+from decode.study import Row
 from spectr_jax import Continuation, StopStrings, finish_reason
 from spectr_jax.auto.observation import Speed
 from spectr_jax.io.load import hash_content
@@ -26,24 +26,9 @@ from spectr_jax.io.tokenizer import TokenizerBase
 _PARTS = 'round', 'draft', 'target', 'verification', 'rest'  # of `seconds_per_round`
 
 
-def _result(run: DecodeRun, measurement: Measurement) -> dict:
-  summary = run.summarize(measurement.setting, (measurement.seed,))
-  return describe_setting(run.options, summary.setting) | {
-    'num_nodes': summary.setting.tree.num_nodes,
-    'seed': measurement.seed,
-    'num_prompts': len(run.prompts),
-    'tokens': summary.num_tokens,
-    'target_calls': summary.num_calls,
-    'block_efficiency': summary.block_efficiency,
-    'block_efficiency_ci95': summary.interval,
-    'acceptance_by_position': summary.acceptance_by_position,
-    'tokens_per_second': summary.tokens_per_second,
-    'speedup': summary.speedup,
-    'speedup_ci95': summary.speedup_interval,
-    'seconds_per_round': summary.seconds_per_round or None,
-    'share_of_optimum': summary.share_of_optimum,
-    'share_of_optimum_ci95': summary.share_interval,
-  }
+def _rows(run: DecodeRun) -> list[Row]:
+  every = (run.summarize(each.setting, (each.seed,)) for each in run.measurements)
+  return [{name: value for name, value in row.items() if name not in BESIDE} for row in every]
 
 
 def _speed(speed: Speed) -> dict:
@@ -67,8 +52,7 @@ def to_json(run: DecodeRun) -> str:
   requested, and `epsilon` if methods use their own. `acceptance_by_position[d]` is the share of rounds that kept at
   least d + 1 drafted tokens; `acceptance` holds, by method, the rates that `optimal` trees were chosen from.
   """
-  results = [_result(run, measurement) for measurement in run.measurements]
-  content = {'run': run.info, 'acceptance': run.acceptance, 'results': results}
+  content = {'run': run.info, 'acceptance': run.acceptance, 'results': _rows(run)}
   if run.speeds:
     content |= {'speeds': [_speed(each) for each in run.speeds], 'left_out': run.left_out}
   return json.dumps(content, indent=2, allow_nan=False) + '\n'
@@ -81,9 +65,9 @@ def to_csv(run: DecodeRun) -> str:
   Each line ends with the paths of both models.
   """
   rows, models = [], run.info['models']
-  for measurement in run.measurements:
+  for result in _rows(run):
     row = {}
-    for name, value in _result(run, measurement).items():
+    for name, value in result.items():
       if name.endswith('_ci95'):
         row |= dict(zip((f'{name}_low', f'{name}_high'), value or ('', '')))
       elif name == 'seconds_per_round':
@@ -92,19 +76,6 @@ def to_csv(run: DecodeRun) -> str:
         row[name] = ' '.join(map(str, value)) if isinstance(value, list) else value
     rows.append(row | {role: models.get(role, {}).get('path', '') for role in ('target', 'draft')})
   return study.to_csv(rows)
-
-
-def describe_setting(options: DecodeOptions, setting: Setting) -> dict[str, Any]:
-  return {
-    'method': setting.method.name,
-    'is_lossless': setting.method.is_lossless,
-    'num_drafts': setting.num_drafts,
-    'draft_length': setting.draft_length,
-    'tree': setting.tree_name,
-    'children': setting.method.proposal_rule.name,
-    'epsilon': options.methods.epsilon,
-    'temperature': options.sampling.temperature,
-  }
 
 
 def describe_continuation(

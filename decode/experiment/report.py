@@ -72,7 +72,7 @@ def make_table(run: DecodeRun, num_positions: int = _NUM_POSITIONS, left_out: Se
   """
   summaries, has_lossless = run.summaries, 'lossless' not in left_out
   has_trees = any(setting.tree.num_nodes and not setting.num_drafts for setting in run.settings)
-  has_speedups = any(each.speedup is not None for each in summaries.values())
+  has_speedups = any(each['speedup'] is not None for each in summaries.values())
   empty = {'nodes': not has_trees, 'tree': not has_trees, _ACCEPTANCE: not num_positions, _RANGE: not has_speedups}
   empty |= {_SHARE: not run.options.prompts.share_of_optimum} | dict.fromkeys(left_out, True)
   rows = [
@@ -83,12 +83,14 @@ def make_table(run: DecodeRun, num_positions: int = _NUM_POSITIONS, left_out: Se
       'L': setting.draft_length or None,
       'nodes': setting.tree.num_nodes or None,
       'tree': setting.tree_name,
-      _TOKENS: metrics.text_of(each.block_efficiency, each.interval),
-      _ACCEPTANCE: _shares(each.acceptance_by_position, num_positions),
-      _SHARE: '-' if each.share_of_optimum is None else metrics.text_of(each.share_of_optimum, each.share_interval),
-      'tokens/s': f'{each.tokens_per_second:,.0f}',
-      'speed-up': None if each.speedup is None else f'{each.speedup:.2f}x',
-      _RANGE: _range(each.speedup_interval),
+      _TOKENS: metrics.text_of(each['block_efficiency'], each['block_efficiency_ci95']),
+      _ACCEPTANCE: _shares(each['acceptance_by_position'], num_positions),
+      _SHARE: '-'
+      if each['share_of_optimum'] is None
+      else metrics.text_of(each['share_of_optimum'], each['share_of_optimum_ci95']),
+      'tokens/s': f'{each["tokens_per_second"]:,.0f}',
+      'speed-up': None if each['speedup'] is None else f'{each["speedup"]:.2f}x',
+      _RANGE: _range(each['speedup_ci95']),
     }
     for setting, each in summaries.items()
   ]
@@ -131,19 +133,19 @@ def explain_slow(run: DecodeRun) -> Iterator[str]:
   """One line for each setting slower than autoregressive decoding: the cost and the tokens of a round."""
   for setting, summary in run.summaries.items():
     num_nodes = setting.tree.num_nodes + 1
-    if not setting.tree.num_nodes or summary.speedup is None or summary.speedup >= 1:
+    if not setting.tree.num_nodes or summary['speedup'] is None or summary['speedup'] >= 1:
       continue
     cost = run.node_costs[num_nodes]
     yield (
-      f'{setting} is slower here: a round takes {summary.round_cost:.1f} times as long as an autoregressive step and'
-      f" yields {summary.tokens_per_round:.1f} tokens per row; on this {run.info['device']['platform']} the target's"
+      f'{setting} is slower here: a round takes {summary["round_cost"]:.1f} times as long as an autoregressive step and'
+      f" yields {summary['tokens_per_round']:.1f} tokens per row; on this {run.info['device']['platform']} the target's"
       f' call alone takes {cost:.1f} times as long for {num_nodes} nodes as for 1.'
     )
 
 
 def explain_missing_baseline(run: DecodeRun) -> Iterator[str]:
   """A line where no setting says how fast decoding without a draft is."""
-  if all(summary.speedup is None for summary in run.summaries.values()):
+  if all(summary['speedup'] is None for summary in run.summaries.values()):
     yield 'speed-up is relative to autoregressive, which is not among the methods; add it to --method to compare.'
 
 
@@ -151,12 +153,12 @@ def explain_ranges(run: DecodeRun) -> Iterator[str]:
   """A line where speed-ups or tokens per call have no interval, and why."""
   summaries = [summary for setting, summary in run.summaries.items() if setting.tree.num_nodes]
   enough = f'and it takes {metrics.MIN_UNITS}'
-  if any(each.speedup is not None and each.speedup_interval is None for each in summaries):
+  if any(each['speedup'] is not None and each['speedup_ci95'] is None for each in summaries):
     yield (
       f'speed-ups have no 95% range: it is over batches, of which this run has {run.num_batches}, {enough}; a smaller'
       ' --batch_size or more --num_prompts make more.'
     )
-  if any(each.interval is None for each in summaries):
+  if any(each['block_efficiency_ci95'] is None for each in summaries):
     yield (
       f'tokens per target call have no interval: it is over prompts, of which this run has {len(run.prompts)},'
       f' {enough}.'
@@ -166,13 +168,13 @@ def explain_ranges(run: DecodeRun) -> Iterator[str]:
 def explain_hidden_ranges(run: DecodeRun) -> Iterator[str]:
   """One line for each speed-up with an interval, for tables without a column of them."""
   for setting, each in run.summaries.items():
-    if each.speedup_interval is not None:
-      yield f'{setting}: speed-up {each.speedup:.2f}x, 95% range {_range(each.speedup_interval)}.'
+    if each['speedup_ci95'] is not None:
+      yield f'{setting}: speed-up {each["speedup"]:.2f}x, 95% range {_range(each["speedup_ci95"])}.'
 
 
 def explain_parts(run: DecodeRun) -> Iterator[str]:
   for setting, summary in run.summaries.items():
-    if parts := summary.seconds_per_round:
+    if parts := summary['seconds_per_round']:
       each = ', '.join(f'{part} {1e3 * seconds:.2f}' for part, seconds in parts.items() if part != 'round')
       yield (
         f'{setting}: a round takes {1e3 * parts["round"]:.2f} ms, of which {each}; parts are timed as programs of their'
@@ -259,15 +261,15 @@ def explain_vocabulary(run: DecodeRun) -> Iterator[str]:
 def explain_gain(run: DecodeRun) -> Iterator[str]:
   """A line with what the fastest lossless setting that drafts gains, if speeds were compared on enough batches."""
   summaries = run.summaries
-  compared = [each for each in summaries.values() if each.speedup_interval and each.setting.method.is_lossless]
+  compared = [each for each in summaries.values() if each['speedup_ci95'] and each['is_lossless']]
   if not compared:
     return
-  best, alone = max(compared, key=lambda each: each.speedup), summaries[baseline_of(run.settings)]
-  subject = str(best.setting) if best.speedup >= 1 else f'Nothing gains here: the fastest, {best.setting},'
+  best, alone = max(compared, key=lambda each: each['speedup']), summaries[baseline_of(run.settings)]
+  subject = str(best['setting']) if best['speedup'] >= 1 else f'Nothing gains here: the fastest, {best["setting"]},'
   yield (
-    f'{subject} decodes {best.speedup:.2f} times as fast as the target alone ({_range(best.speedup_interval)}):'
-    f' {best.tokens_per_second:,.0f} tokens/s for {alone.tokens_per_second:,.0f}, {best.block_efficiency:.2f} tokens'
-    " per call of the target, with exactly the target's distribution."
+    f'{subject} decodes {best["speedup"]:.2f} times as fast as the target alone ({_range(best["speedup_ci95"])}):'
+    f' {best["tokens_per_second"]:,.0f} tokens/s for {alone["tokens_per_second"]:,.0f}, {best["block_efficiency"]:.2f}'
+    " tokens per call of the target, with exactly the target's distribution."
   )
 
 

@@ -1,4 +1,4 @@
-"""The results of a run: `DecodeRun`, with one `Measurement` per setting and seed, and one `Summary` per setting."""
+"""The results of a run: `DecodeRun`, with one `Measurement` per setting and seed, and rows of what they come to."""
 
 from __future__ import annotations
 
@@ -12,11 +12,15 @@ from decode.experiment import metrics
 from decode.experiment.optimal_trees import Acceptance, has_independent_children
 from decode.experiment.options import DecodeOptions
 from decode.experiment.prompts import Prompt
-from decode.experiment.settings import Setting
+from decode.experiment.settings import Setting, describe_setting
+from decode.study import Row
 from spectr_jax import Generation
 from spectr_jax.auto.observation import Speed
 from spectr_jax.auto.setting import baseline_of
 from spectr_jax.io.tokenizer import TokenizerBase
+
+# Columns of rows that JSON does not have.
+BESIDE = 'setting', 'seconds', 'num_rounds', 'round_cost', 'tokens_per_round'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,29 +45,6 @@ class Measurement(Generation):
     names = {field.name for field in dataclasses.fields(self)} - {'setting', 'seed', 'rounds'}
     taken = jax.tree.map(lambda array: array[rows], {name: getattr(self, name) for name in names})
     return dataclasses.replace(self, **taken, rounds=int(taken['num_target_calls'].sum()))
-
-
-@dataclasses.dataclass(frozen=True)
-class Summary:
-  """A setting's results over one seed or several. Intervals are of 95%, None below `metrics.MIN_UNITS` units."""
-
-  setting: Setting
-  num_tokens: int
-  num_calls: int  # of the target
-  block_efficiency: float  # `num_tokens / num_calls`
-  interval: tuple[float, float] | None  # of `block_efficiency` over prompts, within what is possible
-  acceptance_by_position: list[float]  # `[L]`, the share of rounds that kept at least d + 1 drafted tokens
-  seconds: float  # of all batches, without compilation
-  num_rounds: int  # that the device ran, each for a whole batch
-  tokens_per_second: float
-  speedup: float | None  # over autoregressive decoding in turns with it
-  speedup_interval: tuple[float, float] | None  # over batches
-  round_cost: float | None  # time of a round, in autoregressive steps
-  tokens_per_round: float  # per row, where rows that wait for the rest of their batch count
-  share_of_optimum: float | None = None  # of the most that token-level verification could accept where it was
-  share_interval: tuple[float, float] | None = None  # over prompts
-  # by part; `rest` may be negative, since parts are timed alone
-  seconds_per_round: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,10 +96,16 @@ class DecodeRun:
     return (speeds, (tokens(baseline), sum(each.baseline_seconds for each in own))) if baseline else (speeds,)
 
   @property
-  def summaries(self) -> dict[Setting, Summary]:
+  def summaries(self) -> dict[Setting, Row]:
     return {setting: self.summarize(setting) for setting in self.settings}
 
-  def summarize(self, setting: Setting, seeds=None) -> Summary:
+  def summarize(self, setting: Setting, seeds=None) -> Row:
+    """A row of the results, over one seed or several, by the names in JSON; see `records.to_json`.
+
+    Columns `BESIDE` are not in JSON: the `setting`, `seconds` of all batches without compilation, `num_rounds` that the
+    device ran, each for a whole batch, the `round_cost` in autoregressive steps, and `tokens_per_round` of a row, where
+    rows that wait for the rest of their batch count.
+    """
     own, baseline = self._of(setting, seeds), self._of(baseline_of(self.settings), seeds)
     num_rounds, seconds = sum(each.rounds for each in own), sum(each.seconds for each in own)
     speedup, speedup_interval, round_cost = None, None, None
@@ -131,7 +118,7 @@ class DecodeRun:
     # The continuations of one prompt are one unit of the sample.
     tokens = self._per_prompt(sum(each.lengths for each in own))
     calls = self._per_prompt(sum(each.num_target_calls for each in own))
-    parts = self.part_seconds.get(setting, {})
+    parts = self.part_seconds.get(setting)
     if parts:
       whole = seconds / num_rounds
       parts = {'round': whole} | parts | {'rest': whole - sum(parts.values())}
@@ -143,21 +130,24 @@ class DecodeRun:
       optimum = self._per_prompt(sum(each.statistics.optimum for each in own))
       share = metrics.ratio(accepted, optimum)
       share_interval = metrics.within(metrics.ratio_interval(accepted, optimum), 0)
-    return Summary(
-      setting=setting,
-      num_tokens=int(tokens.sum()),
-      num_calls=int(calls.sum()),
-      block_efficiency=metrics.ratio(tokens, calls),
-      interval=metrics.within(metrics.ratio_interval(tokens, calls), 1, setting.tree.max_depth + 1),
-      acceptance_by_position=metrics.acceptance_by_position(sum(each.accepted_by_depth for each in own), calls),
-      seconds=seconds,
-      num_rounds=num_rounds,
-      tokens_per_second=int(tokens.sum()) / seconds,
-      speedup=speedup,
-      speedup_interval=speedup_interval,
-      round_cost=round_cost,
-      tokens_per_round=int(tokens.sum()) / (num_rounds * rows_per_batch),
-      share_of_optimum=share,
-      share_interval=share_interval,
-      seconds_per_round=parts,
-    )
+    return describe_setting(self.options, setting) | {
+      'num_nodes': setting.tree.num_nodes,
+      'seed': own[0].seed,
+      'num_prompts': len(self.prompts),
+      'tokens': int(tokens.sum()),
+      'target_calls': int(calls.sum()),
+      'block_efficiency': metrics.ratio(tokens, calls),
+      'block_efficiency_ci95': metrics.within(metrics.ratio_interval(tokens, calls), 1, setting.tree.max_depth + 1),
+      'acceptance_by_position': metrics.acceptance_by_position(sum(each.accepted_by_depth for each in own), calls),
+      'tokens_per_second': int(tokens.sum()) / seconds,
+      'speedup': speedup,
+      'speedup_ci95': speedup_interval,
+      'seconds_per_round': parts,
+      'share_of_optimum': share,
+      'share_of_optimum_ci95': share_interval,
+      'setting': setting,
+      'seconds': seconds,
+      'num_rounds': num_rounds,
+      'round_cost': round_cost,
+      'tokens_per_round': int(tokens.sum()) / (num_rounds * rows_per_batch),
+    }

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from common.command_line import parse_name_and_ints
 from decode.experiment.model_options import GROWTHS, MethodOptions
@@ -137,3 +138,17 @@ def only_setting(options: DecodeOptions) -> Setting:
   if settings[0].budget is not None:
     raise ValueError('optimal trees are chosen by decode.main; name the shape that it printed, such as prefix:4,2,1')
   return settings[0]
+
+
+def describe_setting(options: DecodeOptions, setting: Setting) -> dict[str, Any]:
+  """The setting as JSON values."""
+  return {
+    'method': setting.method.name,
+    'is_lossless': setting.method.is_lossless,
+    'num_drafts': setting.num_drafts,
+    'draft_length': setting.draft_length,
+    'tree': setting.tree_name,
+    'children': setting.method.proposal_rule.name,
+    'epsilon': options.methods.epsilon,
+    'temperature': options.sampling.temperature,
+  }

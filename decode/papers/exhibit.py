@@ -16,7 +16,7 @@ from decode.experiment.option_fields import option
 from decode.experiment.options import DecodeOptions
 from decode.experiment.prompt_options import PromptOptions
 from decode.experiment.prompts import take_first, without_long
-from decode.experiment.results import DecodeRun, Summary
+from decode.experiment.results import DecodeRun
 from decode.experiment.run import run_decode
 from decode.experiment.settings import Setting
 from decode.experiment.workload import Pick, find_head, model_title, portable
@@ -338,8 +338,8 @@ def setting_columns(setting: Setting, **before) -> Row:
   return {**before, 'method': method_label(setting), 'K': setting.num_drafts, 'L': setting.draft_length}
 
 
-def block_efficiency(summary: Summary) -> Value:
-  return Value.of(summary.block_efficiency, summary.interval)
+def block_efficiency(summary: Row) -> Value:
+  return Value.of(summary['block_efficiency'], summary['block_efficiency_ci95'])
 
 
 def published_value(printed: tuple[float, float | None] | None) -> Value | None:

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from decode.experiment import metrics
-from decode.experiment.results import Summary
 from decode.experiment.settings import Setting
 from decode.papers import published
 from decode.papers.exhibit import (
@@ -41,18 +40,18 @@ _TEMPERATURE = 0.4
 _Printed = Mapping[str, tuple[float, float | None]]
 
 
-def _accepted(summary: Summary) -> Value | None:
+def _accepted(summary: Row) -> Value | None:
   """The share of L drafted tokens that is kept, as SpecTr-GBV defines it; None where nothing is drafted."""
-  length = summary.setting.draft_length
+  length, interval = summary['draft_length'], summary['block_efficiency_ci95']
   if not length:
     return None
-  share = float(np.mean(summary.acceptance_by_position))
-  ends = None if summary.interval is None else [(end - summary.block_efficiency) / length for end in summary.interval]
+  share = float(np.mean(summary['acceptance_by_position']))
+  ends = None if interval is None else [(end - summary['block_efficiency']) / length for end in interval]
   return Value.of(share, None if ends is None else metrics.within((share + ends[0], share + ends[1]), 0, 1))
 
 
-def _measured(summary: Summary) -> dict[str, Value]:
-  speedup = Value(summary.speedup, interval=summary.speedup_interval)
+def _measured(summary: Row) -> dict[str, Value]:
+  speedup = Value(summary['speedup'], interval=summary['speedup_ci95'])
   return {'block efficiency': block_efficiency(summary), 'speed-up': speedup}
 
 
@@ -100,8 +99,8 @@ def _measure_comparison(find: Callable, request: Request, notify: Notify) -> Res
   for prompts, run in decode_sets(request, notify, results, method=METHODS, temperature=_TEMPERATURE):
     for length in request.sizes.draft_length:
       for summary in map(run.summarize, run.settings):
-        if summary.setting.draft_length in (0, length):  # 0: nothing is drafted
-          measured[prompts, length, summary.setting] = _measured(summary)
+        if summary['draft_length'] in (0, length):  # 0: nothing is drafted
+          measured[prompts, length, summary['setting']] = _measured(summary)
   if len(request.prompts) > 1:
     measured |= _averages(measured)
   for (prompts, length, setting), values in measured.items():
@@ -138,7 +137,7 @@ def _measure_sensitivity(request: Request, notify: Notify) -> Results:
     options = {'method': ('autoregressive', *DRAFTING_METHODS), 'temperature': temperature, 'num_drafts': num_drafts}
     for prompts, run in decode_sets(request, notify, results, **options):
       for summary in map(run.summarize, run.settings):
-        setting = summary.setting
+        setting = summary['setting']
         if not setting.draft_length:
           continue
         printed = {}, {}
@@ -155,14 +154,14 @@ def _measure_sensitivity(request: Request, notify: Notify) -> Results:
 # Table 5: the parts of a round.
 
 
-def _breakdown(summary: Summary, num_continuations: int) -> Row:
+def _breakdown(summary: Row, num_continuations: int) -> Row:
   """The columns of Table 5, per prompt: its share of the time of its batch."""
-  rounds = summary.num_rounds / num_continuations
-  parts = {part: Value(rounds * seconds) for part, seconds in summary.seconds_per_round.items()}
+  rounds = summary['num_rounds'] / num_continuations
+  parts = {part: Value(rounds * seconds) for part, seconds in summary['seconds_per_round'].items()}
   values = parts | {
-    'total': Value(summary.seconds / num_continuations),
-    'rounds': Value(summary.num_calls / num_continuations),
-    'tokens/s': Value(summary.tokens_per_second),
+    'total': Value(summary['seconds'] / num_continuations),
+    'rounds': Value(summary['target_calls'] / num_continuations),
+    'tokens/s': Value(summary['tokens_per_second']),
     'accepted': _accepted(summary),
   }
   return {name: values[name] for name in published.BREAKDOWN_COLUMNS}

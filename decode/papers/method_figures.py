@@ -15,7 +15,7 @@ from decode.experiment.optimal_trees import LONGEST_CHAIN, kept_bounds
 from decode.experiment.run import measure, run_decode
 from decode.experiment.settings import Setting, TreeSpec, shape_name
 from decode.experiment.workload import Workload
-from decode.papers.exhibit import Figure, Request, Results, Sizes, method_label
+from decode.papers.exhibit import Figure, Request, Results, Sizes, setting_columns
 from decode.plots import Lines, Panel
 from decode.study import Row, low_high
 from spectr_jax import METHODS, TokenTree, get_method, theory
@@ -36,13 +36,9 @@ def _compute_methods(request: Request, notify: Notify) -> Results:
   run = run_decode(request.decode_options(method=DRAFTING), notify)
   return Results(
     [
-      {
-        'method': method_label(summary.setting),
-        'K': summary.setting.num_drafts,
-        'L': summary.setting.draft_length,
-        'block efficiency': summary.block_efficiency,
-      }
-      | low_high(summary.interval)
+      setting_columns(summary['setting'])
+      | {'block efficiency': summary['block_efficiency']}
+      | low_high(summary['block_efficiency_ci95'])
       for summary in map(run.summarize, run.settings)
     ]
   )
@@ -149,7 +145,8 @@ def _compute_ladder(request: Request, notify: Notify) -> Results:
   for name in GRID:
     for number in budgets:
       own = {setting.tree: summaries[setting] for setting in settings_of_grid(number)[name]}
-      rows += _rows_of(name, number, {tree: (each.block_efficiency, each.interval) for tree, each in own.items()})
+      values = ('block_efficiency', 'block_efficiency_ci95')
+      rows += _rows_of(name, number, {tree: tuple(each[value] for value in values) for tree, each in own.items()})
   notify('the bound on what was decoded', 0, 1)
   own = settings_of_grid(budgets[-1])[BEST]
   texts = [measurement.tokens for measurement in run.measurements if measurement.setting in own]

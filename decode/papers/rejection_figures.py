@@ -249,8 +249,8 @@ def _compute_over_acceptance(request: Request, notify: Notify) -> Results:
   for (name, epsilon), setting in settings.items():
     rows.append(likelihood_row(name, epsilon, setting))
     summary = run.summarize(setting)
-    row = {'quantity': _TOKENS, 'method': name, 'epsilon': epsilon, 'value': summary.block_efficiency}
-    rows.append(row | low_high(summary.interval))
+    row = {'quantity': _TOKENS, 'method': name, 'epsilon': epsilon, 'value': summary['block_efficiency']}
+    rows.append(row | low_high(summary['block_efficiency_ci95']))
   for epsilon in epsilons:
     rows.append(likelihood_row(TARGET, epsilon, alone))
     won = _wins(*(scores[each] / lengths[each] for each in (settings[OPT, epsilon], settings[UNO, epsilon])))

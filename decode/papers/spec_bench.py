@@ -102,7 +102,8 @@ def _measured_row(run: DecodeRun, setting: Setting, task: str, draft: str) -> Ro
     'mean accepted tokens': block_efficiency(summary),
   }
   row |= _speed_columns(run, setting)
-  return row | {'acceptance by position': ' '.join(f'{share:.2f}' for share in summary.acceptance_by_position) or None}
+  shares = ' '.join(f'{share:.2f}' for share in summary['acceptance_by_position'])
+  return row | {'acceptance by position': shares or None}
 
 
 def _published_rows(task: str, columns: Sequence[str]) -> list[Row]:

@@ -116,7 +116,7 @@ def _measure_efficiency(columns: Mapping[str, str], request: Request, notify: No
     own = by_name.get(draft.lower(), {})
     for prompts, run in decode_sets(request, notify, results, draft=path, method=METHODS, temperature=1.0):
       for summary in map(run.summarize, run.settings):
-        setting = summary.setting
+        setting = summary['setting']
         key = setting.method.name, setting.num_drafts, setting.draft_length
         row = setting_columns(setting, draft=draft, prompts=prompts)
         row |= {'block efficiency': block_efficiency(summary), PAPER: published_value(own.get(key))}

@@ -123,8 +123,8 @@ def _measure(request: Request, notify: Notify) -> Results:
       measured = []
       for number, tree in trees.items():
         summary = run.summarize(settings[tree])
-        row = {'method': method} | low_high(summary.interval) | {'line': line, 'kind': MEASURED, 'N': number}
-        measured.append(row | {'tokens': summary.block_efficiency})
+        row = {'method': method} | low_high(summary['block_efficiency_ci95'])
+        measured.append(row | {'line': line, 'kind': MEASURED, 'N': number, 'tokens': summary['block_efficiency']})
       rows += with_marginals(measured)
   return Results(rows)
 

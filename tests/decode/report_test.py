@@ -119,8 +119,8 @@ def test_a_narrow_table_folds_nothing_but_trees(run, tree, seconds):
   assert max(map(len, lines)) <= 60
   (line,) = [line for line in lines if line.startswith('race_traversal')]
   summary = wide.summarize(wide.settings[1])
-  assert re.search(rf' {summary.tokens_per_second:,.0f} +{summary.speedup:.2f}x$', line), line
-  low, high = summary.speedup_interval
+  assert re.search(rf' {summary["tokens_per_second"]:,.0f} +{summary["speedup"]:.2f}x$', line), line
+  low, high = summary['speedup_ci95']
   assert next(report.explain_hidden_ranges(wide)).endswith(f'x, 95% range {low:.2f} to {high:.2f}.')
 
 
@@ -131,8 +131,9 @@ def test_ranges_can_be_true(run, num_batches, is_shown):
   noisy = _with_batches(run, ('speculative',), seconds, lengths)
   summary = noisy.summarize(noisy.settings[1])
   for value, interval, least, most in (
-    (summary.speedup, summary.speedup_interval, 0, np.inf), (summary.block_efficiency, summary.interval, 1, 17),
-  ):  # fmt: skip
+    (summary['speedup'], summary['speedup_ci95'], 0, np.inf),
+    (summary['block_efficiency'], summary['block_efficiency_ci95'], 1, 17),
+  ):
     assert (interval is not None) == is_shown
     if is_shown:
       assert max(least, 1e-9) <= interval[0] <= value <= interval[1] <= most

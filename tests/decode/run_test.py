@@ -153,9 +153,9 @@ def test_speed_is_compared_batch_by_batch(small_options):
   run = dataclasses.replace(run, measurements=measurements)
   baseline, summary = map(run.summarize, run.settings)
   # Twice as fast in either batch.
-  assert summary.speedup == pytest.approx(2)
-  assert summary.speedup_interval is baseline.speedup_interval is None  # two batches say nothing of others
-  assert (summary.seconds, baseline.seconds) == (6.0, 12.0)
+  assert summary['speedup'] == pytest.approx(2)
+  assert summary['speedup_ci95'] is baseline['speedup_ci95'] is None  # two batches say nothing of others
+  assert (summary['seconds'], baseline['seconds']) == (6.0, 12.0)
   # Three batches, in each of which it is twice as fast: nothing is left to chance.
   alone = dataclasses.replace(run, options=options.replace(batch_size=1))
 
@@ -165,7 +165,7 @@ def test_speed_is_compared_batch_by_batch(small_options):
     return dataclasses.replace(alone, measurements=[dataclasses.replace(f, **t) for f, t in zip(measurements, times)])
 
   summary = timed((2.0, 1.0, 1.5)).summarize(run.settings[1])
-  np.testing.assert_allclose(summary.speedup_interval, (2, 2))
+  np.testing.assert_allclose(summary['speedup_ci95'], (2, 2))
   assert timed((2.0, 1.0, 1.5)).summarize(run.settings[0]).speedup_interval is None
   # Twice as fast in two batches and as fast in the other.
   low, high = timed((2.0, 2.0, 1.5)).summarize(run.settings[1]).speedup_interval
@@ -177,8 +177,8 @@ def test_speed_is_compared_batch_by_batch(small_options):
     for measured in measurements
   ]
   slower = dataclasses.replace(run, measurements=measurements).summarize(run.settings[1])
-  assert (slower.speedup, slower.tokens_per_second) == (pytest.approx(3), pytest.approx(4.5))
-  assert slower.round_cost == pytest.approx(8 / slower.num_rounds / (24 / baseline.num_rounds))
+  assert (slower['speedup'], slower['tokens_per_second']) == (pytest.approx(3), pytest.approx(4.5))
+  assert slower['round_cost'] == pytest.approx(8 / slower['num_rounds'] / (24 / baseline['num_rounds']))
 
 
 @pytest.mark.slow
@@ -187,14 +187,14 @@ def test_the_share_of_the_optimum_is_reported(small_options):
   run = run_decode(options)
   spectr, gsd = map(run.summarize, run.settings)
   # Of few tokens: what is accepted may by chance exceed what would be on average.
-  assert 0.5 < spectr.share_of_optimum < 1.5
-  assert spectr.share_interval[0] < spectr.share_of_optimum < spectr.share_interval[1]
-  assert gsd.share_of_optimum is gsd.share_interval is None
+  assert 0.5 < spectr['share_of_optimum'] < 1.5
+  assert spectr['share_of_optimum_ci95'][0] < spectr['share_of_optimum'] < spectr['share_of_optimum_ci95'][1]
+  assert gsd['share_of_optimum'] is gsd['share_of_optimum_ci95'] is None
   console = Console(file=io.StringIO(), width=200)
   console.print(report.make_table(run))
   printed = console.file.getvalue()
   assert 'share of' in printed
-  assert f'{spectr.share_of_optimum:.2f} ±' in printed
+  assert f'{spectr["share_of_optimum"]:.2f} ±' in printed
 
 
 @pytest.mark.slow
