@@ -19,7 +19,6 @@ from decode.papers.exhibit import (
   PAPER_SPREAD,
   Request,
   Results,
-  Sizes,
   Table,
   block_efficiency,
   decode_sets,
@@ -97,7 +96,7 @@ def _measure_comparison(find: Callable, request: Request, notify: Notify) -> Res
   """Block efficiency and speed-up by prompt set, L, K and method; of several sets also the average."""
   results, measured = Results(), {}
   for prompts, run in decode_sets(request, notify, results, method=METHODS, temperature=_TEMPERATURE):
-    for length in request.sizes.draft_length:
+    for length in request.sizes['draft_length']:
       for summary in map(run.summarize, run.settings):
         if summary['draft_length'] in (0, length):  # 0: nothing is drafted
           measured[prompts, length, summary['setting']] = _measured(summary)
@@ -130,7 +129,7 @@ def _measure_sensitivity(request: Request, notify: Notify) -> Results:
   """
   results = Results()
   middle = published.NUM_DRAFTS
-  every_k = tuple(sorted({*request.sizes.num_drafts, middle}))
+  every_k = tuple(sorted({*request.sizes['num_drafts'], middle}))
   for temperature in (0.1, _TEMPERATURE, 0.7):
     is_printed = temperature == _TEMPERATURE
     num_drafts = every_k if is_printed else (middle,)
@@ -202,7 +201,7 @@ def _measure_breakdown(request: Request, notify: Notify) -> Results:
   results = Results()
   options = {'method': DRAFTING_METHODS, 'temperature': _TEMPERATURE, 'breakdown': True}
   for prompts, run in decode_sets(request, notify, results, **options):
-    num_continuations = len(run.prompts) * request.sizes.num_seeds
+    num_continuations = len(run.prompts) * request.sizes['num_seeds']
     groups = collections.defaultdict(list)
     for setting in run.settings:
       groups[setting.num_drafts, setting.draft_length].append(setting)
@@ -240,7 +239,7 @@ def _length_table(number: int, target: str) -> Table:
     title=f'{_GBV}, Table {number}: block efficiency and speed-up over L',
     setup=f'{target} and 1.3B, HumanEval, K=3, temperature 0.4',
     spreads=_SPREADS,
-    sizes=Sizes(num_prompts=16, num_seeds=1, max_new_tokens=64, batch_size=1, num_drafts=(3,), draft_length=lengths),
+    sizes=dict(num_prompts=16, num_seeds=1, max_new_tokens=64, batch_size=1, num_drafts=(3,), draft_length=lengths),
     full=_HUMANEVAL,
     measure=functools.partial(_measure_comparison, functools.partial(_compare_lengths, target)),
     panels=_both_panels('L', ('prompts', 'method', 'K')),
@@ -253,7 +252,7 @@ TABLES = {
     title=f'{_GBV}, Table 1: block efficiency and speed-up',
     setup=_BOTH_TARGETS,
     spreads=_SPREADS,
-    sizes=Sizes(num_prompts=32, num_seeds=1, max_new_tokens=64, batch_size=1, num_drafts=(3,), draft_length=(12, 8)),
+    sizes=dict(num_prompts=32, num_seeds=1, max_new_tokens=64, batch_size=1, num_drafts=(3,), draft_length=(12, 8)),
     full={'num_prompts': 1000} | _NUM_TOKENS,
     measure=functools.partial(_measure_comparison, compare_sets),
     panels=_both_panels('prompts', ('method', 'K', 'L'), kind='bar'),
@@ -270,7 +269,7 @@ TABLES = {
     title=f'{_GBV}, Figure 2: acceptance over K, block efficiency and speed-up over temperature',
     setup=f'{published.LARGE} and 1.3B, HumanEval',
     spreads=_SPREADS,
-    sizes=Sizes(
+    sizes=dict(
       num_prompts=12, num_seeds=1, max_new_tokens=64, batch_size=1, num_drafts=(1, 3, 5, 7), draft_length=(12, 16)
     ),
     full=_HUMANEVAL,
@@ -294,7 +293,7 @@ TABLES = {
     title=f'{_GBV}, Table 5: seconds per prompt of draft, target, verification and the rest',
     setup=_BOTH_TARGETS,
     spreads='± here: 95% interval over prompts',
-    sizes=Sizes(num_prompts=32, num_seeds=1, max_new_tokens=64, batch_size=1, num_drafts=(3,), draft_length=(12, 8)),
+    sizes=dict(num_prompts=32, num_seeds=1, max_new_tokens=64, batch_size=1, num_drafts=(3,), draft_length=(12, 8)),
     full=_NUM_TOKENS,
     measure=_measure_breakdown,
     panels=(

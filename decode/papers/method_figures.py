@@ -15,7 +15,7 @@ from decode.experiment.optimal_trees import LONGEST_CHAIN, kept_bounds
 from decode.experiment.run import measure, run_decode
 from decode.experiment.settings import Setting, TreeSpec, shape_name
 from decode.experiment.workload import Workload
-from decode.papers.exhibit import Figure, Request, Results, Sizes, setting_columns
+from decode.papers.exhibit import Figure, Request, Results, setting_columns
 from decode.plots import Lines, Panel
 from decode.study import Row, low_high
 from spectr_jax import METHODS, TokenTree, get_method, theory
@@ -133,7 +133,7 @@ def _rows_of(method: str, num_nodes: int, yields: dict[TokenTree, tuple]) -> lis
 
 
 def _compute_ladder(request: Request, notify: Notify) -> Results:
-  budgets = sorted(set(request.sizes.num_nodes))
+  budgets = sorted(set(request.sizes['num_nodes']))
   needed = min(budgets)
   if missing := [name for name, own in settings_of_grid(needed).items() if not own]:
     raise ValueError(f'num_nodes: no tree of at most {needed} nodes is measured of {", ".join(missing)}')
@@ -177,7 +177,7 @@ FIGURES = {
     title='Block efficiency of all methods over K and L',
     measure=_compute_methods,
     draw=functools.partial(plots.draw, [_METHODS_PANEL], title=_BARS, width=4.0, height=4.2, sharey=True),
-    sizes=Sizes(num_prompts=32, num_seeds=1, max_new_tokens=48, batch_size=32, num_drafts=(2, 8), draft_length=(4, 8)),
+    sizes=dict(num_prompts=32, num_seeds=1, max_new_tokens=48, batch_size=32, num_drafts=(2, 8), draft_length=(4, 8)),
   ),
   'ladder': Figure(
     title='Tokens per call over the nodes of the tree, and the most that any stateless rule can have',
@@ -185,6 +185,6 @@ FIGURES = {
     draw=functools.partial(
       plots.draw, [_LADDER_PANEL], names={BOUND: f'{BOUND} (bound)'}, title=_BARS, width=5.2, height=4.2
     ),
-    sizes=Sizes(num_prompts=32, num_seeds=1, max_new_tokens=96, batch_size=32, num_nodes=(16, 32, 64)),
+    sizes=dict(num_prompts=32, num_seeds=1, max_new_tokens=96, batch_size=32, num_nodes=(16, 32, 64)),
   ),
 }

@@ -11,7 +11,7 @@ from decode import plots
 from decode.experiment.run import measure
 from decode.experiment.settings import Setting
 from decode.experiment.workload import Workload
-from decode.papers.exhibit import Figure, Request, Results, Sizes
+from decode.papers.exhibit import Figure, Request, Results
 from decode.plots import Lines, Panel
 from decode.study import Row, by_value, column, low_high
 from spectr_jax import TokenTree, get_method, theory
@@ -107,7 +107,7 @@ def _measure_acceptance(workload: Workload, method: str, width: int) -> np.ndarr
 
 def _measure(request: Request, notify: Notify) -> Results:
   workload = Workload.load(request.decode_options())
-  num_nodes = sorted(set(request.sizes.num_nodes))
+  num_nodes = sorted(set(request.sizes['num_nodes']))
   rows = []
   for method in METHODS:
     notify(f'{method}: acceptance of {num_nodes[-1]} candidates', 0, 1)
@@ -167,7 +167,7 @@ def _draw_marginals(rows: Sequence[Row]):
   return _draw(moved, y='marginal', name=name, lines=(*STRATEGIES, _FIXED), yscale='log', ylim=(lowest / 5, 2))
 
 
-_SIZES = Sizes(num_prompts=32, num_seeds=1, max_new_tokens=48, batch_size=32, num_nodes=(2, 8, 32))
+_SIZES = dict(num_prompts=32, num_seeds=1, max_new_tokens=48, batch_size=32, num_nodes=(2, 8, 32))
 
 FIGURES = {
   'ersd_fig3': Figure(

@@ -228,7 +228,7 @@ def test_trees_are_measured(pair, prompt_file, monkeypatch):
 
 
 def test_a_ladder_has_trees_of_every_size_with_names():
-  budgets = FIGURES['ladder'].sizes.num_nodes
+  budgets = FIGURES['ladder'].sizes['num_nodes']
   grids = [method_figures.settings_of_grid(number) for number in budgets]
   assert [max(each.tree.num_nodes for own in grid.values() for each in own) for grid in grids] == list(budgets)
   for grid, larger in zip(grids, grids[1:]):
