@@ -65,7 +65,7 @@ def decode():
       run = run_decode(options, notify)
     is_table = (_OUTPUT.value or '').endswith('.csv')
     contents = {'output': (records.to_csv if is_table else records.to_json)(run), 'generations': records.to_jsonl(run)}
-    more = _MORE if 'method' not in values and options.methods.needs_draft else ''
+    more = _MORE if 'method' not in values and any(each.tree.num_nodes for each in run.settings) else ''
     outputs.write_after(lambda: report.print_report(run, more=more), **contents)
 
 

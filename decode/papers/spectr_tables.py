@@ -57,7 +57,7 @@ def _measure_latency(role: str, printed: Mapping, request: Request, notify: Noti
   options = request.decode_options()
   models = load_models(options)
   if not isinstance(models.draft, Model):
-    raise ValueError(f'this table times the calls of a draft model, and {options.models.draft} is not a model')
+    raise ValueError(f'this table times the calls of a draft model, and {request.draft} is not a model')
   sizes = request.sizes
   shapes = _call_shapes(sizes)
   calls = {}
