@@ -107,7 +107,7 @@ def measure(workload: Workload, settings: list[Setting], notify: Notify) -> Deco
   times = {'prompts': reading[0], 'prompt_tokens': int(workload.lengths[batches[0]].sum())}
   info = workload.info | {'timed_together': groups, 'seconds': times}
   run = DecodeRun(options, info, prompts, workload.tokenizer, settings, measurements, part_seconds=part_seconds)
-  is_slow = np.array([bool(each.tree.num_nodes) and (run.summarize(each).speedup or 1) < 1 for each in settings])
+  is_slow = np.array([bool(each.tree.num_nodes) and (run.summarize(each)['speedup'] or 1) < 1 for each in settings])
   if workload.is_joint:  # the processes' clocks differ
     is_slow = multihost_utils.broadcast_one_to_all(is_slow)
   slow = [setting for setting, value in zip(settings, is_slow) if value]

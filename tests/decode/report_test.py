@@ -239,8 +239,8 @@ def test_bias_and_the_parts_of_a_round_are_explained(run):
   setting = run.settings[1]
   parts = {'draft': 0.05, 'target': 0.06, 'verification': 0.0375}
   run = dataclasses.replace(run, part_seconds={setting: parts})
-  assert run.summarize(run.settings[0]).seconds_per_round == {}
-  seconds = run.summarize(setting).seconds_per_round
+  assert run.summarize(run.settings[0])['seconds_per_round'] is None
+  seconds = run.summarize(setting)['seconds_per_round']
   assert list(seconds) == ['round', 'draft', 'target', 'verification', 'rest']
   assert seconds['round'] == pytest.approx(0.125)
   assert seconds['rest'] == pytest.approx(-0.0225)

@@ -166,9 +166,9 @@ def test_speed_is_compared_batch_by_batch(small_options):
 
   summary = timed((2.0, 1.0, 1.5)).summarize(run.settings[1])
   np.testing.assert_allclose(summary['speedup_ci95'], (2, 2))
-  assert timed((2.0, 1.0, 1.5)).summarize(run.settings[0]).speedup_interval is None
+  assert timed((2.0, 1.0, 1.5)).summarize(run.settings[0])['speedup_ci95'] is None
   # Twice as fast in two batches and as fast in the other.
-  low, high = timed((2.0, 2.0, 1.5)).summarize(run.settings[1]).speedup_interval
+  low, high = timed((2.0, 2.0, 1.5)).summarize(run.settings[1])['speedup_ci95']
   assert 0 < low < 9 / 5.5 < high
   # In a group of its own, when the machine was half as fast: it is compared with what was beside it.
   slow = {'batch_seconds': np.array([2.0, 2.0]), 'baseline_seconds': np.array([8.0, 4.0])}
