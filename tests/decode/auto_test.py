@@ -110,11 +110,12 @@ def test_greedy_decoding_alone_is_compared_with_trees_of_likeliest_guesses():
 def test_no_seed_is_decoded_twice():
   options = _options(seed=2**32 - 3, num_seeds=2, calibration_prompts=3)
   taken = types.SimpleNamespace(keys=lambda seed: seed)
-  workload = types.SimpleNamespace(options=options, batch_size=2, take={4: taken}.get)  # two batches
+  seeds, take = options.sampling.seeds, {4: taken}.get  # two batches
+  workload = types.SimpleNamespace(options=options, seeds=seeds, batch_size=2, take=take)
   some, keys_fn = auto_choice.trial_of(workload)
   assert some is taken
   passes = [keys_fn(number) for number in range(2 * measurement.MOST_BATCHES)]
-  used = [*options.sampling.seeds, options.sampling.seeds[-1] + 1, *passes]  # one is for acceptance rates
+  used = [*seeds, seeds[-1] + 1, *passes]  # one is for acceptance rates
   assert len(set(used)) == 2 + 1 + 2 * measurement.MOST_BATCHES
 
 
