@@ -26,7 +26,7 @@ from common.output_files import OutputFiles
 from decode.experiment import metrics
 from decode.experiment.auto_choice import grid, speeds_of
 from decode.experiment.console import show_progress
-from decode.experiment.options import AUTO
+from decode.experiment.model_options import AUTO
 from decode.experiment.run import measure
 from decode.experiment.workload import Workload
 from spectr_jax.auto.observation import Speed
@@ -38,7 +38,7 @@ from spectr_jax.engine.program_memory import describe_groups
 
 def with_shapes(workload: Workload) -> Workload:
   """The same prompts, whose ids are in both vocabularies, with models of the shapes A (target) and B (draft)."""
-  dtype = workload.options.dtype or 'float32'
+  dtype = workload.options.models.dtype or 'float32'
   described = {
     role: {'shape': shape, 'num_params': SHAPES[shape].num_params, 'dtype': dtype}
     for role, shape in (('target', 'A'), ('draft', 'B'))
@@ -56,16 +56,16 @@ def compare_choice(workload: Workload, speeds: Sequence[Speed], settings: Sequen
 
   def batch_speeds(setting):
     (tokens, seconds), (_, beside) = run.batch_speeds(setting)
-    return tokens, seconds * (summaries[baseline].seconds / beside.sum())
+    return tokens, seconds * (summaries[baseline]['seconds'] / beside.sum())
 
-  chosen, best = speeds[0].setting, max(run.settings, key=lambda setting: summaries[setting].speedup)
+  chosen, best = speeds[0].setting, max(run.settings, key=lambda setting: summaries[setting]['speedup'])
   factor, low, high = metrics.compare(batch_speeds(chosen), batch_speeds(best))
   rows = [
     {
       'setting': str(each),
       'timed': timed.get(each),
-      'measured': summaries[baseline].tokens_per_second * summaries[each].speedup,
-      'tokens_per_call': summaries[each].block_efficiency,
+      'measured': summaries[baseline]['tokens_per_second'] * summaries[each]['speedup'],
+      'tokens_per_call': summaries[each]['block_efficiency'],
     }
     for each in run.settings
   ]
@@ -103,7 +103,7 @@ if __name__ == '__main__':
   def main(argv):
     del argv
     options = read_options(method=(AUTO,))
-    if _SHAPES.value and options.mesh:
+    if _SHAPES.value and options.models.mesh:
       raise ValueError('shapes are for one device, without a mesh')
     with OutputFiles(output=_OUTPUT.value).apart_from(options.inputs()) as outputs:
       with show_progress() as notify:
@@ -111,7 +111,9 @@ if __name__ == '__main__':
         if _SHAPES.value:
           workload = with_shapes(workload)
         if len(workload.batches) < 2:
-          raise ValueError(f'intervals are over batches: num_prompts must be above batch_size {options.batch_size}')
+          raise ValueError(
+            f'intervals are over batches: num_prompts must be above batch_size {options.prompts.batch_size}'
+          )
         speeds, _ = speeds_of(workload, notify)
         settings, _ = grid(options, as_drafter(workload.draft))
         comparison = compare_choice(workload, speeds, settings, notify)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable
 from typing import Any
@@ -10,23 +9,7 @@ from typing import Any
 from absl import flags
 
 from common import command_line
-from decode.experiment.options import DecodeOptions
 from decode.experiment.workload import describe_machine
-
-_FIELDS = {field.name: field for field in dataclasses.fields(DecodeOptions)}
-_DEFINE = {bool: flags.DEFINE_bool, int: flags.DEFINE_integer}
-
-
-def define_options(*names: str, **defaults: Any) -> Callable[..., DecodeOptions]:
-  """Defines fields of `DecodeOptions` as flags, of which `names` keep their defaults; returns what reads them, with
-  further fields as keyword arguments.
-  """
-  own = {name: _FIELDS[name].default for name in names} | defaults
-  holders = [
-    _DEFINE.get(type(default), flags.DEFINE_string)(name, default, _FIELDS[name].metadata['help'])
-    for name, default in own.items()
-  ]
-  return lambda **more: DecodeOptions(**{holder.name: holder.value for holder in holders} | more)
 
 
 def define_numbers(name: str, default: str, text: str, kind=int, *, least: float = 1) -> Callable[[], tuple]:

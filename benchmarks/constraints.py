@@ -26,7 +26,7 @@ import spectr_jax
 from benchmarks import timing
 from common import command_line
 from common.output_files import OutputFiles
-from decode.experiment.options import ROOT
+from decode.experiment.model_options import ROOT
 from decode.experiment.workload import describe_machine
 from spectr_jax.draft.model_drafter import ModelDrafter
 

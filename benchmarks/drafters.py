@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,11 +28,12 @@ from benchmarks import command, timing
 from common import command_line
 from common.output_files import OutputFiles
 from decode.experiment import metrics
-from decode.experiment.options import DecodeOptions, fitting, split_draft
+from decode.experiment.model_options import DEFAULT_METHODS, split_draft
+from decode.experiment.options import DecodeOptions, fitting
 from decode.experiment.prompts import take_evenly
 from decode.experiment.settings import Setting, settings_of
 from decode.experiment.workload import Workload
-from spectr_jax.methods import Method, why_not
+from spectr_jax.methods import why_not
 from spectr_jax.sharding import fetch
 
 # Decodes the prompts of a batch, int `[B]`, and returns their new tokens and the target's calls for all of them.
@@ -41,25 +42,23 @@ _PEER = 'transformers'
 
 
 def _decode(workload: Workload, setting: Setting, batch: np.ndarray) -> tuple[int, int]:
-  result = fetch(workload.generate(setting, workload.keys(workload.options.seed), batch))
+  result = fetch(workload.generate(setting, workload.keys(workload.seeds[0]), batch))
   return int(result.lengths.sum()), int(result.num_target_calls.sum())
 
 
-def usable_settings(method: Method, options: DecodeOptions) -> Iterator[Setting]:
-  """The settings of a method, without those whose trees or guesses are not for it."""
-  for setting in settings_of(method, options):
-    if not why_not(method, setting.tree, setting.guesses(options.guesses)):
-      yield setting
+def fitting_settings(options: DecodeOptions) -> list[Setting]:
+  """The settings of the options that take the draft's guesses."""
+  every = (each for method in options.methods.make() for each in settings_of(method, options.methods))
+  return [each for each in every if not why_not(each.method, each.tree, each.guesses(options.models.guesses))]
 
 
 def own_ways(workloads: Mapping[str, Workload]) -> dict[str, Way]:
   """By name every setting with every drafter whose guesses its method takes; autoregressive decoding once, first."""
   ways: dict[str, Way] = {}
   for drafter, workload in workloads.items():
-    for method in workload.options.methods:
-      for setting in usable_settings(method, workload.options):
-        name = f'{drafter}: {setting}' if setting.tree.num_nodes else str(setting)
-        ways.setdefault(name, functools.partial(_decode, workload, setting))
+    for setting in fitting_settings(workload.options):
+      name = f'{drafter}: {setting}' if setting.tree.num_nodes else str(setting)
+      ways.setdefault(name, functools.partial(_decode, workload, setting))
   return ways
 
 
@@ -67,20 +66,21 @@ def peer_ways(workload: Workload, lookup_lengths: Sequence[int], device: str) ->
   """The peer's decoding on a device, plain and, for single rows, with prompt lookup of so many tokens."""
   from benchmarks import peer
 
-  options = workload.options
+  models = workload.options.models
   # Its weights are of the type that ours compute in.
-  model = peer.load_gguf(options.target, options.dtype or 'float32', device)
+  model = peer.load_gguf(models.target, models.dtype or 'float32', device)
+  limits = workload.max_new_tokens, workload.eos_ids, workload.sampling.temperature
   counter = peer.count_calls(model)
 
   def decode(request, batch):
     before, rows = counter[0], [workload.tokens[number, : workload.lengths[number]] for number in batch]
-    made = peer.answer(model, rows, options.max_new_tokens, workload.tokenizer.eos_ids, options.temperature, **request)
+    made = peer.answer(model, rows, *limits, **request)
     num_tokens = sum(map(len, made))
     # A row takes part in a call for each of its tokens, or, where it is alone, in all calls.
     return num_tokens, counter[0] - before if len(rows) == 1 else num_tokens
 
   requests = {_PEER: {}}
-  if options.batch_size == 1:
+  if workload.batch_size == 1:
     requests |= {f'{_PEER}, prompt lookup {length}': {'prompt_lookup_num_tokens': length} for length in lookup_lengths}
   return {name: functools.partial(decode, request) for name, request in requests.items()}
 
@@ -91,9 +91,8 @@ def llama_cpp_ways(workload: Workload) -> dict[str, Way]:
   It multiplies by the file's own few bits per weight, where the others compute in bfloat16 or float32. The file says
   which tokens end a text.
   """
-  options = workload.options
-  ask = timing.llama_cpp(options.target, workload.cache_size)
-  request = {'max_tokens': options.max_new_tokens, 'temperature': options.temperature}
+  ask = timing.llama_cpp(workload.options.models.target, workload.cache_size)
+  request = {'max_tokens': workload.max_new_tokens, 'temperature': workload.sampling.temperature}
 
   def decode(batch):
     rows = [workload.tokens[number, : workload.lengths[number]].tolist() for number in batch]
@@ -139,11 +138,11 @@ def options_of(values: Mapping[str, Any], drafters: Sequence[str]) -> dict[str, 
   """
   options = {}
   for name in drafters:
-    methods, trees = fitting(name, values['method'], values['tree'])
+    methods, trees = fitting(name, values.get('method', DEFAULT_METHODS), values.get('tree', ('chains',)))
     own = dict(values) | {'draft': name, 'method': methods, 'tree': trees}
     if not split_draft(name)[0]:
       own = {field: value for field, value in own.items() if not field.startswith('lookup_')}
-    options[name] = DecodeOptions(**own)
+    options[name] = DecodeOptions.of(**own)
   return options
 
 

@@ -36,7 +36,7 @@ _FORMS = {
 
 def _texts(workload: Workload, setting: Setting) -> list[list[int]]:
   """The new tokens of every prompt."""
-  keys, texts = workload.keys(workload.options.seed), []
+  keys, texts = workload.keys(workload.seeds[0]), []
   for batch in workload.batches:
     result = fetch(workload.generate(setting, keys, batch))
     texts += [row[:length].tolist() for row, length in zip(np.asarray(result.tokens), result.lengths)]
@@ -53,27 +53,26 @@ def compare(workloads: Mapping[str, Workload]) -> Iterator[dict[str, Any]]:
   """
   seen, expected = set(), None
   for drafter, workload in workloads.items():
-    options = workload.options
-    plain = [method for method in options.methods if method.max_drafts == 0]
-    others = [method.name for method in options.methods if not method.is_seed_exact]
-    if not plain or (options.temperature > 0 and others):
+    methods = workload.options.methods.make()
+    plain = [method for method in methods if method.max_drafts == 0]
+    others = [method.name for method in methods if not method.is_seed_exact]
+    if not plain or (workload.sampling.temperature > 0 and others):
       raise ValueError(
         'texts are compared with those of autoregressive, which must be among the methods; at a temperature above 0'
-        f' with --gumbel, beside ersd alone; got {", ".join(method.name for method in options.methods)}'
+        f' with --gumbel, beside ersd alone; got {", ".join(method.name for method in methods)}'
       )
     if expected is None:
       expected = _texts(dataclasses.replace(workload, batch_size=1), Setting(plain[0]))
-    for method in options.methods:
-      for setting in drafters.usable_settings(method, options):
-        name = (drafter if setting.tree.num_nodes else '', str(setting))
-        if name in seen:
-          continue
-        seen.add(name)
-        pairs = zip(_texts(workload, setting), expected, strict=True)
-        firsts = [_first_difference(*pair) for pair in pairs if pair[0] != pair[1]]
-        first = sum(firsts) / len(firsts) if firsts else None
-        row = {'drafter': name[0], 'setting': name[1], 'texts': len(expected), 'differ': len(firsts), 'first': first}
-        yield row
+    for setting in drafters.fitting_settings(workload.options):
+      name = (drafter if setting.tree.num_nodes else '', str(setting))
+      if name in seen:
+        continue
+      seen.add(name)
+      pairs = zip(_texts(workload, setting), expected, strict=True)
+      firsts = [_first_difference(*pair) for pair in pairs if pair[0] != pair[1]]
+      first = sum(firsts) / len(firsts) if firsts else None
+      row = {'drafter': name[0], 'setting': name[1], 'texts': len(expected), 'differ': len(firsts), 'first': first}
+      yield row
 
 
 def _first_difference(one: Sequence[int], other: Sequence[int]) -> int:

@@ -21,7 +21,7 @@ from absl import flags
 
 from common import command_line
 from common.output_files import OutputFiles
-from decode.experiment.options import SHIPPED_PROMPTS
+from decode.experiment.prompt_options import SHIPPED_PROMPTS
 from decode.experiment.prompts import read_prompts
 
 

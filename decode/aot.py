@@ -29,7 +29,7 @@ from absl import flags
 
 from common import command_line, config_file
 from common.output_files import OutputFiles
-from decode.experiment.options import DRAFT_MESHES
+from decode.experiment.model_options import DRAFT_MESHES
 from spectr_jax.aot.compile import compile_decode
 from spectr_jax.aot.cost import COLLECTIVE_SECONDS, Cost
 from spectr_jax.aot.hlo_report import ProgramReport, measure

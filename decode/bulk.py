@@ -72,10 +72,10 @@ def decode_bulk(
   """
   notify = notify or (lambda what, done, total: None)
   options.check_unused(OPTIONS['refused'], 'decode.bulk, which measures nothing')
-  if choice_probs and (not options.choice or options.mesh):
-    raise ValueError(f'choice_probs {"is not for a mesh" if options.choice else "needs choices: --choice"}')
+  if choice_probs and (not options.sampling.choice or options.models.mesh):
+    raise ValueError(f'choice_probs {"is not for a mesh" if options.sampling.choice else "needs choices: --choice"}')
   process, num_processes = jax.process_index(), jax.process_count()
-  setting = None if options.is_auto else only_setting(options)
+  setting = None if options.methods.is_auto else only_setting(options)
   part = part_path(path, process, num_processes)
   check_apart({'generations': part}, options.inputs())
   num_tokens = num_calls = num_read = 0
@@ -95,25 +95,27 @@ def decode_bulk(
     settings = describe_run(work, setting)
     settings['run'] |= {'choice_probs': True} if choice_probs else {}
     file.begin(settings, described, process=process, num_processes=num_processes)
-    choices = Choices.of(work.tokenizer, options.choice) if choice_probs else None
+    choices = Choices.of(work.tokenizer, options.sampling.choice) if choice_probs else None
 
     @functools.lru_cache(64)
     def score(number: int, choices: Choices) -> ChoiceProbs:
       """The probabilities of choices behind some of the prompts, which are read together."""
-      rows = own[number * options.batch_size : (number + 1) * options.batch_size]
+      rows = own[number * options.prompts.batch_size : (number + 1) * options.prompts.batch_size]
       prompts = [work.tokens[row, : work.lengths[row]] for row in rows]
       return score_choices(work.target, prompts, choices, width=work.tokens.shape[1])
 
-    places = itertools.product(options.seeds, (prompts[row].index for row in own), range(options.num_samples))
-    total = len(own) * options.num_seeds * options.num_samples
+    places = itertools.product(
+      options.sampling.seeds, (prompts[row].index for row in own), range(options.sampling.num_samples)
+    )
+    total = len(own) * options.sampling.num_seeds * options.sampling.num_samples
     num_done = sum(place in file.done for place in places)
 
     def requests() -> Iterator[Request]:
-      for seed in options.seeds:
+      for seed in options.sampling.seeds:
         keys = work.keys(seed)
         for row in own:
-          missing = [i for i in range(options.num_samples) if (seed, prompts[row].index, i) not in file.done]
-          samples = sample_keys(keys[row : row + 1], options.num_samples) if missing else ()
+          missing = [i for i in range(options.sampling.num_samples) if (seed, prompts[row].index, i) not in file.done]
+          samples = sample_keys(keys[row : row + 1], options.sampling.num_samples) if missing else ()
           for sample in missing:
             name, tokens = (seed, row, sample), work.tokens[row, : work.lengths[row]]
             yield Request(name, tokens, samples[sample], constraint=work.constraint)
@@ -129,24 +131,24 @@ def decode_bulk(
       work.target,
       setting.drafter(work.draft),
       requests(),
-      batch_size=options.batch_size,
+      batch_size=options.prompts.batch_size,
       longest_prompt=int(work.lengths.max()),
-      max_new_tokens=options.max_new_tokens,
+      max_new_tokens=work.max_new_tokens,
       method=setting.method,
       tree=setting.tree,
       rounds_at_a_time=rounds_at_a_time,
-      sampling=options.sampling,
+      sampling=work.sampling,
       eos_id=work.tokenizer.eos_ids,
       sharding=work.sharding,
-      logprobs=options.logprobs,
+      logprobs=work.logprobs,
       stop=stop,
     ):
       seed, row, sample = continuation.name
       prompt = prompts[row]
       entry = describe_continuation({}, prompt, seed, sample, continuation, work.tokenizer, stop)
-      corpus = {'lookup_corpus': list(options.lookup_corpus)} if options.lookup_corpus else {}
+      corpus = {'lookup_corpus': list(options.models.lookup_corpus)} if options.models.lookup_corpus else {}
       if choices is not None:
-        number, place = divmod(bisect.bisect(own, row) - 1, options.batch_size)
+        number, place = divmod(bisect.bisect(own, row) - 1, options.prompts.batch_size)
         scored = score(number, choices)
         values = zip(choices.texts, scored.logprobs[place].tolist(), scored.probs[place].tolist())
         entry['choice_probs'] = [dict(zip(('choice', 'logprob', 'prob'), each)) for each in values]

@@ -11,7 +11,6 @@ the conversation; lines that begin with `/` are commands, and `/help` lists them
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import signal
 import sys
 import threading
@@ -26,7 +25,8 @@ from decode.conversation import Chat, describe_drafting, obey
 from decode.experiment.auto_choice import speeds_of
 from decode.experiment.console import show_progress
 from decode.experiment.drafting import with_default_drafting
-from decode.experiment.options import AUTO, ROOT, DecodeOptions
+from decode.experiment.model_options import AUTO, ROOT
+from decode.experiment.options import DecodeOptions
 from decode.experiment.settings import Setting, only_setting
 from decode.experiment.workload import Models, Workload, load_models
 from spectr_jax.auto.trial import Notify
@@ -52,18 +52,20 @@ def options_of(values: Mapping[str, Any]) -> DecodeOptions:
       'decode.chat needs a model that answers: --target=MODEL, a folder, a .gguf file or ORG/NAME on the hub'
     )
   if 'draft' not in values:
-    options = DecodeOptions(**{'method': ('autoregressive',)} | values)
-    if options.needs_draft:  # also of the shipped target, whose draft is not meant here
-      raise ValueError(f'{options.method[0]} needs a draft of the target: --draft=DRAFT, or --method=autoregressive')
+    options = DecodeOptions.of(**{'method': ('autoregressive',)} | values)
+    if options.methods.needs_draft:  # also of the shipped target, whose draft is not meant here
+      raise ValueError(
+        f'{options.methods.method[0]} needs a draft of the target: --draft=DRAFT, or --method=autoregressive'
+      )
     return options
-  return DecodeOptions(**values if AUTO in values.get('method', ()) else with_default_drafting(values))
+  return DecodeOptions.of(**values if AUTO in values.get('method', ()) else with_default_drafting(values))
 
 
 def _choose(options: DecodeOptions, notify: Notify) -> tuple[Models, Setting]:
   """The models, and the fastest setting that `auto` times for short answers to questions of many kinds."""
-  asked = {'prompts': str(_QUESTIONS), 'num_prompts': options.calibration_prompts, 'prompt': None, 'chat': True}
-  fewer = {'max_new_tokens': min(options.max_new_tokens, _NEW_TOKENS), 'stop': (), 'num_seeds': 1}
-  work = Workload.load(dataclasses.replace(options, **asked, **fewer))
+  asked = {'prompts': str(_QUESTIONS), 'num_prompts': options.methods.calibration_prompts, 'prompt': None, 'chat': True}
+  fewer = {'max_new_tokens': min(options.prompts.max_new_tokens, _NEW_TOKENS), 'stop': (), 'num_seeds': 1}
+  work = Workload.load(options.replace(**asked, **fewer))
   return Models(work.target, work.draft, work.tokenizer, work.info['models']), speeds_of(work, notify)[0][0].setting
 
 
@@ -72,10 +74,11 @@ def start_chat(
 ) -> Chat:
   """Loads the models of a conversation of at most `context` tokens, those of an answer included.
 
-  With `compiles_ahead` what answers run is compiled, or what the answer to `options.prompt` runs if there is one.
+  With `compiles_ahead` what answers run is compiled, or what the answer to the options' prompt runs if there is one.
   """
   options.check_unused(_UNUSED, 'decode.chat, which answers one user')
-  if options.is_auto:
+  asked, sampling = options.prompts, options.sampling
+  if options.methods.is_auto:
     models, setting = _choose(options, notify)
   else:
     setting = only_setting(options)
@@ -83,26 +86,26 @@ def start_chat(
   if getattr(models.tokenizer, 'chat_template', None) is None:
     models.tokenizer.encode_chat([])  # says so before anything is compiled
   limit = min(context, models.context_length or context)
-  if limit - options.max_new_tokens < 2:
+  if limit - asked.max_new_tokens < 2:
     raise ValueError(
-      f'max_new_tokens {options.max_new_tokens} leaves no room for a prompt: the conversation may have {limit} tokens'
+      f'max_new_tokens {asked.max_new_tokens} leaves no room for a prompt: the conversation may have {limit} tokens'
     )
-  constraint = options.make_constraint(models.tokenizer, models.target.vocab_size)
+  constraint = sampling.make_constraint(models.tokenizer, models.target.vocab_size)
   decoder = Decoder.make(
     models.target,
     setting.drafter(models.draft),
     method=setting.method,
     tree=setting.tree,
-    max_new_tokens=options.max_new_tokens,
+    max_new_tokens=asked.max_new_tokens,
     cache_size=limit,
     eos_id=models.tokenizer.eos_ids,
     constraints=[] if constraint is None else [constraint],
   )
-  session = Session(decoder, sampling=options.sampling, constraint=-1 if constraint is None else 0)
-  stop = options.make_stop(models.tokenizer)
-  chat = Chat(session, models.tokenizer, system=options.system, stop=stop, seed=options.seed)
+  session = Session(decoder, sampling=sampling.params, constraint=-1 if constraint is None else 0)
+  stop = asked.make_stop(models.tokenizer)
+  chat = Chat(session, models.tokenizer, system=asked.system, stop=stop, seed=sampling.seed)
   if compiles_ahead:
-    chat.compile(notify, options.prompt)
+    chat.compile(notify, asked.prompt)
   return chat
 
 
@@ -225,29 +228,28 @@ if __name__ == '__main__':
     'context', 2048, 'Tokens that the conversation may have, those of an answer included.', lower_bound=3
   )
   flags.FLAGS.set_default('max_new_tokens', 512)
-  for name in ('target', 'draft'):
-    flags.FLAGS.set_default(name, None)
+  flags.FLAGS.set_default('target', None)
   describe_in_help(without_draft='autoregressive', takes_auto=True)
   help_text.leave_out(*_UNUSED, 'chat')
 
   def main(argv):
     del argv
     options = options_of(read_values())
-    is_shown = options.is_auto or sys.stderr.isatty()
+    is_shown = options.methods.is_auto or sys.stderr.isatty()
     with show_progress() if is_shown else contextlib.nullcontext(lambda *_: None) as notify:
       chat = start_chat(options, _CONTEXT.value, notify, compiles_ahead=True)
-    if options.is_auto:
+    if options.methods.is_auto:
       print(f'auto: {describe_drafting(chat)}', file=sys.stderr)
-    if options.prompt is None and is_typed():
+    if options.prompts.prompt is None and is_typed():
       print(
         'Type a message, or /help. Ctrl-C ends an answer or clears the line. On an empty line it ends the'
         ' conversation, as Ctrl-D does.',
         file=sys.stderr,
       )
-    if options.prompt is None:
+    if options.prompts.prompt is None:
       talk(chat, read_turns())
     else:
-      print_answer(chat, options.prompt)
+      print_answer(chat, options.prompts.prompt)
 
   command_line.run(
     main,

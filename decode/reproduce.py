@@ -1,6 +1,5 @@
 """Reproduces tables and figures of the papers: `python -m decode.reproduce --table=NAME`, or `--figure=NAME`."""
 
-import dataclasses
 import functools
 import time
 from collections.abc import Iterable, Mapping
@@ -12,10 +11,10 @@ from common import command_line
 from common.output_files import OutputFiles
 from decode import plots
 from decode.experiment.console import make_console, show_progress
-from decode.experiment.model_options import SHIPPED_DRAFT
-from decode.experiment.options import LOOKUP, SHIPPED_PROMPTS, DecodeOptions, split_draft
+from decode.experiment.model_options import LOOKUP, SHIPPED_DRAFT, SHIPPED_TARGET, split_draft
+from decode.experiment.prompt_options import SHIPPED_PROMPTS
 from decode.experiment.prompt_sets import split_set
-from decode.papers.exhibit import Request, Sizes
+from decode.papers.exhibit import LISTS, SIZES, Request
 from decode.papers.exhibits import EXHIBITS, FIGURES, TABLES
 from spectr_jax.io.load import files_of
 
@@ -28,7 +27,7 @@ _FIGURE = flags.DEFINE_list(
   None,
   f'Figures to make, separated by commas, of {", ".join(FIGURES)}; or {_ALL}. Default sizes take minutes.',
 )
-_TARGET = flags.DEFINE_string('target', DecodeOptions.target, 'Directory of the target model.')
+_TARGET = flags.DEFINE_string('target', SHIPPED_TARGET, 'Directory of the target model.')
 _DRAFT = flags.DEFINE_list(
   'draft',
   [SHIPPED_DRAFT],
@@ -48,12 +47,8 @@ _OUTPUT = flags.DEFINE_string(
 )
 _DTYPE = flags.DEFINE_string('dtype', '', "Type to compute in, float32 or bfloat16; '' for each model's own.")
 _SEED = flags.DEFINE_integer('seed', None, 'The first seed; default 0.', lower_bound=0)
-_SIZES = {
-  size.name: flags.DEFINE_integer(size.name, None, size.metadata['help'], lower_bound=1)
-  if size.default == 0
-  else flags.DEFINE_list(size.name, None, size.metadata['help'])
-  for size in dataclasses.fields(Sizes)
-}
+_SIZES = {name: flags.DEFINE_integer(name, None, text, lower_bound=1) for name, text in SIZES.items()}
+_SIZES |= {name: flags.DEFINE_list(name, None, text) for name, text in LISTS.items()}
 _OPTIONS = {
   'method': flags.DEFINE_list('method', None, 'Methods, separated by commas; for spec_bench.'),
   'tree': flags.DEFINE_multi_string('tree', None, 'Tree of guesses, as in decode.main; for spec_bench.'),
@@ -112,14 +107,14 @@ def _requests(names: list[str]) -> dict[str, Request]:
   size that no exhibit uses is refused.
   """
   sizes, prompts = _given_sizes(), _given_prompts()
-  unused = set(sizes) - {size for name in names for size in EXHIBITS[name].sizes.used}
+  unused = set(sizes) - {size for name in names for size in EXHIBITS[name].sizes}
   if len(names) > 1 and unused:
     raise ValueError(f'{", ".join(sorted(unused))}: no figure has such a size')
   requests = {}
   for name in names:
     exhibit, own = EXHIBITS[name], sizes
     if len(names) > 1:
-      own = {size: value for size, value in sizes.items() if size in exhibit.sizes.used}
+      own = {size: value for size, value in sizes.items() if size in exhibit.sizes}
     elif _PROMPTS.value is not None and not exhibit.has_prompts:
       raise ValueError(f'{name} decodes no prompts')
     elif _SEED.value is not None and not exhibit.is_random:

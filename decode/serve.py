@@ -88,7 +88,7 @@ def start_worker(
   worker = Worker(
     decoder,
     models.tokenizer,
-    batch_size=options.batch_size,
+    batch_size=options.prompts.batch_size,
     longest_prompt=bounds.longest_prompt,
     most_waiting=most_waiting,
   )
@@ -154,12 +154,12 @@ if __name__ == '__main__':
     from decode.serving.server import Server, address_of, listen
 
     del argv
-    options, key = DecodeOptions(**with_default_drafting(read_values())), read_key(_KEY.value, _KEY_FILE.value)
+    options, key = DecodeOptions.of(**with_default_drafting(read_values())), read_key(_KEY.value, _KEY_FILE.value)
     options.check_unused(_UNUSED, 'decode.serve, where requests say what they want')
-    name = _NAME.value or os.path.basename(options.target.rstrip('/')) or options.target
+    name = _NAME.value or os.path.basename(options.models.target.rstrip('/')) or options.models.target
     check_unicode(name, 'served_name')
     hosts = None if _ALLOWED.value is None else read_hosts(_ALLOWED.value)
-    most_new = None if flags.FLAGS['max_new_tokens'].using_default_value else options.max_new_tokens
+    most_new = None if flags.FLAGS['max_new_tokens'].using_default_value else options.prompts.max_new_tokens
     sock = listen(_HOST.value, _PORT.value)
     if hosts is None and is_loopback(sock.getsockname()[0]):
       hosts = frozenset([_HOST.value.lower()])
@@ -171,7 +171,7 @@ if __name__ == '__main__':
     served = Served(worker, tokenizer, name, bounds.max_new_tokens, key, together=bounds.together, hosts=hosts)
     served.prepare()
     front.app = make_app(served)
-    print(f'serving {printable(name)} at http://{address_of(sock)}/v1, {options.batch_size} rows', flush=True)
+    print(f'serving {printable(name)} at http://{address_of(sock)}/v1, {options.prompts.batch_size} rows', flush=True)
     try:
       server.wait(worker)
     finally:

@@ -134,12 +134,13 @@ def _text_of(cell: Any) -> str:
   return '-' if cell is None else f'{cell:.4g}' if isinstance(cell, float) else str(cell)
 
 
-def table(rows: Sequence[Row]) -> Table:
-  """The rows as a table for a console."""
-  shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+def table(rows: Sequence[Row], *, right: Sequence[str] = (), whole: Sequence[str] = (), gap: int = 2) -> Table:
+  """The rows as a table for a console. Columns `right` are aligned so, and so are numbers; `whole` ones never fold."""
+  shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, gap - 1))
   for name in rows[0]:
-    is_text = any(isinstance(row[name], str) for row in rows)
-    shown.add_column(name.replace(': ', ':\n'), justify='left' if is_text else 'right')
+    is_left = name not in right and any(isinstance(row[name], str) for row in rows)
+    justify = 'left' if is_left else 'right'
+    shown.add_column(name.replace(': ', ':\n'), justify=justify, no_wrap=name in whole)
   for row in rows:
     shown.add_row(*map(_text_of, row.values()))
   return shown

@@ -8,7 +8,6 @@ of `trace_page/reference.py`.
 
 from __future__ import annotations
 
-import dataclasses
 import html
 import json
 import os
@@ -67,15 +66,11 @@ def _describe_run(options: DecodeOptions, setting: Setting, models: dict[str, An
   return {
     'prompt': prompt,
     'models': {role: model_title(info | {'path': _name_of(info['path'])}) for role, info in models.items()},
-    'has_lookup': options.has_lookup,
+    'has_lookup': options.models.has_lookup,
     'tree': setting.tree_name,
     'num_drafts': setting.num_drafts,
     'draft_length': setting.draft_length,
-    'temperature': options.temperature,
-    'top_k': options.top_k,
-    'top_p': options.top_p,
-    'min_p': options.min_p,
-    'seed': options.seed,
+    **{name: options.flags[name] for name in ('temperature', 'top_k', 'top_p', 'min_p', 'seed')},
     'version': spectr_jax.__version__,
   }
 
@@ -90,28 +85,28 @@ def record_trace(options: DecodeOptions, compare: tuple[str, ...] = (), notify: 
   setting = only_setting(options)
   if not setting.tree.num_nodes:
     raise ValueError(f'{setting.method.name} drafts nothing: there is nothing to trace')
-  kinds = {'gives': options.has_lookup, 'mixes': options.has_lookup and bool(options.draft_model)}
-  others = choose_others(compare, setting.method, setting.tree, **kinds)
+  guesses = options.models.guesses
+  others = choose_others(compare, setting.method, setting.tree, gives=guesses.gives, mixes=guesses.mixes)
   unused = 'mesh', 'num_seeds', 'num_samples', 'stop', 'logprobs'
   options.check_unused(unused, 'decode.trace, which shows whole rounds of one seed and sample on one device')
   notify('loading', 0, 1)
-  work = Workload.load(dataclasses.replace(options, num_prompts=1))
+  work = Workload.load(options.replace(num_prompts=1))
   trace = trace_decode(
-    work.keys(options.seed),
+    work.keys(options.sampling.seed),
     work.target,
     work.draft,
     work.tokens[0, : work.lengths[0]],
     method=setting.method,
     tree=setting.tree,
     others=others,
-    max_new_tokens=options.max_new_tokens,
-    sampling=options.sampling,
+    max_new_tokens=work.max_new_tokens,
+    sampling=work.sampling,
     constraint=work.constraint,
     eos_id=work.tokenizer.eos_ids,
     notify=notify,
   )
   text = work.prompts[0].text
-  if options.chat:
+  if options.prompts.chat:
     text += '\n\n'  # an answer does not continue its question
   run = _describe_run(options, setting, work.info['models'], text)
   return {'run': run} | describe_trace(trace, work.tokenizer)

@@ -1,7 +1,5 @@
 """Benchmarks at sizes where nothing is worth measuring: they run, and what they say adds up."""
 
-import dataclasses
-
 import pytest
 
 from benchmarks import auto, drafters, equality, speed_models
@@ -24,13 +22,15 @@ def _tiny_shapes(monkeypatch):
 
 def test_drafters(capsys):
   """Greedy, so that every way decodes as many tokens, and guesses save calls."""
-  options = DecodeOptions(
+  options = DecodeOptions.of(
     method=('autoregressive', 'speculative', 'spectr'), num_drafts=(1,), draft_length=(3,), temperature=0.0,
     num_prompts=3, max_new_tokens=12,
   )  # fmt: skip
-  workloads = drafters.load(dataclasses.asdict(options), ['lookup', options.draft])
+  workloads = drafters.load(options.flags, ['lookup', options.models.draft])
   ways = drafters.own_ways(workloads)
-  names = [f'{draft}: {name} K=1 L=3' for draft in ('lookup', options.draft) for name in ('speculative', 'spectr')]
+  names = [
+    f'{draft}: {name} K=1 L=3' for draft in ('lookup', options.models.draft) for name in ('speculative', 'spectr')
+  ]
   assert list(ways) == ['autoregressive', *names]
   measured = drafters.measure(ways, workloads['lookup'].batches)
   plain, drafted = measured['autoregressive'], measured[names[2]]
@@ -46,7 +46,7 @@ def test_drafters(capsys):
 
 
 def test_auto():
-  options = DecodeOptions(
+  options = DecodeOptions.of(
     method=('auto',), num_drafts=(1,), draft_length=(2,), num_prompts=4, max_new_tokens=4, calibration_prompts=2
   )
   workload = auto.with_shapes(Workload.load(options))
@@ -72,11 +72,11 @@ def test_equality(monkeypatch):
     'method': ('autoregressive', 'block', 'race_traversal'), 'num_drafts': (1,), 'draft_length': (2,),
     'temperature': 0.0, 'num_prompts': 3, 'max_new_tokens': 12, 'batch_size': 2,
   }  # fmt: skip
-  values = dataclasses.asdict(DecodeOptions()) | options
-  workloads = drafters.load(values, ['lookup', DecodeOptions().draft])
+  values = DecodeOptions.of().flags | options
+  workloads = drafters.load(values, ['lookup', DecodeOptions.of().models.draft])
   rows = list(equality.compare(workloads))
   ways = [(row['drafter'], row['setting']) for row in rows]
-  draft = DecodeOptions().draft
+  draft = DecodeOptions.of().models.draft
   assert ways == [
     ('', 'autoregressive'), ('lookup', 'race_traversal K=1 L=2'),
     (draft, 'block K=1 L=2'), (draft, 'race_traversal K=1 L=2'),

@@ -101,7 +101,7 @@ _MUTANTS = (
   ('io_names', 'spectr_jax/io/hub/families.py', "'self_attn.o_proj'", "'self_attn.out_proj'", 'io/hub/load_test.py'),
   ('io_bytes', 'spectr_jax/io/token_bytes.py', "'ByteLevel' and not is_text", "'ByteLevel'", 'io/token_bytes_test.py'),
 
-  ('command_flag', 'decode/experiment/workload.py', 'if options.skip_long else every', 'if not every else every',
+  ('command_flag', 'decode/experiment/workload.py', 'if asked.skip_long else every', 'if not every else every',
    'decode/run_test.py decode/prompts_test.py'),
   ('command_exit', 'common/command_line.py', 'sys.exit(code)', 'sys.exit(0)',
    'command_line_test.py decode/prove_test.py'),

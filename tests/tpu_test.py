@@ -15,7 +15,7 @@ from hub_specs import SPECS
 
 from configs import lm1b
 from decode import aot as decode_aot
-from decode.experiment.options import DecodeOptions
+from decode.experiment.model_options import SHIPPED_TARGET
 from spectr_jax.aot import tpu_slices as topology
 from spectr_jax.aot.compile import compile_decode
 from spectr_jax.aot.hlo_report import Memory
@@ -200,7 +200,7 @@ def train_config():
   return config
 
 
-@pytest.mark.parametrize('teacher', ['', DecodeOptions.target])
+@pytest.mark.parametrize('teacher', ['', SHIPPED_TARGET])
 def test_the_train_step_compiles_for_a_slice(chips, train_config, teacher):
   train_config = train_config.copy_and_resolve_references()
   train_config.distill_from = teacher

@@ -48,17 +48,17 @@ def grid(options: DecodeOptions, drafter: Drafter | None = None) -> tuple[list[S
   guesses, and single drafts only. Trees that the user names stay as they are, and so do the guesses of lookup, which
   differ.
   """
-  is_greedy = not options.temperature
-  if is_greedy and not options.has_lookup and options.tree == ('chains',):
-    is_default = options.num_drafts == AUTO_GRID['num_drafts']
-    num_drafts = (1,) if is_default else options.num_drafts
-    options = dataclasses.replace(options, tree=('chains', *GREEDY_TREES), num_drafts=num_drafts)
-  grids = [options]
-  if options.draft_length == AUTO_GRID['draft_length'] and 1 in options.num_drafts and 'chains' in options.tree:
+  is_greedy, methods = not options.sampling.temperature, options.methods
+  if is_greedy and not options.models.has_lookup and methods.tree == ('chains',):
+    is_default = methods.num_drafts == AUTO_GRID['num_drafts']
+    num_drafts = (1,) if is_default else methods.num_drafts
+    methods = dataclasses.replace(methods, tree=('chains', *GREEDY_TREES), num_drafts=num_drafts)
+  grids = [methods]
+  if methods.draft_length == AUTO_GRID['draft_length'] and 1 in methods.num_drafts and 'chains' in methods.tree:
     # A single guess is worth a run where each costs the target much, several of one token are not.
-    grids.insert(0, dataclasses.replace(options, tree=('chains',), num_drafts=(1,), draft_length=(1,)))
+    grids.insert(0, dataclasses.replace(methods, tree=('chains',), num_drafts=(1,), draft_length=(1,)))
   settings = [each for method in METHODS.values() for some in grids for each in settings_of(method, some)]
-  return fitting(settings, drafter or options.guesses, is_greedy=is_greedy)
+  return fitting(settings, drafter or options.models.guesses, is_greedy=is_greedy)
 
 
 def read_calibration(path: epath.PathLike) -> Calibration:
@@ -71,21 +71,22 @@ def read_calibration(path: epath.PathLike) -> Calibration:
 
 def _conditions_of(workload: Workload) -> dict[str, Any]:
   options, info = workload.options, workload.info
+  models = options.models
   names = 'mesh', 'draft_mesh', 'temperature', 'top_k', 'top_p', 'min_p', 'max_new_tokens'
   return {
     'device': info['device'],
     'models': info['models'],
     'batch_size': workload.batch_size,
-    'lookup': [options.lookup_max, options.lookup_min] if options.has_lookup else None,
-    'constraint': hash_constraint(options),
-    **{name: getattr(options, name) for name in names},
+    'lookup': [models.lookup_max, models.lookup_min] if models.has_lookup else None,
+    'constraint': hash_constraint(options.sampling),
+    **{name: options.flags[name] for name in names},
   }
 
 
 def trial_of(workload: Workload) -> tuple[Workload, KeysFn]:
   """The first prompts, at least two batches, and their keys of pass after pass, of seeds that the runs do not use."""
-  seeds = workload.options.seeds
-  some = workload.take(max(workload.options.calibration_prompts, 2 * workload.batch_size))
+  seeds = workload.seeds
+  some = workload.take(max(workload.options.methods.calibration_prompts, 2 * workload.batch_size))
   # The first unused seed is for acceptance rates.
   return some, lambda number: some.keys((seeds[-1] + 2 + number) % 2**32)
 
@@ -96,14 +97,14 @@ def speeds_of(workload: Workload, notify: Notify) -> tuple[list[Speed], dict[str
   The file of an earlier run is continued, and written after each setting. One that is unusable, or was measured under
   other conditions, is a `ValueError`.
   """
-  options, path, conditions = workload.options, workload.options.calibration, _conditions_of(workload)
+  options, path, conditions = workload.options, workload.options.methods.calibration, _conditions_of(workload)
   settings, left_out = grid(options, as_drafter(workload.draft))
   is_new = not (path and epath.Path(path).exists())
   known = Calibration(conditions, {}) if is_new else read_calibration(path)
   for name, value in conditions.items():
     if known.conditions.get(name) != value:
       raise ValueError(f'{path} was measured with {name} {known.conditions.get(name)}, not {value}; name a new file')
-  inputs = dataclasses.replace(options, calibration=None).inputs()
+  inputs = options.replace(calibration=None).inputs()
   # A new file is opened before anything is measured, to find out whether it is writable. One process writes.
   files = OutputFiles(calibration=path if is_primary() else None).apart_from(inputs)
   with files if is_new else contextlib.nullcontext():
@@ -111,7 +112,7 @@ def speeds_of(workload: Workload, notify: Notify) -> tuple[list[Speed], dict[str
       *trial_of(workload),
       settings,
       notify,
-      is_short=options.has_short_grid,
+      is_short=options.methods.has_short_grid,
       known=known.observations,
       keep=lambda seen: files.write(calibration=Calibration(conditions, seen).to_json()),
     )

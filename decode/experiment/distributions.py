@@ -43,9 +43,9 @@ def _probs_of(model: Model, prompts, lengths, tokens, sampling: SamplingParams) 
 def _along(function, workload: Workload, model: Model, rows: np.ndarray, tokens: np.ndarray) -> jax.Array:
   """`_distributions_of` or `_probs_of` on a batch of continuations."""
   if not isinstance(model, Model):
-    draft = workload.options.draft
+    draft = workload.info['flags']['draft']
     raise ValueError(f'this needs the probabilities of a draft model along texts, and {draft} is not a model')
-  written, sampling = np.maximum(tokens[rows], 0), workload.options.sampling.for_rows(len(rows))
+  written, sampling = np.maximum(tokens[rows], 0), workload.sampling.for_rows(len(rows))
   return function(model, workload.tokens[rows], workload.lengths[rows], written, sampling)
 
 

@@ -10,7 +10,7 @@ import jax
 from absl import flags
 
 from common import help_text
-from decode.experiment.model_options import choose_draft, split_draft
+from decode.experiment.model_options import SHIPPED_TARGET, choose_draft, split_draft
 from decode.experiment.workload import find_head
 from spectr_jax import METHODS
 
@@ -51,14 +51,14 @@ def default_drafting(target: str, draft: str, platform: str | None = None) -> Dr
 def with_default_drafting(values: Mapping[str, Any], platform: str | None = None) -> dict[str, Any]:
   """Fields of `DecodeOptions` with the defaults of those of `Drafting` that are missing; as they are without a draft.
 
-  A method that takes several drafts stands in for the table's where K or the tree is given. `values` has `target` and
-  `tree`.
+  A method that takes several drafts stands in for the table's where K or the tree is given.
   """
-  draft = choose_draft(values['target'], values.get('draft'))
+  target = values.get('target', SHIPPED_TARGET)
+  draft = choose_draft(target, values.get('draft'))
   if draft is None:
     return dict(values)
-  default = default_drafting(values['target'], draft, platform)
-  if 'num_drafts' in values or values['tree'] != ('chains',):
+  default = default_drafting(target, draft, platform)
+  if 'num_drafts' in values or values.get('tree', ('chains',)) != ('chains',):
     default = dataclasses.replace(default, method=ELSEWHERE.method)
   defaults = {'method': (default.method,), 'num_drafts': (default.num_drafts,), 'draft_length': (default.draft_length,)}
   return defaults | values
@@ -74,7 +74,7 @@ def _in_words(name: str) -> str:
 
 
 def describe_in_help(*, without_draft: str = '', takes_auto: bool = False) -> None:
-  """Lets the flags of `Drafting` have no default of their own, and `--help` say which they get."""
+  """Lets `--help` say which defaults the flags of `Drafting` get."""
   first = f'{without_draft} without --draft, else ' if without_draft else ''
   auto = ', or auto, the fastest of some that it times' if takes_auto else ''
   texts = {
@@ -84,5 +84,4 @@ def describe_in_help(*, without_draft: str = '', takes_auto: bool = False) -> No
   }
   help_text.take_one(method='NAME', num_drafts='N', draft_length='N')
   for name, text in texts.items():
-    flags.FLAGS.set_default(name, None)
     flags.FLAGS[name].help = f'{text}{_in_words(name)}]'

@@ -9,7 +9,7 @@ import jax
 from etils import epath
 
 from common.command_line import parse_sizes
-from decode.experiment.option_fields import AT_LEAST_0, AT_LEAST_1, Record, one_of, option
+from decode.experiment.option_fields import AT_LEAST_0, AT_LEAST_1, check_fields, one_of, option
 from spectr_jax import METHODS
 from spectr_jax.auto.setting import DRAFT_LENGTHS, NUM_DRAFTS
 from spectr_jax.draft import Confident, Estimated, Likeliest
@@ -26,8 +26,7 @@ SHIPPED_TARGET, SHIPPED_DRAFT = str(PRETRAINED / 'target'), str(PRETRAINED / 'dr
 AUTO = 'auto'
 LOOKUP = 'lookup'
 DEFAULT_METHODS = 'autoregressive', 'speculative', 'block', 'spectr', 'race_traversal'
-# Default K and L, for named methods and for `auto`.
-DEFAULT_GRID = {'num_drafts': (2,), 'draft_length': (8,)}
+# Default K and L for `auto`.
 AUTO_GRID = {'num_drafts': NUM_DRAFTS, 'draft_length': DRAFT_LENGTHS}
 DRAFT_MESHES = 'whole', 'divided'
 # Rules of trees that every row grows for itself, by name.
@@ -53,7 +52,7 @@ def has_epsilon(name: str) -> bool:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelOptions(Record):
+class ModelOptions:
   """The target, its draft, and the devices that they are on. See `DecodeSharding` about `mesh`."""
 
   target: str = option('Models', 'The target: a directory, a .gguf file, or ORG/NAME on the hub.', SHIPPED_TARGET)
@@ -101,8 +100,7 @@ class ModelOptions(Record):
   )
 
   def __post_init__(self):
-    super().__post_init__()
-    object.__setattr__(self, 'draft', choose_draft(self.target, self.draft))
+    check_fields(self)
     Lookup(self.lookup_max, self.lookup_min)
     if not self.has_lookup:
       if (self.lookup_max, self.lookup_min) != (LOOKUP_MAX, LOOKUP_MIN):
@@ -149,7 +147,7 @@ class ModelOptions(Record):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MethodOptions(Record):
+class MethodOptions:
   """Methods and their trees.
 
   The method `auto` stands alone or beside `autoregressive`. Every pair of `num_drafts` and `draft_length` is run, or
@@ -157,21 +155,24 @@ class MethodOptions(Record):
   `tree`.
   """
 
-  method: tuple[str, ...] | None = option(
+  method: tuple[str, ...] = option(
     'Method and tree',
     f'Methods, separated by commas, of {", ".join(METHODS)}, or auto, the fastest of some that it times. Default'
     f' {", ".join(DEFAULT_METHODS)}; without a draft autoregressive.',
-    None,
+    DEFAULT_METHODS,
+    is_derived=True,
   )
-  num_drafts: tuple[int, ...] | None = option(
+  num_drafts: tuple[int, ...] = option(
     'Method and tree',
     'K, drafts per round; several, separated by commas, run the grid. Default 2, for auto 1,2,4,8.',
-    None,
+    (2,),
+    is_derived=True,
   )
-  draft_length: tuple[int, ...] | None = option(
+  draft_length: tuple[int, ...] = option(
     'Method and tree',
     'L, tokens per draft; several, separated by commas, run the grid. Default 8, for auto 2,4,8.',
-    None,
+    (8,),
+    is_derived=True,
   )
   tree: tuple[str, ...] = option(
     'Method and tree',
@@ -227,14 +228,9 @@ class MethodOptions(Record):
   )
 
   def __post_init__(self):
-    super().__post_init__()
-    if self.method is None:
-      object.__setattr__(self, 'method', self._default_methods())
+    check_fields(self)
     if not self.method:
       raise ValueError(f'no method given; allowed: {", ".join((*METHODS, AUTO))}')
-    for name, values in (AUTO_GRID if self.is_auto else DEFAULT_GRID).items():
-      if getattr(self, name) is None:
-        object.__setattr__(self, name, values)
     self._check_auto()
     named = [get_method(name) for name in self.method if name != AUTO]
     if self.epsilon is not None and not any(has_epsilon(method.name) for method in named):
@@ -242,7 +238,7 @@ class MethodOptions(Record):
       raise ValueError(f'epsilon is for {allowed}, one of which must be among the methods')
     if self.gumbel and not any(method.max_drafts == 0 for method in named):
       raise ValueError('gumbel is for autoregressive decoding, which must be among the methods')
-    _ = self.methods
+    self.make()
     for name in ('num_drafts', 'draft_length'):
       values = getattr(self, name)
       if not values or min(values) < 1:
@@ -252,9 +248,6 @@ class MethodOptions(Record):
     if self.growth_threshold and not any(tree.partition(':')[0] in GROWTHS for tree in self.tree):
       known = ', '.join(f'--tree={name}:WIDTHS' for name in GROWTHS)
       raise ValueError(f'growth_threshold is for {known}')
-
-  def _default_methods(self) -> tuple[str, ...]:
-    return DEFAULT_METHODS
 
   def _check_auto(self):
     if not self.is_auto:
@@ -282,8 +275,7 @@ class MethodOptions(Record):
     is_default = self.tree == ('chains',) and all(getattr(self, name) == values for name, values in AUTO_GRID.items())
     return self.grid == 'short' or (not self.grid and is_default and jax.default_backend() == 'cpu')
 
-  @property
-  def methods(self) -> list[Method]:
+  def make(self) -> list[Method]:
     """The named methods, modified by `children`, `epsilon` and `gumbel`."""
     methods = []
     for name in self.method:
@@ -299,4 +291,4 @@ class MethodOptions(Record):
 
   @property
   def needs_draft(self) -> bool:
-    return self.is_auto or any(method.max_drafts != 0 for method in self.methods)
+    return self.is_auto or any(method.max_drafts != 0 for method in self.make())

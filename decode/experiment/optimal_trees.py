@@ -201,7 +201,7 @@ def choose_trees(
   if not budgets:
     return settings, {}
   acceptance: dict[str, Acceptance] = {}
-  seed = (options.seeds[-1] + 1) % 2**32
+  seed = (workload.seeds[-1] + 1) % 2**32
   keys = workload.keys(seed)
   for method, budget in budgets.items():
 
@@ -223,7 +223,7 @@ def choose_trees(
     elif name in given:
       acceptance[name] = given[name]
     else:
-      raise ValueError(f'{options.acceptance} has no acceptance of {name}; it has {"; ".join(given)}')
+      raise ValueError(f'{options.methods.acceptance} has no acceptance of {name}; it has {"; ".join(given)}')
   chosen = [
     setting if setting.budget is None else choose_tree(setting, acceptance[rates_name(setting.method)])
     for setting in settings

@@ -1,4 +1,4 @@
-"""Options: fields of a dataclass that the command line has as flags, and the values that they may have."""
+"""Options: fields of a record that the command line has as flags, and the values that they may have."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ def one_of(words: str, *values: str) -> Rule:
   return words, lambda x: x in values
 
 
-def option(group: str, text: str, default: Any, *, is_repeated: bool = False, rule: Rule | None = None) -> Any:
+def option(
+  group: str, text: str, default: Any, *, is_repeated: bool = False, is_derived: bool = False, rule: Rule | None = None
+) -> Any:
   """A field that the command line has as a flag of a group of `--help`.
 
-  Values of a tuple are separated by commas, or given by repeating the flag if `is_repeated`. `rule` says which values
-  the field may have besides None.
+  Values of a tuple are separated by commas, or given by repeating the flag if `is_repeated`. The default of one that
+  `is_derived` depends on other options, so its flag has none. `rule` says which values the field may have besides None.
   """
-  metadata = {'group': group, 'help': text, 'is_repeated': is_repeated, 'rule': rule}
+  flag_default = None if is_derived else default
+  metadata = {'group': group, 'help': text, 'is_repeated': is_repeated, 'flag_default': flag_default, 'rule': rule}
   return dataclasses.field(default=default, metadata=metadata)
 
 
-class Record:
-  """Checks of single fields, which come before those of the records."""
-
-  def __post_init__(self):
-    for field in dataclasses.fields(self):
-      value, rule = getattr(self, field.name), field.metadata['rule']
-      if rule is not None and value is not None and not rule[1](value):
-        raise ValueError(f'{field.name} must be {rule[0]}, got {value!r}')
+def check_fields(record: Any) -> None:
+  """Refuses values that the rules of their fields do not allow."""
+  for field in dataclasses.fields(record):
+    value, rule = getattr(record, field.name), field.metadata['rule']
+    if rule is not None and value is not None and not rule[1](value):
+      raise ValueError(f'{field.name} must be {rule[0]}, got {value!r}')

@@ -8,9 +8,8 @@ from typing import Any
 from absl import flags
 
 from common import command_line, help_text
-from decode.experiment.options import DecodeOptions
+from decode.experiment.options import FIELDS, DecodeOptions
 
-_FIELDS = dataclasses.fields(DecodeOptions)
 _DEFINE = {
   'str': flags.DEFINE_string,
   'int': flags.DEFINE_integer,
@@ -28,11 +27,12 @@ def _type_of(field: dataclasses.Field) -> str:
 
 def _define(field: dataclasses.Field) -> None:
   define = flags.DEFINE_multi_string if field.metadata['is_repeated'] else _DEFINE[_type_of(field)]
-  default = list(map(str, field.default)) if isinstance(field.default, tuple) else field.default
+  default = field.metadata['flag_default']
+  default = list(map(str, default)) if isinstance(default, tuple) else default
   help_text.in_group(field.metadata['group'], define(field.name, default, field.metadata['help']))
 
 
-for _field in _FIELDS:
+for _field in FIELDS.values():
   _define(_field)
 
 
@@ -47,11 +47,15 @@ def _value(field: dataclasses.Field) -> Any:
 
 
 def read_values() -> dict[str, Any]:
-  """The fields that the flags give, by name, without those that have no default in this command and are not given."""
-  values = {field.name: _value(field) for field in _FIELDS}
-  return {name: value for name, value in values.items() if value is not None}
+  """The fields that were typed, or have a default of this command, by name."""
+  values = {name: (_value(field), field.metadata['flag_default']) for name, field in FIELDS.items()}
+  return {
+    name: value
+    for name, (value, default) in values.items()
+    if flags.FLAGS[name].present or value not in (None, default)
+  }
 
 
 def read_options(**fixed) -> DecodeOptions:
   """The options that the flags give. Keyword arguments override flags."""
-  return DecodeOptions(**read_values() | fixed)
+  return DecodeOptions.of(**read_values() | fixed)

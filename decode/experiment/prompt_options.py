@@ -8,7 +8,7 @@ from typing import Any
 
 import spectr_jax
 from decode.experiment.model_options import PRETRAINED
-from decode.experiment.option_fields import AT_LEAST_0, AT_LEAST_1, Record, Rule, option
+from decode.experiment.option_fields import AT_LEAST_0, AT_LEAST_1, Rule, check_fields, option
 from decode.experiment.prompt_sets import PROMPT_SETS
 from decode.experiment.prompts import Prompt, as_conversations, read_prompts
 from spectr_jax import Constraint, StopStrings
@@ -27,7 +27,7 @@ _MIN_P: Rule = 'from 0 to 1 (0 keeps all)', lambda x: 0 <= x <= 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SamplingOptions(Record):
+class SamplingOptions:
   """Sampling of tokens, and the number of samples. The seeds are `seed` to `seed + num_seeds - 1`."""
 
   temperature: float = option('Sampling', 'Sampling temperature; 0 decodes greedily.', 1.0, rule=AT_LEAST_0)
@@ -46,7 +46,7 @@ class SamplingOptions(Record):
   seed: int = option('Sampling', 'The first seed.', 0)
 
   def __post_init__(self):
-    super().__post_init__()
+    check_fields(self)
     if self.seed < 0 or self.seed + self.num_seeds > 2**32:
       raise ValueError(f'seeds must be from 0 to 2**32 - 1, got {self.num_seeds} from {self.seed} on')
     given = [name for name in CONSTRAINTS if getattr(self, name) not in (None, ())]
@@ -58,7 +58,7 @@ class SamplingOptions(Record):
     return range(self.seed, self.seed + self.num_seeds)
 
   @property
-  def sampling(self) -> SamplingParams:
+  def params(self) -> SamplingParams:
     return SamplingParams(**{name: getattr(self, name) for name in SAMPLING_NAMES})
 
   def read_constraint(self) -> dict[str, Any]:
@@ -95,7 +95,7 @@ class SamplingOptions(Record):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PromptOptions(Record):
+class PromptOptions:
   """Texts to continue, and what is measured and written of continuations. See `read_prompts` about `prompts`."""
 
   stop: tuple[str, ...] = option(
@@ -139,7 +139,7 @@ class PromptOptions(Record):
   )
 
   def __post_init__(self):
-    super().__post_init__()
+    check_fields(self)
     check_stop_texts(self.stop)
     for name in ('prompt', 'system'):
       if (text := getattr(self, name)) is not None:
@@ -154,7 +154,7 @@ class PromptOptions(Record):
   def make_stop(self, tokenizer: TokenizerBase) -> StopStrings | None:
     return StopStrings(tokenizer, self.stop) if self.stop else None
 
-  def read_prompts(self) -> list[Prompt]:
+  def read(self) -> list[Prompt]:
     """All prompts of the file, or the one text; conversations with `chat`, refused without it."""
     path = SHIPPED_PROMPTS if self.prompts is None else self.prompts
     prompts = read_prompts(path) if self.prompt is None else [Prompt(self.prompt)]

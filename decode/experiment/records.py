@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 
 from decode import study
-from decode.experiment.options import DecodeOptions
+from decode.experiment.prompt_options import SamplingOptions
 from decode.experiment.prompts import Prompt
-from decode.experiment.results import DecodeRun, Measurement
-from decode.experiment.settings import Setting
+from decode.experiment.results import BESIDE, DecodeRun, Measurement
+from decode.experiment.settings import Setting, describe_setting
 from decode.experiment.workload import Workload
+from decode.study import Row
 from spectr_jax import Continuation, StopStrings, finish_reason
 from spectr_jax.auto.observation import Speed
 from spectr_jax.io.load import hash_content
@@ -25,24 +26,9 @@ from spectr_jax.io.tokenizer import TokenizerBase
 _PARTS = 'round', 'draft', 'target', 'verification', 'rest'  # of `seconds_per_round`
 
 
-def _result(run: DecodeRun, measurement: Measurement) -> dict:
-  summary = run.summarize(measurement.setting, (measurement.seed,))
-  return describe_setting(run.options, summary.setting) | {
-    'num_nodes': summary.setting.tree.num_nodes,
-    'seed': measurement.seed,
-    'num_prompts': len(run.prompts),
-    'tokens': summary.num_tokens,
-    'target_calls': summary.num_calls,
-    'block_efficiency': summary.block_efficiency,
-    'block_efficiency_ci95': summary.interval,
-    'acceptance_by_position': summary.acceptance_by_position,
-    'tokens_per_second': summary.tokens_per_second,
-    'speedup': summary.speedup,
-    'speedup_ci95': summary.speedup_interval,
-    'seconds_per_round': summary.seconds_per_round or None,
-    'share_of_optimum': summary.share_of_optimum,
-    'share_of_optimum_ci95': summary.share_interval,
-  }
+def _rows(run: DecodeRun) -> list[Row]:
+  every = (run.summarize(each.setting, (each.seed,)) for each in run.measurements)
+  return [{name: value for name, value in row.items() if name not in BESIDE} for row in every]
 
 
 def _speed(speed: Speed) -> dict:
@@ -66,8 +52,7 @@ def to_json(run: DecodeRun) -> str:
   requested, and `epsilon` if methods use their own. `acceptance_by_position[d]` is the share of rounds that kept at
   least d + 1 drafted tokens; `acceptance` holds, by method, the rates that `optimal` trees were chosen from.
   """
-  results = [_result(run, measurement) for measurement in run.measurements]
-  content = {'run': run.info, 'acceptance': run.acceptance, 'results': results}
+  content = {'run': run.info, 'acceptance': run.acceptance, 'results': _rows(run)}
   if run.speeds:
     content |= {'speeds': [_speed(each) for each in run.speeds], 'left_out': run.left_out}
   return json.dumps(content, indent=2, allow_nan=False) + '\n'
@@ -80,9 +65,9 @@ def to_csv(run: DecodeRun) -> str:
   Each line ends with the paths of both models.
   """
   rows, models = [], run.info['models']
-  for measurement in run.measurements:
+  for result in _rows(run):
     row = {}
-    for name, value in _result(run, measurement).items():
+    for name, value in result.items():
       if name.endswith('_ci95'):
         row |= dict(zip((f'{name}_low', f'{name}_high'), value or ('', '')))
       elif name == 'seconds_per_round':
@@ -91,19 +76,6 @@ def to_csv(run: DecodeRun) -> str:
         row[name] = ' '.join(map(str, value)) if isinstance(value, list) else value
     rows.append(row | {role: models.get(role, {}).get('path', '') for role in ('target', 'draft')})
   return study.to_csv(rows)
-
-
-def describe_setting(options: DecodeOptions, setting: Setting) -> dict[str, Any]:
-  return {
-    'method': setting.method.name,
-    'is_lossless': setting.method.is_lossless,
-    'num_drafts': setting.num_drafts,
-    'draft_length': setting.draft_length,
-    'tree': setting.tree_name,
-    'children': setting.method.proposal_rule.name,
-    'epsilon': options.epsilon,
-    'temperature': options.temperature,
-  }
 
 
 def describe_continuation(
@@ -152,11 +124,11 @@ def continuation_of(
 
 def to_jsonl(run: DecodeRun) -> str:
   """The continuations as JSONL, one line per setting, seed, prompt and sample."""
-  lines, texts = [], (run.tokenizer, run.options.make_stop(run.tokenizer))
+  lines, texts = [], (run.tokenizer, run.options.prompts.make_stop(run.tokenizer))
   for measurement in run.measurements:
     setting = describe_setting(run.options, measurement.setting)
     for row in range(len(measurement.lengths)):
-      place, sample = divmod(row, run.options.num_samples)
+      place, sample = divmod(row, run.options.sampling.num_samples)
       continuation = continuation_of(measurement, row, *texts)
       line = describe_continuation(setting, run.prompts[place], measurement.seed, sample, continuation, *texts)
       lines.append(json.dumps(line, ensure_ascii=False) + '\n')
@@ -185,24 +157,24 @@ OPTIONS = {
 
 def describe_run(work: Workload, setting: Setting) -> dict[str, Any]:
   """The values that all lines of a run share, as JSON values: those of the files that are read by their content."""
-  options, models = work.options, work.info['models']
-  has_lookup = options.has_lookup and options.needs_draft
+  options, models, pair = work.options, work.info['models'], work.options.models
+  has_lookup = pair.has_lookup and options.methods.needs_draft
   run = {
-    'target': hash_content(options.target),
+    'target': hash_content(pair.target),
     'target_dtype': models['target']['dtype'],
-    'draft': hash_content(options.draft_model) if 'draft' in models else None,
+    'draft': hash_content(pair.draft_model) if 'draft' in models else None,
     'draft_dtype': models['draft']['dtype'] if 'draft' in models else None,
-    'weights': options.weights,
-    'lookup_max': options.lookup_max if has_lookup else None,
-    'lookup_min': options.lookup_min if has_lookup else None,
+    'weights': pair.weights,
+    'lookup_max': pair.lookup_max if has_lookup else None,
+    'lookup_min': pair.lookup_min if has_lookup else None,
     'lookup_corpus': hash_json([*models['corpus']['sha256'].values()]) if 'corpus' in models else None,
     'growth_threshold': 0.0 if setting.growth is None else setting.growth.threshold,
-    'gumbel': options.gumbel,
-    'logprobs': options.logprobs,
-    **({'constraint': constraint} if (constraint := hash_constraint(options)) else {}),
+    'gumbel': options.methods.gumbel,
+    'logprobs': options.prompts.logprobs,
+    **({'constraint': constraint} if (constraint := hash_constraint(options.sampling)) else {}),
   }
-  fields = {name: getattr(options, name) for name in OPTIONS['field']}
-  return {'run': run} | describe_setting(options, setting) | fields | {'stop': list(options.stop)}
+  fields = {name: options.flags[name] for name in OPTIONS['field']}
+  return {'run': run} | describe_setting(options, setting) | fields | {'stop': list(options.prompts.stop)}
 
 
 def describe_prompt(prompt: Prompt) -> dict[str, Any]:
@@ -213,7 +185,7 @@ def describe_prompt(prompt: Prompt) -> dict[str, Any]:
   )
 
 
-def hash_constraint(options: DecodeOptions) -> str | None:
+def hash_constraint(options: SamplingOptions) -> str | None:
   """A hash of what continuations must follow, or None; in a schema the order of properties counts."""
   constraint = options.read_constraint()
   return hash_json(json.dumps(constraint)) if constraint else None

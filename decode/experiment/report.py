@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from common.printable import printable
+from decode import study
 from decode.experiment import metrics
 from decode.experiment.console import make_console
-from decode.experiment.results import DecodeRun, Measurement, Summary
+from decode.experiment.results import DecodeRun, Measurement
 from decode.experiment.workload import model_title
 from spectr_jax.auto.observation import Speed
 from spectr_jax.auto.setting import baseline_of
@@ -37,6 +37,11 @@ def _range(interval: tuple[float, float] | None) -> str:
 
 
 _NUM_POSITIONS = 8  # of which the acceptance is shown, at most
+# Headers of columns, and those that a narrow console goes without, the first one first.
+_TOKENS, _ACCEPTANCE, _SHARE, _RANGE = (
+  'tokens per\ntarget call', 'acceptance\nby position', 'share of\noptimum', '95% range'
+)  # fmt: skip
+_GIVE_WAY = 'lossless', _RANGE, 'nodes'
 
 
 def _shares(shares: list[float], num_shown: int) -> str:
@@ -47,87 +52,68 @@ def _shares(shares: list[float], num_shown: int) -> str:
 
 def fitting_table(run: DecodeRun, console: Console) -> Table:
   """The table of results that fits the console: acceptance by position gives way first, then what lines say too."""
-  forms = [{'num_positions': number} for number in range(_NUM_POSITIONS, -1, -1)]
-  for name in ('has_lossless', 'has_ranges', 'has_nodes'):
-    forms.append({**forms[-1], name: False})
-  return _first_that_fits((make_table(run, **form) for form in forms), console)
-
-
-def _first_that_fits(tables: Iterable[Table], console: Console) -> Table:
-  """The first table that is not wider than the console, else the last."""
+  forms = [(number, ()) for number in range(_NUM_POSITIONS, 0, -1)]
+  forms += [(0, _GIVE_WAY[:number]) for number in range(len(_GIVE_WAY) + 1)]
   unbounded = console.options.update(max_width=10_000)
-  for table in tables:
-    if console.measure(table, options=unbounded).maximum <= console.width:
+  for form in forms:
+    shown = make_table(run, *form)
+    if console.measure(shown, options=unbounded).maximum <= console.width:
       break
-  return table
+  return shown
 
 
-def make_table(
-  run: DecodeRun,
-  num_positions: int = _NUM_POSITIONS,
-  *,
-  has_lossless: bool = True,
-  has_ranges: bool = True,
-  has_nodes: bool = True,
-) -> Table:
+def make_table(run: DecodeRun, num_positions: int = _NUM_POSITIONS, left_out: Sequence[str] = ()) -> Table:
   """The table of results: one row per setting, over all seeds.
 
   Args:
     run: The run.
     num_positions: Positions whose acceptance is shown, at most.
-    has_lossless: Whether a column says which methods are lossless; else those that are not have a mark.
-    has_ranges: Whether a column has the intervals of the speed-ups.
-    has_nodes: Whether a column has the numbers of nodes, where there are trees.
+    left_out: Columns to leave out. Without `lossless` methods that are not have a mark.
   """
+  summaries, has_lossless = run.summaries, 'lossless' not in left_out
   has_trees = any(setting.tree.num_nodes and not setting.num_drafts for setting in run.settings)
-  has_ranges = has_ranges and any(summary.speedup is not None for summary in run.summaries.values())
-
-  def share(summary: Summary) -> str:
-    value = summary.share_of_optimum
-    return '-' if value is None else metrics.text_of(value, summary.share_interval)
-
-  # Name, alignment, whether it is shown, and the cell of a setting with its results.
-  columns = (
-    ('method', 'left', True, lambda s, _: s.method.name + ('' if has_lossless or s.method.is_lossless else ' (!)')),
-    ('lossless', 'left', has_lossless, lambda s, _: 'yes' if s.method.is_lossless else 'no'),
-    ('K', 'right', True, lambda s, _: str(s.num_drafts or '-')),
-    ('L', 'right', True, lambda s, _: str(s.draft_length or '-')),
-    ('nodes', 'right', has_trees and has_nodes, lambda s, _: str(s.tree.num_nodes or '-')),
-    ('tree', 'left', has_trees, lambda s, _: s.tree_name),
-    ('tokens per\ntarget call', 'left', True, lambda _, r: metrics.text_of(r.block_efficiency, r.interval)),
-    ('acceptance\nby position', 'left', num_positions, lambda _, r: _shares(r.acceptance_by_position, num_positions)),
-    ('share of\noptimum', 'left', run.options.share_of_optimum, lambda _, r: share(r)),
-    ('tokens/s', 'right', True, lambda _, r: f'{r.tokens_per_second:,.0f}'),
-    ('speed-up', 'right', True, lambda _, r: '-' if r.speedup is None else f'{r.speedup:.2f}x'),
-    ('95% range', 'left', has_ranges, lambda _, r: _range(r.speedup_interval)),
-  )
-  columns = [column for column in columns if column[2]]
-  padding = (0, 1) if has_lossless else (0, 1, 0, 0)
-  table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=padding)
-  for name, justify, *_ in columns:
-    table.add_column(name, justify=justify, no_wrap=name != 'tree')
-  for setting, summary in run.summaries.items():
-    table.add_row(*(cell(setting, summary) for *_, cell in columns))
-  return table
+  has_speedups = any(each['speedup'] is not None for each in summaries.values())
+  empty = {'nodes': not has_trees, 'tree': not has_trees, _ACCEPTANCE: not num_positions, _RANGE: not has_speedups}
+  empty |= {_SHARE: not run.options.prompts.share_of_optimum} | dict.fromkeys(left_out, True)
+  rows = [
+    {
+      'method': setting.method.name + ('' if has_lossless or setting.method.is_lossless else ' (!)'),
+      'lossless': 'yes' if setting.method.is_lossless else 'no',
+      'K': setting.num_drafts or None,
+      'L': setting.draft_length or None,
+      'nodes': setting.tree.num_nodes or None,
+      'tree': setting.tree_name,
+      _TOKENS: metrics.text_of(each['block_efficiency'], each['block_efficiency_ci95']),
+      _ACCEPTANCE: _shares(each['acceptance_by_position'], num_positions),
+      _SHARE: '-'
+      if each['share_of_optimum'] is None
+      else metrics.text_of(each['share_of_optimum'], each['share_of_optimum_ci95']),
+      'tokens/s': f'{each["tokens_per_second"]:,.0f}',
+      'speed-up': None if each['speedup'] is None else f'{each["speedup"]:.2f}x',
+      _RANGE: _range(each['speedup_ci95']),
+    }
+    for setting, each in summaries.items()
+  ]
+  rows = [{name: cell for name, cell in row.items() if not empty.get(name)} for row in rows]
+  whole = [name for name in rows[0] if name != 'tree']
+  return study.table(rows, right=('tokens/s', 'speed-up'), whole=whole, gap=2 if has_lossless else 1)
 
 
 def make_speed_table(speeds: list[Speed]) -> Table:
   """A table of the settings that `auto` timed."""
   alone = next(each for each in speeds if not each.setting.tree.num_nodes)
-  table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-  table.add_column('timed')
-  for name in ('tokens per\ntarget call', 'tokens/s', '95% range', 'speed-up'):
-    table.add_column(name, justify='right', no_wrap=True)
-  for each in speeds:
-    low, high = each.interval
-    table.add_row(
-      str(each.setting),
-      f'{each.tokens_per_call:.2f}',
-      f'{each.tokens_per_second:,.0f}',
-      f'{low:,.0f} to {high:,.0f}',
-      f'{each.tokens_per_second / alone.tokens_per_second:.2f}x',
-    )
-  return table
+  rows = [
+    {
+      'timed': str(each.setting),
+      _TOKENS: f'{each.tokens_per_call:.2f}',
+      'tokens/s': f'{each.tokens_per_second:,.0f}',
+      _RANGE: f'{each.interval[0]:,.0f} to {each.interval[1]:,.0f}',
+      'speed-up': f'{each.tokens_per_second / alone.tokens_per_second:.2f}x',
+    }
+    for each in speeds
+  ]
+  numbers = list(rows[0])[1:]
+  return study.table(rows, right=numbers, whole=numbers)
 
 
 def explain_choice(speeds: list[Speed], left_out: Mapping[str, str]) -> Iterator[str]:
@@ -147,19 +133,19 @@ def explain_slow(run: DecodeRun) -> Iterator[str]:
   """One line for each setting slower than autoregressive decoding: the cost and the tokens of a round."""
   for setting, summary in run.summaries.items():
     num_nodes = setting.tree.num_nodes + 1
-    if not setting.tree.num_nodes or summary.speedup is None or summary.speedup >= 1:
+    if not setting.tree.num_nodes or summary['speedup'] is None or summary['speedup'] >= 1:
       continue
     cost = run.node_costs[num_nodes]
     yield (
-      f'{setting} is slower here: a round takes {summary.round_cost:.1f} times as long as an autoregressive step and'
-      f" yields {summary.tokens_per_round:.1f} tokens per row; on this {run.info['device']['platform']} the target's"
+      f'{setting} is slower here: a round takes {summary["round_cost"]:.1f} times as long as an autoregressive step and'
+      f" yields {summary['tokens_per_round']:.1f} tokens per row; on this {run.info['device']['platform']} the target's"
       f' call alone takes {cost:.1f} times as long for {num_nodes} nodes as for 1.'
     )
 
 
 def explain_missing_baseline(run: DecodeRun) -> Iterator[str]:
   """A line where no setting says how fast decoding without a draft is."""
-  if all(summary.speedup is None for summary in run.summaries.values()):
+  if all(summary['speedup'] is None for summary in run.summaries.values()):
     yield 'speed-up is relative to autoregressive, which is not among the methods; add it to --method to compare.'
 
 
@@ -167,12 +153,12 @@ def explain_ranges(run: DecodeRun) -> Iterator[str]:
   """A line where speed-ups or tokens per call have no interval, and why."""
   summaries = [summary for setting, summary in run.summaries.items() if setting.tree.num_nodes]
   enough = f'and it takes {metrics.MIN_UNITS}'
-  if any(each.speedup is not None and each.speedup_interval is None for each in summaries):
+  if any(each['speedup'] is not None and each['speedup_ci95'] is None for each in summaries):
     yield (
       f'speed-ups have no 95% range: it is over batches, of which this run has {run.num_batches}, {enough}; a smaller'
       ' --batch_size or more --num_prompts make more.'
     )
-  if any(each.interval is None for each in summaries):
+  if any(each['block_efficiency_ci95'] is None for each in summaries):
     yield (
       f'tokens per target call have no interval: it is over prompts, of which this run has {len(run.prompts)},'
       f' {enough}.'
@@ -182,13 +168,13 @@ def explain_ranges(run: DecodeRun) -> Iterator[str]:
 def explain_hidden_ranges(run: DecodeRun) -> Iterator[str]:
   """One line for each speed-up with an interval, for tables without a column of them."""
   for setting, each in run.summaries.items():
-    if each.speedup_interval is not None:
-      yield f'{setting}: speed-up {each.speedup:.2f}x, 95% range {_range(each.speedup_interval)}.'
+    if each['speedup_ci95'] is not None:
+      yield f'{setting}: speed-up {each["speedup"]:.2f}x, 95% range {_range(each["speedup_ci95"])}.'
 
 
 def explain_parts(run: DecodeRun) -> Iterator[str]:
   for setting, summary in run.summaries.items():
-    if parts := summary.seconds_per_round:
+    if parts := summary['seconds_per_round']:
       each = ', '.join(f'{part} {1e3 * seconds:.2f}' for part, seconds in parts.items() if part != 'round')
       yield (
         f'{setting}: a round takes {1e3 * parts["round"]:.2f} ms, of which {each}; parts are timed as programs of their'
@@ -211,7 +197,7 @@ def split_by_origin(tokens: np.ndarray, origins: np.ndarray, tokenizer: Tokenize
 
 def sample_measurement(run: DecodeRun) -> Measurement:
   """The measurement whose first continuation is shown: of the last setting that drafts, else of the last setting."""
-  first_seed = [measurement for measurement in run.measurements if measurement.seed == run.options.seed]
+  first_seed = [measurement for measurement in run.measurements if measurement.seed == run.options.sampling.seed]
   return ([measurement for measurement in first_seed if measurement.setting.tree.num_nodes] or first_seed)[-1]
 
 
@@ -238,26 +224,26 @@ def make_sample(run: DecodeRun, *, is_colored: bool) -> Text:
 def _headline(run: DecodeRun) -> str:
   options, models = run.options, run.info['models']
   names = ', '.join(f'{role} {model_title(model, has_dtype=True)}' for role, model in models.items())
-  names += ', guesses by lookup' if options.has_lookup else ''
-  filters = [f'temperature {options.temperature:g}']
-  if options.top_k:
-    filters.append(f'top-k {options.top_k}')
-  if options.top_p < 1:
-    filters.append(f'top-p {options.top_p:g}')
-  if options.min_p:
-    filters.append(f'min-p {options.min_p:g}')
+  names += ', guesses by lookup' if options.models.has_lookup else ''
+  filters = [f'temperature {options.sampling.temperature:g}']
+  if options.sampling.top_k:
+    filters.append(f'top-k {options.sampling.top_k}')
+  if options.sampling.top_p < 1:
+    filters.append(f'top-p {options.sampling.top_p:g}')
+  if options.sampling.min_p:
+    filters.append(f'min-p {options.sampling.min_p:g}')
   device = run.info['device']
-  batch_size = min(options.batch_size, len(run.prompts))
-  samples = f', {options.num_samples} samples of each prompt' if options.num_samples > 1 else ''
+  batch_size = min(options.prompts.batch_size, len(run.prompts))
+  samples = f', {options.sampling.num_samples} samples of each prompt' if options.sampling.num_samples > 1 else ''
   num_long = run.info['num_long_prompts']
   left_out = f' ({num_long} of the file are too long and left out)' if num_long else ''
   return (
     f'{names}\n{len(run.prompts)} prompts{left_out} in batches of {batch_size},'
-    f' up to {options.max_new_tokens} new tokens, {", ".join(filters)}{samples},'
-    f' {options.num_seeds} seed{"s" * (options.num_seeds > 1)} from {options.seed};'
+    f' up to {options.prompts.max_new_tokens} new tokens, {", ".join(filters)}{samples},'
+    f' {options.sampling.num_seeds} seed{"s" * (options.sampling.num_seeds > 1)} from {options.sampling.seed};'
     f' {device["kind"]}, {device["num_cpus"]} CPU cores'
     + (f', products of {device["products"]}' if 'products' in device else '')
-    + (f', mesh {options.mesh} of {device["num_devices"]} devices' if options.mesh else '')
+    + (f', mesh {options.models.mesh} of {device["num_devices"]} devices' if options.models.mesh else '')
   )
 
 
@@ -275,15 +261,15 @@ def explain_vocabulary(run: DecodeRun) -> Iterator[str]:
 def explain_gain(run: DecodeRun) -> Iterator[str]:
   """A line with what the fastest lossless setting that drafts gains, if speeds were compared on enough batches."""
   summaries = run.summaries
-  compared = [each for each in summaries.values() if each.speedup_interval and each.setting.method.is_lossless]
+  compared = [each for each in summaries.values() if each['speedup_ci95'] and each['is_lossless']]
   if not compared:
     return
-  best, alone = max(compared, key=lambda each: each.speedup), summaries[baseline_of(run.settings)]
-  subject = str(best.setting) if best.speedup >= 1 else f'Nothing gains here: the fastest, {best.setting},'
+  best, alone = max(compared, key=lambda each: each['speedup']), summaries[baseline_of(run.settings)]
+  subject = str(best['setting']) if best['speedup'] >= 1 else f'Nothing gains here: the fastest, {best["setting"]},'
   yield (
-    f'{subject} decodes {best.speedup:.2f} times as fast as the target alone ({_range(best.speedup_interval)}):'
-    f' {best.tokens_per_second:,.0f} tokens/s for {alone.tokens_per_second:,.0f}, {best.block_efficiency:.2f} tokens'
-    " per call of the target, with exactly the target's distribution."
+    f'{subject} decodes {best["speedup"]:.2f} times as fast as the target alone ({_range(best["speedup_ci95"])}):'
+    f' {best["tokens_per_second"]:,.0f} tokens/s for {alone["tokens_per_second"]:,.0f}, {best["block_efficiency"]:.2f}'
+    " tokens per call of the target, with exactly the target's distribution."
   )
 
 
@@ -316,7 +302,7 @@ def print_report(run: DecodeRun, console: Console | None = None, *, more: str = 
   table = fitting_table(run, console)
   console.print(table)
   console.print()
-  is_hidden = '95% range' not in [column.header for column in table.columns]
+  is_hidden = _RANGE not in [column.header for column in table.columns]
   explanations = explain_bias, explain_missing_baseline, explain_ranges, explain_slow, explain_parts, explain_seconds
   for explain in (*[explain_hidden_ranges] * is_hidden, *explanations):
     for line in explain(run):

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from common.command_line import parse_name_and_ints
 from decode.experiment.model_options import GROWTHS, MethodOptions
@@ -117,10 +118,11 @@ def expand(options: DecodeOptions) -> list[Setting]:
   The trees of `optimal` are still empty, since they depend on measurements. ValueError where a method cannot decode on
   a tree.
   """
-  settings = list(dict.fromkeys(setting for method in options.methods for setting in settings_of(method, options)))
+  methods = options.methods
+  settings = list(dict.fromkeys(each for method in methods.make() for each in settings_of(method, methods)))
   for setting in settings:
     if setting.budget is None:
-      check_fit(setting.method, setting.tree, setting.guesses(options.guesses))
+      check_fit(setting.method, setting.tree, setting.guesses(options.models.guesses))
     elif setting.method.needs_chains:
       raise ValueError(f'{setting.method.name} is defined for chains only, not for {setting.label}')
   return settings
@@ -128,7 +130,7 @@ def expand(options: DecodeOptions) -> list[Setting]:
 
 def only_setting(options: DecodeOptions) -> Setting:
   """The only setting of the options, for commands that run no grid and measure nothing first."""
-  if options.is_auto:
+  if options.methods.is_auto:
     raise ValueError('auto is not for this command; name a method')
   settings = expand(options)
   if len(settings) != 1:
@@ -136,3 +138,17 @@ def only_setting(options: DecodeOptions) -> Setting:
   if settings[0].budget is not None:
     raise ValueError('optimal trees are chosen by decode.main; name the shape that it printed, such as prefix:4,2,1')
   return settings[0]
+
+
+def describe_setting(options: DecodeOptions, setting: Setting) -> dict[str, Any]:
+  """The setting as JSON values."""
+  return {
+    'method': setting.method.name,
+    'is_lossless': setting.method.is_lossless,
+    'num_drafts': setting.num_drafts,
+    'draft_length': setting.draft_length,
+    'tree': setting.tree_name,
+    'children': setting.method.proposal_rule.name,
+    'epsilon': options.methods.epsilon,
+    'temperature': options.sampling.temperature,
+  }

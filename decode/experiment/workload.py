@@ -17,7 +17,8 @@ from jax.sharding import Mesh
 
 import spectr_jax
 from common.text_files import Files
-from decode.experiment.options import ROOT, DecodeOptions
+from decode.experiment.model_options import ROOT, SHIPPED_TARGET, ModelOptions
+from decode.experiment.options import DecodeOptions
 from decode.experiment.prompts import Prompt, encode_prompts, take_first, without_long
 from decode.experiment.settings import Setting
 from spectr_jax import Drafter, Generation, Model, StopStrings
@@ -73,7 +74,7 @@ def _dtype_of(model: Model) -> str:
   return jax.eval_shape(example).dtype.name
 
 
-def _load_model(options: DecodeOptions, path: str, mesh: Mesh | None) -> tuple[Model, TokenizerBase, dict[str, Any]]:
+def _load_model(options: ModelOptions, path: str, mesh: Mesh | None) -> tuple[Model, TokenizerBase, dict[str, Any]]:
   has_blocks = path == options.target or path.endswith('.gguf')  # a draft of another format is as its files are
   weights = options.weights if has_blocks or options.weights != BLOCKS else ''
   model, tokenizer = spectr_jax.load_model(path, dtype=options.dtype or None, weights=weights or None, mesh=mesh)
@@ -88,7 +89,7 @@ def _load_model(options: DecodeOptions, path: str, mesh: Mesh | None) -> tuple[M
   return model, tokenizer, info | ({'weights': weights} if weights else {})
 
 
-def _load_head(options: DecodeOptions, head: HeadFiles, target: Model) -> tuple[Drafter, dict[str, Any]]:
+def _load_head(options: ModelOptions, head: HeadFiles, target: Model) -> tuple[Drafter, dict[str, Any]]:
   drafter = head.load(target, dtype=options.dtype or None)
   leaves = jax.tree.leaves(drafter, is_leaf=is_quantized)
   wide = [leaf for leaf in leaves if not is_quantized(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)]
@@ -118,7 +119,7 @@ class Models:
 
 
 def _fit_draft(
-  options: DecodeOptions, draft: Model, own: TokenizerBase, target: Model, tokenizer: TokenizerBase
+  options: ModelOptions, draft: Model, own: TokenizerBase, target: Model, tokenizer: TokenizerBase
 ) -> tuple[Model | Drafter, dict[str, Any]]:
   """The draft for the target, and what their vocabularies share if they are not the same.
 
@@ -126,7 +127,7 @@ def _fit_draft(
     ValueError: Vocabularies share nothing, or differ and the target is the shipped one, since none is given.
   """
   pair = f'{options.target} and {options.draft_model}'
-  if options.target == DecodeOptions.target and first_difference(tokenizer, own) is not None:
+  if options.target == SHIPPED_TARGET and first_difference(tokenizer, own) is not None:
     raise ValueError(
       f'{pair} have different tokenizers; the target is the shipped one, since none is given: give --target'
     )
@@ -145,23 +146,24 @@ def load_models(options: DecodeOptions, sharding: DecodeSharding | None = None) 
   Vocabularies may be padded to different sizes: the draft's is brought to the target's, whose distribution stays. A
   draft with another tokenizer guesses the tokens that both have. A model that `sharding` shards is read shard by shard.
   """
-  files = Files(options.lookup_corpus)
+  pair = options.models
+  files = Files(pair.lookup_corpus)
   documents = read_corpus(files) if files.patterns else []
   mesh = None if sharding is None else sharding.mesh
-  target, tokenizer, description = _load_model(options, options.target, mesh)
+  target, tokenizer, description = _load_model(pair, pair.target, mesh)
   info = {'target': description}
-  if not options.needs_draft:
+  if not options.methods.needs_draft:
     return Models(target, None, tokenizer, info)
   draft = None
-  if head := find_head(options.target, options.draft_model):
-    draft, info['draft'] = _load_head(options, head, target)
-  elif path := options.draft_model:
+  if head := find_head(pair.target, pair.draft_model):
+    draft, info['draft'] = _load_head(pair, head, target)
+  elif path := pair.draft_model:
     is_divided = sharding is not None and sharding.is_draft_divided
-    draft, own, info['draft'] = _load_model(options, path, mesh if is_divided else None)
-    draft, shared = _fit_draft(options, draft, own, target, tokenizer)
+    draft, own, info['draft'] = _load_model(pair, path, mesh if is_divided else None)
+    draft, shared = _fit_draft(pair, draft, own, target, tokenizer)
     info['draft'] |= shared
-  if options.has_lookup:
-    search: dict[str, Any] = {'lookup_max': options.lookup_max, 'lookup_min': options.lookup_min}
+  if pair.has_lookup:
+    search: dict[str, Any] = {'lookup_max': pair.lookup_max, 'lookup_min': pair.lookup_min}
     if documents:
       ids = tokenizer.encode_batch(documents)
       search['corpus'] = lookup_corpus(ids)
@@ -220,8 +222,8 @@ def describe_machine(num_devices: int = 1) -> dict[str, Any]:
 
 def describe(options: DecodeOptions, models: dict[str, Any]) -> dict[str, Any]:
   """Flags, versions, device and models, as JSON values."""
-  flags = dataclasses.asdict(options) | {'target': portable(options.target), 'draft': portable(options.draft or '')}
-  return {'flags': flags} | describe_machine(jax.device_count() if options.mesh else 1) | {'models': models}
+  flags = options.flags | {'target': portable(options.models.target), 'draft': portable(options.models.draft or '')}
+  return {'flags': flags} | describe_machine(jax.device_count() if options.models.mesh else 1) | {'models': models}
 
 
 def row_keys(seed: int, prompts: list[Prompt]) -> jax.Array:
@@ -235,8 +237,8 @@ def _fold_in_indices(seed: jax.Array, indices: jax.Array) -> jax.Array:
   return jax.vmap(lambda index: jax.random.fold_in(key, index))(indices)
 
 
-def _rows_of(options: DecodeOptions, num_prompts: int, sharding: DecodeSharding | None) -> int:
-  size = min(options.batch_size, num_prompts)
+def _rows_of(batch_size: int, num_prompts: int, sharding: DecodeSharding | None) -> int:
+  size = min(batch_size, num_prompts)
   return size if sharding is None else sharding.round_up(size)
 
 
@@ -252,13 +254,14 @@ class Workload(Batches):
   @classmethod
   def load(cls, options: DecodeOptions, *, is_local: bool = False, pick: Pick = take_first) -> Workload:
     """Reads models, and the prompts that `pick` takes; with `is_local` for each of several processes alone."""
-    every = options.read_prompts()
-    sharding = options.make_sharding(options.batch_size, is_local=is_local)
+    asked, sampling = options.prompts, options.sampling
+    every = asked.read()
+    sharding = options.models.make_sharding(asked.batch_size, is_local=is_local)
     models = load_models(options, sharding)
     target, draft, tokenizer = models.target, models.draft, models.tokenizer
-    room = {'max_new_tokens': options.max_new_tokens, 'max_length': models.context_length}
-    fitting = without_long(every, tokenizer, **room) if options.skip_long else every
-    prompts = pick(fitting, options.num_prompts)
+    room = {'max_new_tokens': asked.max_new_tokens, 'max_length': models.context_length}
+    fitting = without_long(every, tokenizer, **room) if asked.skip_long else every
+    prompts = pick(fitting, asked.num_prompts)
     tokens, lengths = encode_prompts(prompts, tokenizer, **room, vocab_size=target.vocab_size)
     if sharding is not None:  # shards models once, not with every batch
       is_model = isinstance(draft, Model)
@@ -266,20 +269,24 @@ class Workload(Batches):
       draft = drafter.model if drafter is not None and is_model else drafter
     info = describe(options, models.info) | {'num_long_prompts': len(every) - len(fitting)}
     return cls(
-      target, draft, tokens, lengths, _rows_of(options, len(prompts), sharding), options.max_new_tokens,
-      options.sampling, tokenizer.eos_ids, options.logprobs, sharding,
+      target, draft, tokens, lengths, _rows_of(asked.batch_size, len(prompts), sharding), asked.max_new_tokens,
+      sampling.params, tokenizer.eos_ids, asked.logprobs, sharding,
       options=options, tokenizer=tokenizer, info=info, prompts=prompts,
-      constraint=options.make_constraint(tokenizer, target.vocab_size),
+      constraint=sampling.make_constraint(tokenizer, target.vocab_size),
     )  # fmt: skip
 
   def take(self, num_prompts: int) -> Workload:
     firsts = {name: getattr(self, name)[:num_prompts] for name in ('prompts', 'tokens', 'lengths')}
-    batch_size = _rows_of(self.options, len(firsts['prompts']), self.sharding)
+    batch_size = _rows_of(self.options.prompts.batch_size, len(firsts['prompts']), self.sharding)
     return dataclasses.replace(self, **firsts, batch_size=batch_size)
 
   def at(self, temperature: float) -> Workload:
-    options = dataclasses.replace(self.options, temperature=temperature)
-    return dataclasses.replace(self, options=options, sampling=options.sampling)
+    options = self.options.replace(temperature=temperature)
+    return dataclasses.replace(self, options=options, sampling=options.sampling.params)
+
+  @property
+  def seeds(self) -> range:
+    return self.options.sampling.seeds
 
   def keys(self, seed: int) -> jax.Array:
     """One key per prompt."""
@@ -287,7 +294,7 @@ class Workload(Batches):
 
   @property
   def stop(self) -> StopStrings | None:
-    return self.options.make_stop(self.tokenizer)
+    return self.options.prompts.make_stop(self.tokenizer)
 
   def generate(
     self, setting: Setting, keys: jax.Array, rows: np.ndarray, *, statistics: bool = False, num_samples: int = 1

@@ -11,9 +11,11 @@ from typing import Any, ClassVar
 from rich.console import Console
 
 from decode import plots
-from decode.experiment.options import DecodeOptions, option, split_draft
+from decode.experiment.model_options import split_draft
+from decode.experiment.options import DecodeOptions
+from decode.experiment.prompt_options import PromptOptions
 from decode.experiment.prompts import take_first, without_long
-from decode.experiment.results import DecodeRun, Summary
+from decode.experiment.results import DecodeRun
 from decode.experiment.run import run_decode
 from decode.experiment.settings import Setting
 from decode.experiment.workload import Pick, find_head, model_title, portable
@@ -32,28 +34,23 @@ PAPER_SPREAD = 'in the paper: standard deviation, where it prints one'
 CUT_ROUNDS = 'A round that the limit of new tokens cuts off counts as whole, which takes most from long drafts.'
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sizes:
-  """Amounts to measure, each a flag of `decode.reproduce`; a size that an exhibit does not use is 0 or empty."""
-
-  num_prompts: int = option('Options', 'Prompts of each set, at most.', 0)
-  num_seeds: int = option('Options', 'Runs of every setting.', 0)
-  max_new_tokens: int = option('Options', 'New tokens per prompt, at most.', 0)
-  batch_size: int = option('Options', 'Prompts decoded together, at most.', 0)
-  num_runs: int = option('Options', 'Repetitions of a timed call, or texts of a simulation.', 0)
-  context: int = option('Options', 'Room of the caches of a timed call, tokens.', 0)
-  num_drafts: tuple[int, ...] = option('Options', 'K, several separated by commas.', ())
-  draft_length: tuple[int, ...] = option('Options', 'L, several separated by commas.', ())
-  num_nodes: tuple[int, ...] = option('Options', 'Tokens drafted in a call, several separated by commas.', ())
-  epsilon: tuple[float, ...] = option('Options', 'Over-acceptance, several separated by commas.', ())
-
-  @property
-  def used(self) -> dict[str, Any]:
-    return {name: value for name, value in dataclasses.asdict(self).items() if value}
-
-
-# The sizes that are also options of decoding.
-_DECODE_SIZES = 'num_prompts', 'num_seeds', 'max_new_tokens', 'batch_size', 'num_drafts', 'draft_length'
+# Amounts to measure, each a flag of `decode.reproduce`: whole numbers, and lists.
+SIZES = {
+  'num_prompts': 'Prompts of each set, at most.',
+  'num_seeds': 'Runs of every setting.',
+  'max_new_tokens': 'New tokens per prompt, at most.',
+  'batch_size': 'Prompts decoded together, at most.',
+  'num_runs': 'Repetitions of a timed call, or texts of a simulation.',
+  'context': 'Room of the caches of a timed call, tokens.',
+}
+LISTS = {
+  'num_drafts': 'K, several separated by commas.',
+  'draft_length': 'L, several separated by commas.',
+  'num_nodes': 'Tokens drafted in a call, several separated by commas.',
+  'epsilon': 'Over-acceptance, several separated by commas.',
+}
+# The amounts that are no options of decoding; methods have an epsilon each.
+_OTHER_SIZES = 'num_runs', 'context', 'num_nodes', 'epsilon'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,7 +60,7 @@ class Request:
   target: str
   drafts: Mapping[str, str]  # by name, each as `DecodeOptions.draft`
   prompts: Mapping[str, str | None]  # files by name; None for the shipped ones
-  sizes: Sizes
+  sizes: Mapping[str, Any]  # of `SIZES` and `LISTS`
   dtype: str = ''
   seed: int = 0  # the first
   # further ones of decoding, those of `Exhibit.options`
@@ -84,8 +81,8 @@ class Request:
       'skip_long': True,
       'seed': self.seed,
     }
-    sizes = {name: value for name, value in self.sizes.used.items() if name in _DECODE_SIZES}
-    return DecodeOptions(**(own | sizes | dict(self.options) | options))
+    sizes = {name: value for name, value in self.sizes.items() if name not in _OTHER_SIZES}
+    return DecodeOptions.of(**(own | sizes | dict(self.options) | options))
 
 
 @dataclasses.dataclass
@@ -108,7 +105,8 @@ class Exhibit:
 
   title: str  # its subject, and the paper and number
   measure: Callable[[Request, Notify], Results]  # call `run`, which checks the request first
-  sizes: Sizes = Sizes()  # by default; they take minutes with the pretrained pair on two cores
+  # by default; they take minutes with the pretrained pair on two cores
+  sizes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
   has_models: bool = True  # is about a pair of models
   compares_drafts: bool = False
   is_simulated: bool = False  # simulates texts, which a seed decides
@@ -117,21 +115,19 @@ class Exhibit:
 
   @property
   def has_prompts(self) -> bool:
-    return bool(self.sizes.num_prompts)
+    return 'num_prompts' in self.sizes
 
   @property
   def is_random(self) -> bool:
     return self.has_prompts or self.is_simulated
 
-  def choose_sizes(self, given: Mapping[str, Any]) -> Sizes:
-    """The default sizes with the given ones in their place; None keeps the default."""
-    given = {name: value for name, value in given.items() if value is not None}
-    used = self.sizes.used
+  def choose_sizes(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The default sizes with the given ones in their place."""
     for name in given:
-      if name not in used:
-        sizes = f'whose sizes are {", ".join(used)}' if used else 'which has none'
+      if name not in self.sizes:
+        sizes = f'whose sizes are {", ".join(self.sizes)}' if self.sizes else 'which has none'
         raise ValueError(f'{name} is not for this {self.kind}, {sizes}')
-    return dataclasses.replace(self.sizes, **given)
+    return {**self.sizes, **given}
 
   def choose_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
     """The default options with the given ones in their place."""
@@ -210,7 +206,7 @@ class Figure(Exhibit):
     if self.has_models:
       lines.append(f'target {portable(request.target)}, draft {portable(request.draft)}, temperature 1')
     lines += [f'prompts: the first of {path or "pretrained/prompts.jsonl"}' for path in request.prompts.values()]
-    sizes = describe_sizes(request.sizes.used)
+    sizes = describe_sizes(request.sizes)
     if self.is_random:
       sizes.append(f'seed {request.seed}')
     return [*lines, *([', '.join(sizes)] if sizes else [])]
@@ -252,7 +248,7 @@ class Table(Exhibit):
     """Models, prompts, sizes and device of the rows, those of the paper, and every difference that matters."""
     device = results.runs[0]['device']
     sets = _describe_sets(results.runs)
-    sizes = describe_sizes({name: value for name, value in request.sizes.used.items() if name != 'num_prompts'})
+    sizes = describe_sizes({name: value for name, value in request.sizes.items() if name != 'num_prompts'})
     if sets:
       temperatures = dict.fromkeys(str(run['flags']['temperature']) for run in results.runs if 'prompts' in run)
       sizes += [f'temperature {", ".join(temperatures)}', f'seed {request.seed}']
@@ -268,10 +264,10 @@ class Table(Exhibit):
       *self.notes,
     ]
 
-  def _describe_reduction(self, sizes: Sizes, results: Results) -> str:
+  def _describe_reduction(self, sizes: Mapping[str, Any], results: Results) -> str:
     less = []
     for name, full in self.full.items():
-      used = sizes.used[name]
+      used = sizes[name]
       if name == 'num_prompts':
         used = min(run['num_prompts'] for run in results.runs)
       if used < full:
@@ -283,7 +279,7 @@ class Table(Exhibit):
       'table': name,
       'title': self.title,
       'about': about,
-      'sizes': request.sizes.used,
+      'sizes': request.sizes,
       'runs': results.runs,
       'rows': to_plain(results.rows),
     }
@@ -335,8 +331,8 @@ def setting_columns(setting: Setting, **before) -> Row:
   return {**before, 'method': method_label(setting), 'K': setting.num_drafts, 'L': setting.draft_length}
 
 
-def block_efficiency(summary: Summary) -> Value:
-  return Value.of(summary.block_efficiency, summary.interval)
+def block_efficiency(summary: Row) -> Value:
+  return Value.of(summary['block_efficiency'], summary['block_efficiency_ci95'])
 
 
 def published_value(printed: tuple[float, float | None] | None) -> Value | None:
@@ -357,8 +353,8 @@ def _check_inputs(request: Request) -> None:
   check_same_tokens(tokenizers)
   tokenizer = tokenizers[0][1]
   for path in request.prompts.values():
-    prompts = DecodeOptions(prompts=path, chat=request.options.get('chat', False)).read_prompts()
-    without_long(prompts, tokenizer, max_new_tokens=request.sizes.max_new_tokens, max_length=min(limits))
+    prompts = PromptOptions(prompts=path, chat=request.options.get('chat', False)).read()
+    without_long(prompts, tokenizer, max_new_tokens=request.sizes['max_new_tokens'], max_length=min(limits))
 
 
 def method_label(setting: Setting) -> str:

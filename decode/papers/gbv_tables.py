@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from decode.experiment import metrics
-from decode.experiment.results import Summary
 from decode.experiment.settings import Setting
 from decode.papers import published
 from decode.papers.exhibit import (
@@ -20,7 +19,6 @@ from decode.papers.exhibit import (
   PAPER_SPREAD,
   Request,
   Results,
-  Sizes,
   Table,
   block_efficiency,
   decode_sets,
@@ -41,18 +39,18 @@ _TEMPERATURE = 0.4
 _Printed = Mapping[str, tuple[float, float | None]]
 
 
-def _accepted(summary: Summary) -> Value | None:
+def _accepted(summary: Row) -> Value | None:
   """The share of L drafted tokens that is kept, as SpecTr-GBV defines it; None where nothing is drafted."""
-  length = summary.setting.draft_length
+  length, interval = summary['draft_length'], summary['block_efficiency_ci95']
   if not length:
     return None
-  share = float(np.mean(summary.acceptance_by_position))
-  ends = None if summary.interval is None else [(end - summary.block_efficiency) / length for end in summary.interval]
+  share = float(np.mean(summary['acceptance_by_position']))
+  ends = None if interval is None else [(end - summary['block_efficiency']) / length for end in interval]
   return Value.of(share, None if ends is None else metrics.within((share + ends[0], share + ends[1]), 0, 1))
 
 
-def _measured(summary: Summary) -> dict[str, Value]:
-  speedup = Value(summary.speedup, interval=summary.speedup_interval)
+def _measured(summary: Row) -> dict[str, Value]:
+  speedup = Value(summary['speedup'], interval=summary['speedup_ci95'])
   return {'block efficiency': block_efficiency(summary), 'speed-up': speedup}
 
 
@@ -98,10 +96,10 @@ def _measure_comparison(find: Callable, request: Request, notify: Notify) -> Res
   """Block efficiency and speed-up by prompt set, L, K and method; of several sets also the average."""
   results, measured = Results(), {}
   for prompts, run in decode_sets(request, notify, results, method=METHODS, temperature=_TEMPERATURE):
-    for length in request.sizes.draft_length:
+    for length in request.sizes['draft_length']:
       for summary in map(run.summarize, run.settings):
-        if summary.setting.draft_length in (0, length):  # 0: nothing is drafted
-          measured[prompts, length, summary.setting] = _measured(summary)
+        if summary['draft_length'] in (0, length):  # 0: nothing is drafted
+          measured[prompts, length, summary['setting']] = _measured(summary)
   if len(request.prompts) > 1:
     measured |= _averages(measured)
   for (prompts, length, setting), values in measured.items():
@@ -131,14 +129,14 @@ def _measure_sensitivity(request: Request, notify: Notify) -> Results:
   """
   results = Results()
   middle = published.NUM_DRAFTS
-  every_k = tuple(sorted({*request.sizes.num_drafts, middle}))
+  every_k = tuple(sorted({*request.sizes['num_drafts'], middle}))
   for temperature in (0.1, _TEMPERATURE, 0.7):
     is_printed = temperature == _TEMPERATURE
     num_drafts = every_k if is_printed else (middle,)
     options = {'method': ('autoregressive', *DRAFTING_METHODS), 'temperature': temperature, 'num_drafts': num_drafts}
     for prompts, run in decode_sets(request, notify, results, **options):
       for summary in map(run.summarize, run.settings):
-        setting = summary.setting
+        setting = summary['setting']
         if not setting.draft_length:
           continue
         printed = {}, {}
@@ -155,14 +153,14 @@ def _measure_sensitivity(request: Request, notify: Notify) -> Results:
 # Table 5: the parts of a round.
 
 
-def _breakdown(summary: Summary, num_continuations: int) -> Row:
+def _breakdown(summary: Row, num_continuations: int) -> Row:
   """The columns of Table 5, per prompt: its share of the time of its batch."""
-  rounds = summary.num_rounds / num_continuations
-  parts = {part: Value(rounds * seconds) for part, seconds in summary.seconds_per_round.items()}
+  rounds = summary['num_rounds'] / num_continuations
+  parts = {part: Value(rounds * seconds) for part, seconds in summary['seconds_per_round'].items()}
   values = parts | {
-    'total': Value(summary.seconds / num_continuations),
-    'rounds': Value(summary.num_calls / num_continuations),
-    'tokens/s': Value(summary.tokens_per_second),
+    'total': Value(summary['seconds'] / num_continuations),
+    'rounds': Value(summary['target_calls'] / num_continuations),
+    'tokens/s': Value(summary['tokens_per_second']),
     'accepted': _accepted(summary),
   }
   return {name: values[name] for name in published.BREAKDOWN_COLUMNS}
@@ -203,7 +201,7 @@ def _measure_breakdown(request: Request, notify: Notify) -> Results:
   results = Results()
   options = {'method': DRAFTING_METHODS, 'temperature': _TEMPERATURE, 'breakdown': True}
   for prompts, run in decode_sets(request, notify, results, **options):
-    num_continuations = len(run.prompts) * request.sizes.num_seeds
+    num_continuations = len(run.prompts) * request.sizes['num_seeds']
     groups = collections.defaultdict(list)
     for setting in run.settings:
       groups[setting.num_drafts, setting.draft_length].append(setting)
@@ -241,7 +239,7 @@ def _length_table(number: int, target: str) -> Table:
     title=f'{_GBV}, Table {number}: block efficiency and speed-up over L',
     setup=f'{target} and 1.3B, HumanEval, K=3, temperature 0.4',
     spreads=_SPREADS,
-    sizes=Sizes(num_prompts=16, num_seeds=1, max_new_tokens=64, batch_size=1, num_drafts=(3,), draft_length=lengths),
+    sizes=dict(num_prompts=16, num_seeds=1, max_new_tokens=64, batch_size=1, num_drafts=(3,), draft_length=lengths),
     full=_HUMANEVAL,
     measure=functools.partial(_measure_comparison, functools.partial(_compare_lengths, target)),
     panels=_both_panels('L', ('prompts', 'method', 'K')),
@@ -254,7 +252,7 @@ TABLES = {
     title=f'{_GBV}, Table 1: block efficiency and speed-up',
     setup=_BOTH_TARGETS,
     spreads=_SPREADS,
-    sizes=Sizes(num_prompts=32, num_seeds=1, max_new_tokens=64, batch_size=1, num_drafts=(3,), draft_length=(12, 8)),
+    sizes=dict(num_prompts=32, num_seeds=1, max_new_tokens=64, batch_size=1, num_drafts=(3,), draft_length=(12, 8)),
     full={'num_prompts': 1000} | _NUM_TOKENS,
     measure=functools.partial(_measure_comparison, compare_sets),
     panels=_both_panels('prompts', ('method', 'K', 'L'), kind='bar'),
@@ -271,7 +269,7 @@ TABLES = {
     title=f'{_GBV}, Figure 2: acceptance over K, block efficiency and speed-up over temperature',
     setup=f'{published.LARGE} and 1.3B, HumanEval',
     spreads=_SPREADS,
-    sizes=Sizes(
+    sizes=dict(
       num_prompts=12, num_seeds=1, max_new_tokens=64, batch_size=1, num_drafts=(1, 3, 5, 7), draft_length=(12, 16)
     ),
     full=_HUMANEVAL,
@@ -295,7 +293,7 @@ TABLES = {
     title=f'{_GBV}, Table 5: seconds per prompt of draft, target, verification and the rest',
     setup=_BOTH_TARGETS,
     spreads='± here: 95% interval over prompts',
-    sizes=Sizes(num_prompts=32, num_seeds=1, max_new_tokens=64, batch_size=1, num_drafts=(3,), draft_length=(12, 8)),
+    sizes=dict(num_prompts=32, num_seeds=1, max_new_tokens=64, batch_size=1, num_drafts=(3,), draft_length=(12, 8)),
     full=_NUM_TOKENS,
     measure=_measure_breakdown,
     panels=(

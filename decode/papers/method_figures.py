@@ -15,7 +15,7 @@ from decode.experiment.optimal_trees import LONGEST_CHAIN, kept_bounds
 from decode.experiment.run import measure, run_decode
 from decode.experiment.settings import Setting, TreeSpec, shape_name
 from decode.experiment.workload import Workload
-from decode.papers.exhibit import Figure, Request, Results, Sizes, method_label
+from decode.papers.exhibit import Figure, Request, Results, setting_columns
 from decode.plots import Lines, Panel
 from decode.study import Row, low_high
 from spectr_jax import METHODS, TokenTree, theory
@@ -36,13 +36,9 @@ def _compute_methods(request: Request, notify: Notify) -> Results:
   run = run_decode(request.decode_options(method=DRAFTING), notify)
   return Results(
     [
-      {
-        'method': method_label(summary.setting),
-        'K': summary.setting.num_drafts,
-        'L': summary.setting.draft_length,
-        'block efficiency': summary.block_efficiency,
-      }
-      | low_high(summary.interval)
+      setting_columns(summary['setting'])
+      | {'block efficiency': summary['block_efficiency']}
+      | low_high(summary['block_efficiency_ci95'])
       for summary in map(run.summarize, run.settings)
     ]
   )
@@ -137,7 +133,7 @@ def _rows_of(method: str, num_nodes: int, yields: dict[TokenTree, tuple]) -> lis
 
 
 def _compute_ladder(request: Request, notify: Notify) -> Results:
-  budgets = sorted(set(request.sizes.num_nodes))
+  budgets = sorted(set(request.sizes['num_nodes']))
   needed = min(budgets)
   if missing := [name for name, own in settings_of_grid(needed).items() if not own]:
     raise ValueError(f'num_nodes: no tree of at most {needed} nodes is measured of {", ".join(missing)}')
@@ -149,7 +145,8 @@ def _compute_ladder(request: Request, notify: Notify) -> Results:
   for name in GRID:
     for number in budgets:
       own = {setting.tree: summaries[setting] for setting in settings_of_grid(number)[name]}
-      rows += _rows_of(name, number, {tree: (each.block_efficiency, each.interval) for tree, each in own.items()})
+      values = ('block_efficiency', 'block_efficiency_ci95')
+      rows += _rows_of(name, number, {tree: tuple(each[value] for value in values) for tree, each in own.items()})
   notify('the bound on what was decoded', 0, 1)
   own = settings_of_grid(budgets[-1])[BEST]
   texts = [measurement.tokens for measurement in run.measurements if measurement.setting in own]
@@ -180,7 +177,7 @@ FIGURES = {
     title='Block efficiency of all methods over K and L',
     measure=_compute_methods,
     draw=functools.partial(plots.draw, [_METHODS_PANEL], title=_BARS, width=4.0, height=4.2, sharey=True),
-    sizes=Sizes(num_prompts=32, num_seeds=1, max_new_tokens=48, batch_size=32, num_drafts=(2, 8), draft_length=(4, 8)),
+    sizes=dict(num_prompts=32, num_seeds=1, max_new_tokens=48, batch_size=32, num_drafts=(2, 8), draft_length=(4, 8)),
   ),
   'ladder': Figure(
     title='Tokens per call over the nodes of the tree, and the most that any stateless rule can have',
@@ -188,6 +185,6 @@ FIGURES = {
     draw=functools.partial(
       plots.draw, [_LADDER_PANEL], names={BOUND: f'{BOUND} (bound)'}, title=_BARS, width=5.2, height=4.2
     ),
-    sizes=Sizes(num_prompts=32, num_seeds=1, max_new_tokens=96, batch_size=32, num_nodes=(16, 32, 64)),
+    sizes=dict(num_prompts=32, num_seeds=1, max_new_tokens=96, batch_size=32, num_nodes=(16, 32, 64)),
   ),
 }

@@ -15,7 +15,7 @@ from decode.experiment.distributions import target_texts, written_distributions
 from decode.experiment.run import measure
 from decode.experiment.settings import settings_of
 from decode.experiment.workload import Workload
-from decode.papers.exhibit import Figure, Request, Results, Sizes
+from decode.papers.exhibit import Figure, Request, Results
 from decode.papers.published import YIN
 from decode.plots import Lines, Panel
 from decode.study import Row, by_value, column, low_high, ratio_columns, select
@@ -56,7 +56,7 @@ _RUNNING, _SCALING = 'running average', 'number of drafts'
 def _compute_rejections(num_tokens: int, request: Request, notify: Notify) -> Results:
   chains = theory.random_chains(CHAINS_SEED, num_tokens=num_tokens)
   rows, last = [], []
-  num_drafts, num_runs = request.sizes.num_drafts, request.sizes.num_runs
+  num_drafts, num_runs = request.sizes['num_drafts'], request.sizes['num_runs']
   for place, number in enumerate(num_drafts):
     notify(f'{num_runs} texts of {num_tokens} tokens with {number} drafts', place, len(num_drafts))
     counts = simulated_rejections(
@@ -227,14 +227,14 @@ def _wins(first: np.ndarray, second: np.ndarray) -> np.ndarray:
 def _compute_over_acceptance(request: Request, notify: Notify) -> Results:
   options = request.decode_options(method=(OPT, UNO), num_drafts=(1,))
   workload = Workload.load(options)
-  epsilons = sorted(set(request.sizes.epsilon))
+  epsilons = sorted(set(request.sizes['epsilon']))
   notify('bias at the positions of texts', 0, 1)
-  rows = _exact_rows(workload, epsilons, options.seed)
+  rows = _exact_rows(workload, epsilons, workload.seeds[0])
   settings = {
-    (name, epsilon): settings_of(with_epsilon(METHODS[name], epsilon), options)[0]
+    (name, epsilon): settings_of(with_epsilon(METHODS[name], epsilon), options.methods)[0]
     for epsilon in epsilons for name in (OPT, UNO)
   }  # fmt: skip
-  alone = settings_of(METHODS[TARGET], options)[0]
+  alone = settings_of(METHODS[TARGET], options.methods)[0]
   run = measure(workload, [alone, *settings.values()], notify)
   scores, lengths = collections.defaultdict(list), collections.defaultdict(list)
   for measurement in run.measurements:
@@ -250,8 +250,8 @@ def _compute_over_acceptance(request: Request, notify: Notify) -> Results:
   for (name, epsilon), setting in settings.items():
     rows.append(likelihood_row(name, epsilon, setting))
     summary = run.summarize(setting)
-    row = {'quantity': _TOKENS, 'method': name, 'epsilon': epsilon, 'value': summary.block_efficiency}
-    rows.append(row | low_high(summary.interval))
+    row = {'quantity': _TOKENS, 'method': name, 'epsilon': epsilon, 'value': summary['block_efficiency']}
+    rows.append(row | low_high(summary['block_efficiency_ci95']))
   for epsilon in epsilons:
     rows.append(likelihood_row(TARGET, epsilon, alone))
     won = _wins(*(scores[each] / lengths[each] for each in (settings[OPT, epsilon], settings[UNO, epsilon])))
@@ -293,7 +293,7 @@ FIGURES = {
     title=f'{YIN}, Figure 2: rejections in 50 tokens',
     measure=functools.partial(_compute_rejections, 50),
     draw=_draw_rejections,
-    sizes=Sizes(num_runs=5000, num_drafts=(1, 4, 5)),
+    sizes=dict(num_runs=5000, num_drafts=(1, 4, 5)),
     has_models=False,
     is_simulated=True,
   ),
@@ -301,7 +301,7 @@ FIGURES = {
     title=f'{YIN}, Figure 5: rejections in 100 tokens',
     measure=functools.partial(_compute_rejections, 100),
     draw=_draw_rejections,
-    sizes=Sizes(num_runs=5000, num_drafts=(1, 2)),
+    sizes=dict(num_runs=5000, num_drafts=(1, 2)),
     has_models=False,
     is_simulated=True,
   ),
@@ -315,7 +315,7 @@ FIGURES = {
     title='Decoding-OPT against Decoding-UNO over ε (Yin et al. 2024, section 4.2 and Table 1)',
     measure=_compute_over_acceptance,
     draw=functools.partial(plots.draw, _OVER_ACCEPTANCE, title='bars: 95% over prompts', width=2.9, height=3.4),
-    sizes=Sizes(
+    sizes=dict(
       num_prompts=64, num_seeds=2, max_new_tokens=32, batch_size=32, draft_length=(4,),
       epsilon=(0, 0.001, 0.01, 0.1, 0.2, 0.4, 0.8),
     ),

@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 
 from decode.experiment import metrics
-from decode.experiment.options import AUTO, DecodeOptions, fitting
+from decode.experiment.model_options import AUTO
+from decode.experiment.options import fitting
+from decode.experiment.prompt_options import PromptOptions
 from decode.experiment.prompt_sets import SPEC_BENCH_TASKS
 from decode.experiment.prompts import Prompt, take_evenly
 from decode.experiment.results import DecodeRun
@@ -21,7 +23,6 @@ from decode.papers.exhibit import (
   HERE,
   Request,
   Results,
-  Sizes,
   Table,
   block_efficiency,
   decode_sets,
@@ -43,7 +44,7 @@ def _task_of(prompt: Prompt) -> str:
 
 def _check_prompts(request: Request) -> None:
   """Refuses prompts that have no tasks of Spec-Bench, or are of several files."""
-  prompts = [prompt for path in request.prompts.values() for prompt in DecodeOptions(prompts=path).read_prompts()]
+  prompts = [prompt for path in request.prompts.values() for prompt in PromptOptions(prompts=path).read()]
   if len(request.prompts) != 1 or any(prompt.task not in SPEC_BENCH_TASKS for prompt in prompts):
     raise ValueError('this table is about the tasks of Spec-Bench: give one file, as --prompts=spec_bench:FILE')
 
@@ -96,11 +97,12 @@ def _measured_row(run: DecodeRun, setting: Setting, task: str, draft: str) -> Ro
   row: Row = {'task': task, 'of': HERE, 'prompts': len(run.prompts)} | setting_columns(setting, draft=draft)
   row |= {
     'tree': setting.tree_name,
-    'temperature': run.options.temperature,
+    'temperature': run.options.sampling.temperature,
     'mean accepted tokens': block_efficiency(summary),
   }
   row |= _speed_columns(run, setting)
-  return row | {'acceptance by position': ' '.join(f'{share:.2f}' for share in summary.acceptance_by_position) or None}
+  shares = ' '.join(f'{share:.2f}' for share in summary['acceptance_by_position'])
+  return row | {'acceptance by position': shares or None}
 
 
 def _published_rows(task: str, columns: Sequence[str]) -> list[Row]:
@@ -165,7 +167,7 @@ TABLES = {
     ),
     difference='other hardware, models and drafters, so what compares is the pattern over tasks',
     spreads='± and ranges here: 95% intervals over prompts, which all settings decode in turns',
-    sizes=Sizes(num_prompts=60, num_seeds=1, max_new_tokens=64, num_drafts=(2,), draft_length=(8,)),
+    sizes=dict(num_prompts=60, num_seeds=1, max_new_tokens=64, num_drafts=(2,), draft_length=(8,)),
     options={'method': ('autoregressive', 'speculative'), 'tree': ('chains',), 'temperature': (0.0,), 'chat': False},
     full={'num_prompts': 480, 'num_seeds': 3, 'max_new_tokens': 1024},
     measure=_measure,

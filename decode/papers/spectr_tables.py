@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +16,6 @@ from decode.papers.exhibit import (
   PAPER_SPREAD,
   Request,
   Results,
-  Sizes,
   Table,
   block_efficiency,
   decode_sets,
@@ -37,11 +37,11 @@ _SPECTR = 'SpecTr: Fast Speculative Decoding via Optimal Transport'
 _UNIT = 4, 1, 'rows'
 
 
-def _call_shapes(sizes: Sizes) -> dict[tuple[int, int, str], tuple[TokenTree, int]]:
+def _call_shapes(sizes: Mapping[str, Any]) -> dict[tuple[int, int, str], tuple[TokenTree, int]]:
   """Tree and batch size by draft length, number of drafts and form: rows of a batch, or branches of one tree."""
   shapes = {}
-  for length in sizes.draft_length:
-    for number in sizes.num_drafts:
+  for length in sizes['draft_length']:
+    for number in sizes['num_drafts']:
       shapes[length, number, 'rows'] = TokenTree.chains(1, length), number
       if number > 1:
         shapes[length, number, 'tree'] = TokenTree.chains(number, length), 1
@@ -57,7 +57,7 @@ def _measure_latency(role: str, printed: Mapping, request: Request, notify: Noti
   options = request.decode_options()
   models = load_models(options)
   if not isinstance(models.draft, Model):
-    raise ValueError(f'this table times the calls of a draft model, and {options.draft} is not a model')
+    raise ValueError(f'this table times the calls of a draft model, and {request.draft} is not a model')
   sizes = request.sizes
   shapes = _call_shapes(sizes)
   calls = {}
@@ -65,10 +65,10 @@ def _measure_latency(role: str, printed: Mapping, request: Request, notify: Noti
     ('target', models.target, {_UNIT: (TokenTree.chains(1, _UNIT[0]), 1)}),
     (role, getattr(models, role), shapes),
   ):
-    forwards = timing.forward_calls(model, wanted, cache_size=sizes.context)
+    forwards = timing.forward_calls(model, wanted, cache_size=sizes['context'])
     calls |= {(name, key): call for key, call in forwards.items()}
-  notify(f'{len(calls)} calls, {sizes.num_runs} times each', 0, 1)
-  times = timing.time_in_turns(calls, sizes.num_runs)
+  notify(f'{len(calls)} calls, {sizes["num_runs"]} times each', 0, 1)
+  times = timing.time_in_turns(calls, sizes['num_runs'])
   one = float(np.median(times['target', _UNIT]))
   info = describe(options, models.info)
   results = Results(runs=[info | {'flags': {name: info['flags'][name] for name in ('target', 'draft', 'dtype')}}])
@@ -94,7 +94,7 @@ def _latency_table(number: int, role: str, printed: Mapping) -> Table:
     title=f'{_SPECTR}, Table {number}: relative latency of the {role}',
     setup=f'{name}, GPU, relative to the 97M transformer at length 4 and batch 1',
     spreads='medians ± standard deviation over runs, here; mean ± standard deviation, in the paper',
-    sizes=Sizes(num_runs=200, context=256, num_drafts=(1, 2, 4, 8), draft_length=(4, 8)),
+    sizes=dict(num_runs=200, context=256, num_drafts=(1, 2, 4, 8), draft_length=(4, 8)),
     full={'num_runs': 1000},
     measure=functools.partial(_measure_latency, role, printed),
     panels=(Bars(x='batch', y=('relative latency',), by=('length', 'drafts as'), paper=PAPER),),
@@ -116,7 +116,7 @@ def _measure_efficiency(columns: Mapping[str, str], request: Request, notify: No
     own = by_name.get(draft.lower(), {})
     for prompts, run in decode_sets(request, notify, results, draft=path, method=METHODS, temperature=1.0):
       for summary in map(run.summarize, run.settings):
-        setting = summary.setting
+        setting = summary['setting']
         key = setting.method.name, setting.num_drafts, setting.draft_length
         row = setting_columns(setting, draft=draft, prompts=prompts)
         row |= {'block efficiency': block_efficiency(summary), PAPER: published_value(own.get(key))}
@@ -131,7 +131,7 @@ def _efficiency_table(number: int, columns: Mapping[str, str], drafts: str) -> T
     title=f'{_SPECTR}, Table {number}: tokens per target call',
     setup=f'97M target and {drafts} on LM1B, temperature 1',
     spreads=f'± here: 95% interval over prompts; {PAPER_SPREAD}',
-    sizes=Sizes(
+    sizes=dict(
       num_prompts=64, num_seeds=1, max_new_tokens=32, batch_size=16, num_drafts=(2, 4, 8), draft_length=(4, 8)
     ),
     full={'num_prompts': 1000, 'num_seeds': 3},

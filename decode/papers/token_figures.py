@@ -12,7 +12,7 @@ import numpy as np
 from decode import plots
 from decode.experiment.distributions import target_texts, written_distributions
 from decode.experiment.workload import Workload
-from decode.papers.exhibit import Figure, Request, Results, Sizes
+from decode.papers.exhibit import Figure, Request, Results
 from decode.papers.published import YIN
 from decode.plots import Lines, Panel
 from decode.study import Row, column, ratio_columns, select
@@ -58,7 +58,7 @@ def _bernoulli(ones) -> np.ndarray:
 def _compute_acceptance(draft, targets: dict[float, np.ndarray], variable: str, request: Request, _) -> Results:
   """Acceptance by rule, target and number of candidates; targets `[V]` are by their value in the column `variable`."""
   probs = np.stack(list(targets.values()))
-  accepted = {n: acceptances(np.broadcast_to(draft, probs.shape), probs, n) for n in request.sizes.num_drafts}
+  accepted = {n: acceptances(np.broadcast_to(draft, probs.shape), probs, n) for n in request.sizes['num_drafts']}
   return Results(
     [
       {'rule': rule, variable: value, 'k': n, 'acceptance': float(accepted[n][rule][index])}
@@ -89,7 +89,7 @@ _BERNOULLI_PANEL, _UNIFORM_PANEL = 'Bernoulli', 'uniform'
 
 def _compute_improvement(request: Request, notify: Notify) -> Results:
   del notify
-  numbers, rows = request.sizes.num_drafts, []
+  numbers, rows = request.sizes['num_drafts'], []
   cases = [(_BERNOULLI_PANEL, u, _bernoulli(u), _bernoulli(0.5)) for u in _BATCH_BERNOULLIS]
   cases += [(_UNIFORM_PANEL, r, _uniform(UNIFORM_SIZE), _uniform(round(UNIFORM_SIZE / r))) for r in _BATCH_RATIOS]
   for panel, parameter, draft, target in cases:
@@ -139,7 +139,7 @@ def _compute_pair(request: Request, notify: Notify) -> Results:
     empty | {'panel': _PAIR, 'token': repr(workload.tokenizer.decode([token])), 'draft': float(a), 'target': float(b)}
     for token, a, b in zip(kept.tolist(), p, q)
   ]
-  for n in request.sizes.num_drafts:
+  for n in request.sizes['num_drafts']:
     for rule, value in acceptances(p, q, n).items():
       rows.append(empty | {'panel': _ACCEPTANCE, 'rule': rule, 'k': n, 'acceptance': float(value)})
   return Results(rows)
@@ -172,9 +172,9 @@ def _draw_pair(rows: Sequence[Row]):
 def _compute_optimum(request: Request, notify: Notify) -> Results:
   """Acceptance at every position of the target's own continuations, from the distributions of both models."""
   workload = Workload.load(request.decode_options())
-  num_drafts, num_prompts = request.sizes.num_drafts, len(workload.prompts)
+  num_drafts, num_prompts = request.sizes['num_drafts'], len(workload.prompts)
   sums, counts = {(n, rule): np.zeros(num_prompts) for n in num_drafts for rule in _PAIR_RULES}, 0
-  for seed in workload.options.seeds:
+  for seed in workload.seeds:
     tokens = target_texts(workload, seed)
     batches = written_distributions(workload, (workload.draft, workload.target), tokens)
     for done, (prompts, pair) in enumerate(batches):
@@ -201,28 +201,28 @@ FIGURES = {
       _compute_acceptance, _uniform(UNIFORM_SIZE), {r: _uniform(round(UNIFORM_SIZE / r)) for r in _RATIOS}, 'r'
     ),
     draw=_rules('k', 'r', 'candidates k', 'target\nU(120/r), r ='),
-    sizes=Sizes(num_drafts=_MANY),
+    sizes=dict(num_drafts=_MANY),
     has_models=False,
   ),
   'spectr_fig2': Figure(
     title=f'{SPECTR}, Figure 2: acceptance of k candidates, Ber(0.25) against Ber(b)',
     measure=_compute_bernoulli(_TARGET_BERNOULLIS),
     draw=_rules('k', 'b', 'candidates k', 'target\nBer(b), b ='),
-    sizes=Sizes(num_drafts=_MANY),
+    sizes=dict(num_drafts=_MANY),
     has_models=False,
   ),
   'spectr_fig3': Figure(
     title=f'{SPECTR}, Figure 3: acceptance over the target, Ber(0.25) against Ber(b)',
     measure=_compute_bernoulli(np.linspace(0, 1, 41).round(3).tolist()),
     draw=_rules('b', 'k', 'target Ber(b): b', 'candidates k ='),
-    sizes=Sizes(num_drafts=(1, 2, 4, 8)),
+    sizes=dict(num_drafts=(1, 2, 4, 8)),
     has_models=False,
   ),
   'spectr_fig5': Figure(
     title=f'{SPECTR}, Figure 5: acceptance of k candidates, distributions of a pair of models',
     measure=_compute_pair,
     draw=_draw_pair,
-    sizes=Sizes(num_drafts=_MANY),
+    sizes=dict(num_drafts=_MANY),
   ),
   'optimum': Figure(
     title='The share of the optimum that rules reach, over the number of candidates',
@@ -232,7 +232,7 @@ FIGURES = {
       [_optimum(_ACCEPTANCE, 'acceptance probability'), _optimum(_SHARE, 'acceptance / optimum')],
       names=RULE_NAMES, title='bars: 95% over prompts', height=3.4,
     ),
-    sizes=Sizes(num_prompts=32, num_seeds=1, max_new_tokens=32, batch_size=8, num_drafts=(1, 2, 4, 8, 16)),
+    sizes=dict(num_prompts=32, num_seeds=1, max_new_tokens=32, batch_size=8, num_drafts=(1, 2, 4, 8, 16)),
   ),
   'batch_fig3': Figure(
     title=f'{YIN}, Figure 3: batch improvement',
@@ -245,7 +245,7 @@ FIGURES = {
       ],
       sharey=True, width=3.3, height=3.4,
     ),
-    sizes=Sizes(num_drafts=(*_MANY, 64)),
+    sizes=dict(num_drafts=(*_MANY, 64)),
     has_models=False,
   ),
 }  # fmt: skip

@@ -11,7 +11,7 @@ from decode import plots
 from decode.experiment.run import measure
 from decode.experiment.settings import Setting
 from decode.experiment.workload import Workload
-from decode.papers.exhibit import Figure, Request, Results, Sizes
+from decode.papers.exhibit import Figure, Request, Results
 from decode.plots import Lines, Panel
 from decode.study import Row, by_value, column, low_high
 from spectr_jax import TokenTree, theory
@@ -95,7 +95,8 @@ def theory_rows(method: str, num_nodes: Sequence[int], acceptance: np.ndarray) -
 
 def _measure_acceptance(workload: Workload, method: str, width: int) -> np.ndarray:
   """`[width]`: the share of positions at which the first, second, ... of `width` candidates is accepted."""
-  setting, keys = Setting(get_method(method), tree=TokenTree.chains(width, 1)), workload.keys(workload.options.seed)
+  setting = Setting(get_method(method), tree=TokenTree.chains(width, 1))
+  keys = workload.keys(workload.seeds[0])
   accepted, visits = np.zeros(width), 0
   for rows in workload.batches:
     statistics = workload.generate(setting, keys, rows, statistics=True).statistics
@@ -107,7 +108,7 @@ def _measure_acceptance(workload: Workload, method: str, width: int) -> np.ndarr
 
 def _measure(request: Request, notify: Notify) -> Results:
   workload = Workload.load(request.decode_options())
-  num_nodes = sorted(set(request.sizes.num_nodes))
+  num_nodes = sorted(set(request.sizes['num_nodes']))
   rows = []
   for method in METHODS:
     notify(f'{method}: acceptance of {num_nodes[-1]} candidates', 0, 1)
@@ -123,8 +124,8 @@ def _measure(request: Request, notify: Notify) -> Results:
       measured = []
       for number, tree in trees.items():
         summary = run.summarize(settings[tree])
-        row = {'method': method} | low_high(summary.interval) | {'line': line, 'kind': MEASURED, 'N': number}
-        measured.append(row | {'tokens': summary.block_efficiency})
+        row = {'method': method} | low_high(summary['block_efficiency_ci95'])
+        measured.append(row | {'line': line, 'kind': MEASURED, 'N': number, 'tokens': summary['block_efficiency']})
       rows += with_marginals(measured)
   return Results(rows)
 
@@ -167,7 +168,7 @@ def _draw_marginals(rows: Sequence[Row]):
   return _draw(moved, y='marginal', name=name, lines=(*STRATEGIES, _FIXED), yscale='log', ylim=(lowest / 5, 2))
 
 
-_SIZES = Sizes(num_prompts=32, num_seeds=1, max_new_tokens=48, batch_size=32, num_nodes=(2, 8, 32))
+_SIZES = dict(num_prompts=32, num_seeds=1, max_new_tokens=48, batch_size=32, num_nodes=(2, 8, 32))
 
 FIGURES = {
   'ersd_fig3': Figure(

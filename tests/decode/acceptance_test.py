@@ -157,9 +157,9 @@ def _tables(prompts, **options):
     'draft': np.array([[0.3, 0.3, 0.4], [0.5, 0.1, 0.4], [0.2, 0.7, 0.1]]),
   }
   models = {name: table.table_model(np.log(each).astype(np.float32)) for name, each in probs.items()}
-  options = DecodeOptions(batch_size=400, **options)
+  options = DecodeOptions.of(batch_size=400, **options)
   workload = Workload(
-    options=options, sampling=options.sampling, max_new_tokens=options.max_new_tokens, info={},
+    options=options, sampling=options.sampling.params, max_new_tokens=options.prompts.max_new_tokens, info={},
     batch_size=min(400, len(prompts)), tokenizer=SimpleNamespace(eos_ids=()),
     prompts=[Prompt('x', index, index) for index in range(len(prompts))], tokens=np.array(prompts, np.int32)[:, None],
     lengths=np.ones(len(prompts), np.int32), **models,
@@ -203,7 +203,8 @@ def test_the_bound_is_that_of_the_distributions_tokens_are_drawn_from(options):
 def test_tokens_after_the_end_have_no_distribution():
   workload, probs_by_role = _tables([0, 1], max_new_tokens=3)
   cold = workload.at(0.25)
-  assert (cold.options.temperature, cold.sampling.temperature, workload.sampling.temperature) == (0.25, 0.25, 1)
+  assert cold.options.sampling.temperature == cold.sampling.temperature == 0.25
+  assert workload.sampling.temperature == 1
   tokens = np.array([[1, 2, 2], [0, -1, -1]], np.int32)
   [log_probs] = distributions.written_log_probs(workload, (workload.draft,), tokens)
   p = np.log(probs_by_role['draft'])
@@ -234,12 +235,12 @@ def repeated(pair, tmp_path):
 @pytest.mark.slow
 def test_measured_rates_choose_trees_and_can_be_used_again(repeated, tmp_path):
   common = repeated | {'method': ('specinfer', 'gsd'), 'tree': ('optimal:3',)}
-  run = run_decode(DecodeOptions(**common))
+  run = run_decode(DecodeOptions.of(**common))
   assert [setting.tree.num_nodes <= 3 for setting in run.settings] == [True, True]
   assert set(run.acceptance) == {'specinfer', 'gsd'}
   path = tmp_path / 'rates.json'
   path.write_text(json.dumps({'acceptance': run.acceptance}))
-  again = run_decode(DecodeOptions(**common, acceptance=str(path)))
+  again = run_decode(DecodeOptions.of(**common, acceptance=str(path)))
   assert [setting.tree for setting in again.settings] == [setting.tree for setting in run.settings]
   for first, second in zip(run.measurements, again.measurements):
     np.testing.assert_array_equal(first.tokens, second.tokens)
@@ -251,7 +252,7 @@ def test_a_bound_chooses_chains_and_can_be_used_again(repeated, tmp_path, monkey
   seen, seeds = [], []
   own = optimal_trees.target_texts
   monkeypatch.setattr(optimal_trees, 'target_texts', lambda workload, seed: seeds.append(seed) or own(workload, seed))
-  run = run_decode(DecodeOptions(**common, tree=('optimal:8', 'optimal:3')), lambda what, *_: seen.append(what))
+  run = run_decode(DecodeOptions.of(**common, tree=('optimal:8', 'optimal:3')), lambda what, *_: seen.append(what))
   assert seeds == [6]
   assert [what for what in seen if 'own texts' in what] == [
     "race_traversal: bounding what is kept of chains, on the target's own texts"
@@ -269,19 +270,19 @@ def test_a_bound_chooses_chains_and_can_be_used_again(repeated, tmp_path, monkey
   path = tmp_path / 'rates.json'
   path.write_text(json.dumps({'acceptance': run.acceptance}))
   monkeypatch.setattr(optimal_trees, 'target_texts', None)
-  again = run_decode(DecodeOptions(**common, tree=('optimal:8',), acceptance=str(path)))
+  again = run_decode(DecodeOptions.of(**common, tree=('optimal:8',), acceptance=str(path)))
   assert again.settings == run.settings[:1]
   np.testing.assert_array_equal(again.measurements[0].tokens, run.measurements[0].tokens)
   # What was printed gives the same run.
   monkeypatch.undo()
-  pasted = run_decode(DecodeOptions(**common, tree=(shape,)))
+  pasted = run_decode(DecodeOptions.of(**common, tree=(shape,)))
   np.testing.assert_array_equal(pasted.measurements[0].tokens, run.measurements[1].tokens)
 
 
 def test_files_must_have_the_method(pair, prompt_file, tmp_path):
   path = tmp_path / 'rates.json'
   path.write_text('{"acceptance": {"race": [[0.5]]}}')
-  options = DecodeOptions(
+  options = DecodeOptions.of(
     **pair, method=('spectr',), tree=('optimal:4',), acceptance=str(path), prompts=str(prompt_file), max_new_tokens=4
   )
   with pytest.raises(ValueError, match='no acceptance of spectr; it has race'):

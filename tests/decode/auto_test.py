@@ -19,7 +19,7 @@ from spectr_jax.methods import Guesses
 
 
 def _options(**changes):
-  return DecodeOptions(**{'method': ('auto',)} | changes)
+  return DecodeOptions.of(**{'method': ('auto',)} | changes)
 
 
 def _grid(guesses=None, **changes):
@@ -110,11 +110,12 @@ def test_greedy_decoding_alone_is_compared_with_trees_of_likeliest_guesses():
 def test_no_seed_is_decoded_twice():
   options = _options(seed=2**32 - 3, num_seeds=2, calibration_prompts=3)
   taken = types.SimpleNamespace(keys=lambda seed: seed)
-  workload = types.SimpleNamespace(options=options, batch_size=2, take={4: taken}.get)  # two batches
+  seeds, take = options.sampling.seeds, {4: taken}.get  # two batches
+  workload = types.SimpleNamespace(options=options, seeds=seeds, batch_size=2, take=take)
   some, keys_fn = auto_choice.trial_of(workload)
   assert some is taken
   passes = [keys_fn(number) for number in range(2 * measurement.MOST_BATCHES)]
-  used = [*options.seeds, options.seeds[-1] + 1, *passes]  # one is for acceptance rates
+  used = [*seeds, seeds[-1] + 1, *passes]  # one is for acceptance rates
   assert len(set(used)) == 2 + 1 + 2 * measurement.MOST_BATCHES
 
 
@@ -141,15 +142,15 @@ def test_a_calibration_is_the_same_after_a_file_and_others_are_refused(tmp_path,
 
 
 def test_few_are_timed_on_cpus_unless_the_grid_is_given(monkeypatch):
-  assert _options().has_short_grid
-  assert not _options(grid='full').has_short_grid
-  assert not _options(num_drafts=(1, 2)).has_short_grid
-  assert not _options(tree=('prefix:2,1',)).has_short_grid
-  assert _options(tree=('prefix:2,1',), grid='short').has_short_grid
-  assert dataclasses.replace(_options(), num_prompts=3).has_short_grid
+  assert _options().methods.has_short_grid
+  assert not _options(grid='full').methods.has_short_grid
+  assert not _options(num_drafts=(1, 2)).methods.has_short_grid
+  assert not _options(tree=('prefix:2,1',)).methods.has_short_grid
+  assert _options(tree=('prefix:2,1',), grid='short').methods.has_short_grid
+  assert _options().replace(num_prompts=3).methods.has_short_grid
   monkeypatch.setattr('jax.default_backend', lambda: 'gpu')
-  assert not _options().has_short_grid
-  assert _options(grid='short').has_short_grid
+  assert not _options().methods.has_short_grid
+  assert _options(grid='short').methods.has_short_grid
 
 
 class _Interrupted(BaseException):
@@ -209,7 +210,7 @@ def test_an_interrupted_measurement_goes_on_where_it_was(tmp_path, small_options
   monkeypatch.setattr(measurement, 'Timer', None)  # not called again
   assert run_decode(options).speeds == run.speeds
   with pytest.raises(ValueError, match='measured with batch_size 2, not 1'):
-    run_decode(dataclasses.replace(options, batch_size=1))
+    run_decode(options.replace(batch_size=1))
 
 
 @pytest.mark.slow
@@ -227,7 +228,7 @@ def test_lookup_is_timed(tmp_path, pair, prompt_file, is_beside):
   assert {str(each.setting) for each in run.speeds} == names
   assert all(each.tokens_per_second > 0 for each in run.speeds)
   with pytest.raises(ValueError, match=r'measured with lookup \[8, 1\], not \[8, 2\]'):
-    run_decode(dataclasses.replace(options, lookup_min=2))
+    run_decode(options.replace(lookup_min=2))
 
 
 @pytest.mark.slow

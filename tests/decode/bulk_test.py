@@ -33,7 +33,7 @@ def many_prompts(tmp_path_factory):
 
 def _options(pair, prompts, **more):
   fields = {'method': ('spectr',), 'num_drafts': (2,), 'draft_length': (2,), 'max_new_tokens': 8, 'batch_size': 4}
-  return DecodeOptions(**pair, prompts=str(prompts), **fields | more)
+  return DecodeOptions.of(**pair, prompts=str(prompts), **fields | more)
 
 
 def read(path):
@@ -110,7 +110,7 @@ def test_lines_have_the_probabilities_of_all_choices(pair, many_prompts, tmp_pat
   decode_bulk(options, tmp_path / 'out.jsonl', choice_probs=True)
   target, tokenizer = spectr_jax.load_model(pair['target'])
   entries = read(tmp_path / 'out.jsonl')
-  assert len(entries) == 7 * options.num_samples
+  assert len(entries) == 7 * options.sampling.num_samples
   for entry in entries:
     prompt, found = tokenizer.encode_prompt(entry['prompt']), entry['choice_probs']
     encoded = [tokenizer.encode(choice) for choice in choices]

@@ -1,7 +1,6 @@
 """Conversations: what is said is what the model continues, turn after turn, and it is shown as it comes."""
 
 import contextlib
-import dataclasses
 import io
 import os
 import pty
@@ -373,9 +372,9 @@ def test_interrupts_in_a_terminal(terminal):
 
 
 def test_what_cannot_be_answered_is_refused_in_one_line(pair):
-  options = DecodeOptions(**pair, method=('block',), chat=True)
+  options = DecodeOptions.of(**pair, method=('block',), chat=True)
   with pytest.raises(ValueError, match='breakdown is not for decode.chat'):
-    chat.start_chat(dataclasses.replace(options, breakdown=True), 64)
+    chat.start_chat(options.replace(breakdown=True), 64)
   with pytest.raises(ValueError, match='the model has no chat template'):  # and nothing else is asked of such a model
     chat.start_chat(options, 2048)
   ran = commands.run('decode.chat', f'--target={pair["target"]}', '--prompt=the owl', '--max_new_tokens=8')

@@ -62,6 +62,6 @@ def small_options(pair, prompt_file):
   sizes = {'num_drafts': (2,), 'draft_length': (2,), 'batch_size': 2, 'max_new_tokens': 6}
 
   def small_options(*methods, **changes):
-    return DecodeOptions(**{**pair, 'prompts': str(prompt_file), 'method': methods, **sizes, **changes})
+    return DecodeOptions.of(**{**pair, 'prompts': str(prompt_file), 'method': methods, **sizes, **changes})
 
   return small_options

@@ -7,6 +7,7 @@ import commands
 import pytest
 
 from decode.experiment.options import DecodeOptions
+from decode.experiment.prompt_options import SamplingOptions
 from decode.experiment.records import hash_constraint
 from spectr_jax import Tokenizer
 
@@ -15,33 +16,33 @@ pytest.importorskip('outlines_core', reason='needs the extra grammar')
 
 def test_one_of_them_may_be_given(tmp_path, capsys):
   with pytest.raises(ValueError, match='regex and choice are both given'):
-    DecodeOptions(regex='a', choice=('b',))
-  assert DecodeOptions().read_constraint() == {}
-  assert DecodeOptions(choice=(' a', 'b ')).read_constraint() == {'choices': (' a', 'b ')}
-  assert DecodeOptions(regex='').read_constraint() == {'regex': ''}
+    SamplingOptions(regex='a', choice=('b',))
+  assert SamplingOptions().read_constraint() == {}
+  assert SamplingOptions(choice=(' a', 'b ')).read_constraint() == {'choices': (' a', 'b ')}
+  assert SamplingOptions(regex='').read_constraint() == {'regex': ''}
   with pytest.raises(ValueError, match='is not a regular file'):
-    DecodeOptions(json_schema='').read_constraint()
+    SamplingOptions(json_schema='').read_constraint()
   path = tmp_path / 'schema.json'
   path.write_text('{"type": "null"}')
-  options = DecodeOptions(json_schema=str(path))
-  assert options.read_constraint() == {'json_schema': {'type': 'null'}}
+  options = DecodeOptions.of(json_schema=str(path))
+  assert options.sampling.read_constraint() == {'json_schema': {'type': 'null'}}
   assert [str(each) for each in options.inputs()['json_schema']] == [str(path)]
   tokenizer = Tokenizer.load('pretrained/target/tokenizer.json')
-  made = options.make_constraint(tokenizer, tokenizer.vocab_size + 3)
+  made = options.sampling.make_constraint(tokenizer, tokenizer.vocab_size + 3)
   assert made.accepts(tokenizer.encode('null'))
   assert made.vocab_size == tokenizer.vocab_size + 3
   assert capsys.readouterr().err == ''
   path.write_text('{"properties": {"a": {"type": "null"}}}')
-  options.make_constraint(tokenizer, tokenizer.vocab_size)
+  options.sampling.make_constraint(tokenizer, tokenizer.vocab_size)
   said = '--json_schema is followed more narrowly: objects have no properties but those that are named\n'
   assert capsys.readouterr().err == said
 
 
 def test_other_constraints_make_other_runs(tmp_path):
-  path, found = tmp_path / 'schema.json', {hash_constraint(DecodeOptions(regex=each)) for each in (None, '', 'a')}
+  path, found = tmp_path / 'schema.json', {hash_constraint(SamplingOptions(regex=each)) for each in (None, '', 'a')}
   for names in ('ab', 'ba'):  # which are written in this order
     path.write_text(json.dumps({'properties': {name: {'type': 'null'} for name in names}}))
-    found.add(hash_constraint(DecodeOptions(json_schema=str(path))))
+    found.add(hash_constraint(SamplingOptions(json_schema=str(path))))
   assert len(found) == 5
 
 
@@ -54,7 +55,7 @@ def test_a_wrong_file_gets_one_line(tmp_path, content, words):
   if content is not None:
     path.write_text(content)
   with pytest.raises((ValueError, OSError), match=words):
-    DecodeOptions(json_schema=str(path)).make_constraint(Tokenizer.load('pretrained/target/tokenizer.json'), 4096)
+    SamplingOptions(json_schema=str(path)).make_constraint(Tokenizer.load('pretrained/target/tokenizer.json'), 4096)
 
 
 @pytest.mark.slow

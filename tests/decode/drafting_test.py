@@ -7,7 +7,8 @@ import pytest
 
 from decode import chat
 from decode.experiment import drafting
-from decode.experiment.options import PRETRAINED, DecodeOptions
+from decode.experiment.model_options import PRETRAINED
+from decode.experiment.options import DecodeOptions
 from decode.experiment.settings import only_setting
 
 _HEAD, _MODEL = str(PRETRAINED / 'smollm2_head'), str(PRETRAINED / 'draft')
@@ -29,7 +30,7 @@ def test_the_default_depends_on_the_device_and_the_kind_of_draft(kind):
   assert default.draft_length <= 4
   for platform, wanted in (('cpu', default), ('gpu', drafting.ELSEWHERE), ('tpu', drafting.ELSEWHERE)):
     values = drafting.with_default_drafting(_values(draft=draft), platform)
-    setting = only_setting(DecodeOptions(**values))  # refuses what does not fit
+    setting = only_setting(DecodeOptions.of(**values))  # refuses what does not fit
     assert (setting.method.name, setting.num_drafts, setting.draft_length) == (
       wanted.method, wanted.num_drafts, wanted.draft_length,
     )  # fmt: skip
@@ -50,7 +51,7 @@ def test_what_is_given_stays_and_chat_takes_the_rest(monkeypatch):
   assert str(only_setting(chat.options_of(_values(draft=_HEAD)))) == 'block K=1 L=2'
   monkeypatch.setattr(drafting.jax, 'default_backend', lambda: 'tpu')
   assert str(only_setting(chat.options_of(_values(draft=_HEAD)))) == 'race_traversal K=2 L=8'
-  assert chat.options_of(_values(draft=_HEAD, method=('auto',))).is_auto
+  assert chat.options_of(_values(draft=_HEAD, method=('auto',))).methods.is_auto
   for method in ('auto', 'block'):
     with pytest.raises(ValueError, match=f'^{method} needs a draft of the target: --draft=DRAFT, or --method='):
       chat.options_of(_values(method=(method,)))

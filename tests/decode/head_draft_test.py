@@ -30,24 +30,24 @@ def one_pass_file(tmp_path_factory):
 
 
 def _with(options, **changes):
-  return DecodeOptions(**{name: getattr(options, name) for name in ('target', 'draft', 'prompts')} | changes)
+  return DecodeOptions.of(**{name: options.flags[name] for name in ('target', 'draft', 'prompts')} | changes)
 
 
 @pytest.mark.slow
 def test_results_say_what_head_it_was(options):
   run = run_decode(options)
   described = run.info['models']['draft']
-  assert (described['head'], described['path'], described['dtype']) == ('EAGLE-3', options.draft, 'float32')
+  assert (described['head'], described['path'], described['dtype']) == ('EAGLE-3', options.models.draft, 'float32')
   own = {
     name: shapes for name, shapes in head.param_shapes(CONFIG).items() if name not in ('target_ids', 'unembedding')
   }
   assert described['num_params'] == sum(leaf.size for leaf in jax.tree.leaves(own))
-  assert model_title(described) == f'{options.draft} (0.0M, EAGLE-3 head)'
+  assert model_title(described) == f'{options.models.draft} (0.0M, EAGLE-3 head)'
   assert all(measurement.lengths.min() > 0 for measurement in run.measurements)
 
 
 def test_lookup_stands_beside_a_head(options):
-  work = Workload.load(_with(options, draft=f'lookup+{options.draft}', method=('race',), max_new_tokens=6))
+  work = Workload.load(_with(options, draft=f'lookup+{options.models.draft}', method=('race',), max_new_tokens=6))
   assert work.draft.mixes
   assert work.draft.feature_layers == (0, 1, -1)
   assert work.info['models']['draft']['head'] == 'EAGLE-3'
@@ -55,16 +55,16 @@ def test_lookup_stands_beside_a_head(options):
 
 @pytest.fixture
 def one_pass_options(options, one_pass_file):
-  return dataclasses.replace(options, draft=one_pass_file, draft_length=(3,), method=('race_traversal',))
+  return options.replace(draft=one_pass_file, draft_length=(3,), method=('race_traversal',))
 
 
 def test_what_a_network_of_one_pass_cannot_do(one_pass_options, pair):
   models = load_models(one_pass_options)
   assert (models.draft.max_depth, models.draft.estimates) == (3, True)
   with pytest.raises(ValueError, match='guesses 3 tokens ahead, and the tree is 4 deep'):
-    run_decode(dataclasses.replace(one_pass_options, draft_length=(4,)))
+    run_decode(one_pass_options.replace(draft_length=(4,)))
   with pytest.raises(ValueError, match='estimate'):
-    run_decode(dataclasses.replace(one_pass_options, draft=pair['draft'], draft_length=None, tree=('estimated:2,2',)))
+    run_decode(one_pass_options.replace(draft=pair['draft'], draft_length=None, tree=('estimated:2,2',)))
 
 
 @pytest.mark.slow
@@ -72,7 +72,7 @@ def test_what_a_network_of_one_pass_cannot_do(one_pass_options, pair):
 def test_trace_pages_show_a_head(options, one_pass_options, kind):
   is_beside, others, name = kind == 'lookup beside a head', ('speculative', 'block'), 'EAGLE-3 head'
   if is_beside:
-    options = dataclasses.replace(options, draft=f'lookup+{options.draft}', method=('race',), lookup_min=1)
+    options = options.replace(draft=f'lookup+{options.models.draft}', method=('race',), lookup_min=1)
     others = ('race_block',)
   elif kind == 'one pass':
     options, others, name = one_pass_options, ('race_traversal', 'block'), 'speculators head'
@@ -103,8 +103,8 @@ _ONE_PASS = {'draft_length': (3,), 'method': ('race_traversal',)}
   ids=str,
 )
 def test_bulk_decoding_resumes(options, one_pass_file, tmp_path, head, changes):
-  draft = head.format(head=options.draft, one_pass=one_pass_file)
-  options, path = dataclasses.replace(options, **changes, draft=draft), tmp_path / 'out.jsonl'
+  draft = head.format(head=options.models.draft, one_pass=one_pass_file)
+  options, path = options.replace(**changes, draft=draft), tmp_path / 'out.jsonl'
   decode_bulk(options, path)
   whole = _lines(path)
   assert len(whole) == 3
@@ -116,15 +116,17 @@ def test_bulk_decoding_resumes(options, one_pass_file, tmp_path, head, changes):
 
 
 def _request(options, name, drafts=None, **sizes):
-  request = request_of(name, {'target': options.target, 'draft': options.draft}, options.prompts, **sizes)
+  request = request_of(
+    name, {'target': options.models.target, 'draft': options.models.draft}, options.prompts.prompts, **sizes
+  )
   return request if drafts is None else dataclasses.replace(request, drafts=drafts)
 
 
 def test_exhibits_know_drafts_of_every_kind_before_they_measure(options):
-  drafts = {'head': options.draft, 'lookup': 'lookup', 'both': f'lookup+{options.draft}'}
+  drafts = {'head': options.models.draft, 'lookup': 'lookup', 'both': f'lookup+{options.models.draft}'}
   exhibit._check_inputs(_request(options, 'gbv_table1', drafts, max_new_tokens=4))
   with pytest.raises(ValueError, match='no model at .*/nothing'):
-    exhibit._check_inputs(_request(options, 'gbv_table1', drafts | {'x': f'lookup+{options.draft}/nothing'}))
+    exhibit._check_inputs(_request(options, 'gbv_table1', drafts | {'x': f'lookup+{options.models.draft}/nothing'}))
 
 
 @pytest.mark.slow
@@ -159,7 +161,7 @@ def test_exhibits_about_the_probabilities_or_calls_of_a_model_refuse_a_head(opti
   ],
 )
 def test_what_a_head_cannot_do(options, changes, message):
-  draft = changes.get('draft', '{}').format(options.draft)
+  draft = changes.get('draft', '{}').format(options.models.draft)
   changed = _with(options, **{'max_new_tokens': 4, 'draft_length': (2,)} | changes | {'draft': draft})
   with pytest.raises(ValueError, match=message):
     run_decode(changed)
@@ -168,7 +170,7 @@ def test_what_a_head_cannot_do(options, changes, message):
 def test_a_head_is_its_targets(options, tmp_path):
   folder = str(write_head(tmp_path, 'deepseek mtp'))
   assert find_head(folder, folder).format == 'MTP, DeepSeek'
-  assert find_head(options.target, folder) is None
+  assert find_head(options.models.target, folder) is None
   with pytest.raises(
     ValueError, match=r'tensor embed_tokens.weight has shape \(23, 16\), and the target has 320 tokens$'
   ):

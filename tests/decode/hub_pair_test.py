@@ -35,7 +35,7 @@ def options(tmp_path, monkeypatch):
   )
   models = {role: _model(seed, size) for seed, (role, size) in enumerate(_SIZES.items())}
   monkeypatch.setattr(spectr_jax, 'load_model', lambda path, **options: (models[path], load_hub_tokenizer(folder)))
-  return DecodeOptions(
+  return DecodeOptions.of(
     target='target', draft='draft', method=('speculative',), draft_length=(2,), max_new_tokens=8, prompt=_QUESTION,
     chat=True,
   )  # fmt: skip
@@ -43,7 +43,7 @@ def options(tmp_path, monkeypatch):
 
 def test_an_answer_leaves_room_for_a_prompt(options):
   with pytest.raises(ValueError, match='max_new_tokens 96 leaves no room for a prompt: the conversation may have 96'):
-    chat.start_chat(dataclasses.replace(options, max_new_tokens=96), 2048)
+    chat.start_chat(options.replace(max_new_tokens=96), 2048)
 
 
 @pytest.mark.slow
@@ -113,6 +113,6 @@ def test_a_conversation_with_a_draft_of_another_tokenizer(options, tmp_path, mon
   said = []
   for method in ('speculative', 'autoregressive'):
     changes = {'method': (method,), 'num_drafts': (1,), 'temperature': 0.0, 'prompt': None}
-    talk = chat.start_chat(dataclasses.replace(options, **changes), 96)
+    talk = chat.start_chat(options.replace(**changes), 96)
     said.append([''.join(talk.ask(question)) for question in ('the owl', 'the end')])
   assert said[0] == said[1]

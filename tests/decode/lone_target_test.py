@@ -28,20 +28,20 @@ def test_the_shipped_draft_is_for_the_shipped_target(tmp_path):
     assert choose_draft(target, None) == _DRAFT
     assert choose_draft(target, 'other') == 'other'
     assert choose_draft(target, 'lookup') == 'lookup'
-    assert DecodeOptions(target=target).method == DEFAULT_METHODS
+    assert DecodeOptions.of(target=target).methods.method == DEFAULT_METHODS
   others = 'model.gguf', 'ORG/NAME', 'pretrained/target', '', str(PRETRAINED / 'draft'), str(ROOT)
   for target in others:
     if os.path.realpath(target) == os.path.realpath(PRETRAINED / 'target'):
       continue  # where the tests run in the repository
-    options = DecodeOptions(target=target)
-    assert (options.draft, options.draft_model, options.has_lookup) == (None, '', False)
-    assert (options.method, options.needs_draft) == (('autoregressive',), False)
-    assert DecodeOptions(target=target, draft='x').method == DEFAULT_METHODS
-    assert DecodeOptions(target=target, draft='lookup', method=('speculative',)).has_lookup
+    options = DecodeOptions.of(target=target)
+    assert (options.models.draft, options.models.draft_model, options.models.has_lookup) == (None, '', False)
+    assert (options.methods.method, options.methods.needs_draft) == (('autoregressive',), False)
+    assert DecodeOptions.of(target=target, draft='x').methods.method == DEFAULT_METHODS
+    assert DecodeOptions.of(target=target, draft='lookup', method=('speculative',)).models.has_lookup
     assert choose_draft('gs://bucket/target', None) is None
     assert 'draft' not in options.inputs()
     values = {'target': target, 'tree': ('chains',)}
-    assert only_setting(DecodeOptions(**with_default_drafting(values))).method.name == 'autoregressive'
+    assert only_setting(DecodeOptions.of(**with_default_drafting(values))).method.name == 'autoregressive'
     assert with_default_drafting(values | {'draft': 'lookup'})['method'] != ('autoregressive',)
 
 
@@ -57,7 +57,7 @@ def test_the_shipped_draft_is_for_the_shipped_target(tmp_path):
 )  # fmt: skip
 def test_what_needs_a_draft_says_so(fields, words):
   with pytest.raises(ValueError, match=words):
-    DecodeOptions(target='model.gguf', **fields)
+    DecodeOptions.of(target='model.gguf', **fields)
 
 
 def test_main_and_bulk_decode_with_a_lone_target(pair, tmp_path):

@@ -7,17 +7,18 @@ import numpy as np
 import pytest
 
 from decode.bulk import decode_bulk
+from decode.experiment.model_options import ModelOptions
 from decode.experiment.options import DecodeOptions
 from decode.experiment.workload import Workload, model_title
 from spectr_jax import Drafter
 
 
 def test_drafts_of_lookup():
-  assert DecodeOptions(draft='lookup', method=('spectr',)).draft_model == ''
-  beside = DecodeOptions(draft='lookup+pretrained/draft', method=('autoregressive', 'race_traversal'))
+  assert ModelOptions(draft='lookup').draft_model == ''
+  beside = ModelOptions(draft='lookup+pretrained/draft')
   assert beside.has_lookup
   assert beside.draft_model == 'pretrained/draft'
-  directory = DecodeOptions(draft='lookup_of_mine')
+  directory = ModelOptions(draft='lookup_of_mine')
   assert (directory.has_lookup, directory.draft_model) == (False, 'lookup_of_mine')
 
 
@@ -35,7 +36,7 @@ def corpus_files(tmp_path_factory):
 
 def test_a_corpus_is_searched_and_described(pair, prompt_file, corpus_files):
   target, prompts = pair['target'], str(prompt_file)
-  options = DecodeOptions(
+  options = DecodeOptions.of(
     target=target, draft='lookup', method=('spectr',), prompts=prompts, lookup_corpus=corpus_files, **_SOUGHT
   )
   work = Workload.load(options)
@@ -65,7 +66,9 @@ def test_corpora_that_cannot_be_read(pair, tmp_path, content, message):
   elif content is not None:
     path.write_bytes(gzip.compress(content.encode()))
   with pytest.raises(ValueError, match=message):
-    Workload.load(DecodeOptions(target=pair['target'], draft='lookup', method=('spectr',), lookup_corpus=(str(path),)))
+    Workload.load(
+      DecodeOptions.of(target=pair['target'], draft='lookup', method=('spectr',), lookup_corpus=(str(path),))
+    )
 
 
 @pytest.mark.slow
@@ -77,10 +80,10 @@ def test_bulk_decoding_resumes_and_takes_a_mesh(pair, prompt_file, corpus_files,
   tokens = []
   for mesh in ('', 'data:1,model:1'):
     path = tmp_path / f'{len(mesh)}.jsonl'
-    decode_bulk(DecodeOptions(**fields, mesh=mesh), path)
+    decode_bulk(DecodeOptions.of(**fields, mesh=mesh), path)
     entries = sorted((json.loads(line) for line in path.read_text().splitlines()), key=lambda entry: entry['index'])
     tokens.append([entry['tokens'] for entry in entries])
     assert all(entry.get('lookup_corpus') == (list(corpus_files) if is_beside else None) for entry in entries)
-    assert decode_bulk(DecodeOptions(**fields, mesh=mesh), path, resume=True)[1] == 0
+    assert decode_bulk(DecodeOptions.of(**fields, mesh=mesh), path, resume=True)[1] == 0
   assert tokens[0] == tokens[1]
   assert len(tokens[0]) == 3

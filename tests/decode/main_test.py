@@ -10,6 +10,7 @@ import commands
 import numpy as np
 import pytest
 
+from decode.experiment.model_options import SHIPPED_TARGET
 from decode.experiment.options import DecodeOptions
 from decode.experiment.run import run_decode
 from spectr_jax import METHODS
@@ -122,7 +123,7 @@ def test_a_command_compiles_few_modules(pair, prompt_file, options, most):
 )
 def test_tokens_do_not_depend_on_batch_or_grid(grid, pair, prompt_file, other):
   options = {'method': ('spectr',), 'num_drafts': (2,), 'seed': 5}
-  options = DecodeOptions(**pair, draft_length=(2,), prompts=str(prompt_file), max_new_tokens=9, **(options | other))
+  options = DecodeOptions.of(**pair, draft_length=(2,), prompts=str(prompt_file), max_new_tokens=9, **(options | other))
   names = ('method', 'num_drafts', 'seed', 'prompt')
   wanted = {tuple(line[name] for name in names): line['tokens'] for line in grid.generations}
   compared = 0
@@ -171,7 +172,7 @@ def _bad_inputs(directory, pair):
     ([f'--prompt={"owl " * 99}'], ['--prompt', 'too long', 'at most 60']),
     ([f'--target={directory / "none"}'], ['no model at', 'config.json']),
     ([f'--target={damaged}'], [largest.name, 'damaged/']),
-    ([f'--target={DecodeOptions.target}'], ['tokenizer', 'the shipped one, since none is given: give --target']),
+    ([f'--target={SHIPPED_TARGET}'], ['tokenizer', 'the shipped one, since none is given: give --target']),
     ([f'--output={directory / "none" / "o.json"}'], ['output', 'no directory']),
     ([f'--output={directory / "o"}', f'--generations={directory / "o"}'], ['same file']),
   ]

@@ -6,7 +6,8 @@ import pathlib
 import pytest
 
 from common.output_files import OutputFiles, check_apart
-from decode.experiment.options import SHIPPED_PROMPTS, DecodeOptions
+from decode.experiment.options import DecodeOptions
+from decode.experiment.prompt_options import SHIPPED_PROMPTS
 from spectr_jax.io import new_files
 
 
@@ -98,7 +99,7 @@ def test_an_output_is_no_other_output_and_no_input_before_it_exists(tmp_path, pa
     check_apart({'output': 'gs://a/b', 'generations': 'gs://a/b'})
   (tmp_path / 'a.txt').write_text('a')
   fields = pair | {'draft': f'lookup+{pair["draft"]}', 'method': ('race',), 'lookup_corpus': (f'{tmp_path}/*.txt',)}
-  inputs = DecodeOptions(**fields, acceptance='rates.json').inputs()
+  inputs = DecodeOptions.of(**fields, acceptance='rates.json').inputs()
   assert list(inputs) == ['target', 'draft', 'prompts', 'lookup_corpus', 'acceptance']
   assert inputs['prompts'] == [SHIPPED_PROMPTS]
   assert inputs['lookup_corpus'] == [tmp_path / 'a.txt']
@@ -107,7 +108,7 @@ def test_an_output_is_no_other_output_and_no_input_before_it_exists(tmp_path, pa
       with pytest.raises(ValueError, match=f'output would .*{role}/.*which {role} reads'):
         check_apart({'output': f'{path}/{name}'}, inputs)
     check_apart({'output': f'{path}/results.json'}, inputs)
-  inputs = DecodeOptions(target='m.gguf', draft=str(tiny_head_file), prompts='humaneval:h.jsonl').inputs()
+  inputs = DecodeOptions.of(target='m.gguf', draft=str(tiny_head_file), prompts='humaneval:h.jsonl').inputs()
   for path in ('m.gguf', 'h.jsonl', f'{tiny_head_file}/model.safetensors'):
     with pytest.raises(ValueError, match='output would overwrite'):
       check_apart({'output': path}, inputs)

@@ -53,7 +53,7 @@ def registered(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.usefixtures('registered')
 def test_the_trace_page_shows_it(pair):
-  options = DecodeOptions(
+  options = DecodeOptions.of(
     **pair, method=('own',), num_drafts=(1,), draft_length=(2,), max_new_tokens=6, prompt='the quick'
   )
   with jax.default_matmul_precision('highest'):
@@ -71,6 +71,6 @@ def test_the_trace_page_shows_it(pair):
 
 @pytest.mark.usefixtures('registered')
 def test_auto_may_choose_it():
-  settings, left_out = grid(DecodeOptions(method=('auto',), num_drafts=(1, 2), draft_length=(2, 4)))
+  settings, left_out = grid(DecodeOptions.of(method=('auto',), num_drafts=(1, 2), draft_length=(2, 4)))
   assert [setting.draft_length for setting in settings if setting.method.name == 'own'] == [2, 4]
   assert 'own' not in left_out

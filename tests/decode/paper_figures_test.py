@@ -228,7 +228,7 @@ def test_trees_are_measured(pair, prompt_file, monkeypatch):
 
 
 def test_a_ladder_has_trees_of_every_size_with_names():
-  budgets = FIGURES['ladder'].sizes.num_nodes
+  budgets = FIGURES['ladder'].sizes['num_nodes']
   grids = [method_figures.settings_of_grid(number) for number in budgets]
   assert [max(each.tree.num_nodes for own in grid.values() for each in own) for grid in grids] == list(budgets)
   for grid, larger in zip(grids, grids[1:]):
@@ -303,7 +303,7 @@ def test_a_ladder_is_measured(monkeypatch, pair, prompt_file):
   assert len(set(alone)) == 1
   # The bound of two drafts of one token, from the distributions along what was decoded with block and race_traversal.
   workload = Workload.load(
-    DecodeOptions(**pair, method=('block',), prompts=str(prompt_file), batch_size=2, max_new_tokens=6)
+    DecodeOptions.of(**pair, method=('block',), prompts=str(prompt_file), batch_size=2, max_new_tokens=6)
   )
   num_tokens, num_calls = 0, 0.0
   for measured in runs[0].measurements[1:]:

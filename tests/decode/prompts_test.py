@@ -252,7 +252,7 @@ def conversations(tmp_path):
 
 @pytest.mark.parametrize('system', [None, 'the fox'])
 def test_conversations_and_texts_are_rendered(conversations, system):
-  prompts = DecodeOptions(prompts=conversations, chat=True, system=system).read_prompts()
+  prompts = DecodeOptions.of(prompts=conversations, chat=True, system=system).prompts.read()
   assert [(prompt.text, prompt.id) for prompt in prompts] == [('be brief\nthe owl', 'c'), ('an owl', 1)]
   tokenizer = _hub_tokenizer(chat_template=tiny_hub.CHAT)
   tokens, lengths = encode_prompts(prompts, tokenizer, max_new_tokens=4, max_length=200)
@@ -266,8 +266,8 @@ def test_conversations_and_texts_are_rendered(conversations, system):
 
 def test_conversations_that_are_refused_are_named(conversations, tokenizer):
   with pytest.raises(ValueError, match="line 1: a conversation, which --chat renders by the model's template"):
-    DecodeOptions(prompts=conversations).read_prompts()
-  prompts = DecodeOptions(prompts=conversations, chat=True).read_prompts()
+    DecodeOptions.of(prompts=conversations).prompts.read()
+  prompts = DecodeOptions.of(prompts=conversations, chat=True).prompts.read()
   room = {'max_new_tokens': 4, 'max_length': 64}
   with pytest.raises(ValueError, match='prompts.jsonl, line 1: the model has no chat template'):
     encode_prompts(prompts, tokenizer, **room)
@@ -347,7 +347,7 @@ def test_a_token_that_the_target_does_not_have_is_named_with_its_line(tmp_path, 
   target = table.table_model(jnp.zeros((300, 300)))
   monkeypatch.setattr(workload, 'load_models', lambda *_: workload.Models(target, None, tokenizer, {}))
   with pytest.raises(ValueError, match=message):
-    workload.Workload.load(DecodeOptions(prompts=str(path), method=('autoregressive',), max_new_tokens=4))
+    workload.Workload.load(DecodeOptions.of(prompts=str(path), method=('autoregressive',), max_new_tokens=4))
 
 
 def test_prompts_without_tokens_are_named():

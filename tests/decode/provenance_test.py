@@ -1,6 +1,5 @@
 """A resumed file is of the same run: what must not change is refused by name, what may change is not."""
 
-import dataclasses
 import json
 import pathlib
 import shutil
@@ -8,13 +7,12 @@ import shutil
 import pytest
 
 from decode.bulk import decode_bulk
-from decode.experiment.options import DecodeOptions
+from decode.experiment.options import FIELDS, DecodeOptions
 from decode.experiment.records import OPTIONS
 
 
 def test_every_option_has_its_part():
-  fields = [field.name for field in dataclasses.fields(DecodeOptions)]
-  assert sorted(name for names in OPTIONS.values() for name in names) == sorted(fields)
+  assert sorted(name for names in OPTIONS.values() for name in names) == sorted(FIELDS)
 
 
 @pytest.fixture(scope='module')
@@ -25,7 +23,7 @@ def begun(pair, prompt_file, tmp_path_factory):
   corpus.write_text('the quick brown fox\n\nseven wise owls\n')
   fields = {'method': ('race',), 'num_drafts': (2,), 'draft_length': (2,), 'max_new_tokens': 4, 'stop': ('q',)}
   fields |= pair | {'draft': f'lookup+{pair["draft"]}', 'lookup_corpus': (str(corpus),), 'prompts': str(prompt_file)}
-  decode_bulk(DecodeOptions(**fields), folder / 'out.jsonl')
+  decode_bulk(DecodeOptions.of(**fields), folder / 'out.jsonl')
   return fields, folder / 'out.jsonl'
 
 
@@ -34,7 +32,7 @@ def _resume(begun, path, **changes):
   shutil.copy(file, path)
   before = path.read_bytes()
   try:
-    return decode_bulk(DecodeOptions(**fields | changes), path, resume=True)
+    return decode_bulk(DecodeOptions.of(**fields | changes), path, resume=True)
   finally:
     assert path.read_bytes().startswith(before)
 
@@ -68,9 +66,9 @@ def test_what_determines_continuations_is_refused(begun, tmp_path, changes, name
 )
 def test_growth_and_gumbel_count(pair, prompt_file, tmp_path, fields, change):
   fields = pair | {'prompts': str(prompt_file), 'max_new_tokens': 2} | fields
-  decode_bulk(DecodeOptions(**fields), tmp_path / 'out.jsonl')
+  decode_bulk(DecodeOptions.of(**fields), tmp_path / 'out.jsonl')
   with pytest.raises(ValueError, match=f'has .*{next(iter(change))} '):
-    decode_bulk(DecodeOptions(**fields | change), tmp_path / 'out.jsonl', resume=True)
+    decode_bulk(DecodeOptions.of(**fields | change), tmp_path / 'out.jsonl', resume=True)
 
 
 def test_models_and_corpus_count_by_content_and_not_by_place(begun, save_tiny_model, tmp_path):

@@ -22,7 +22,7 @@ from decode.experiment.settings import expand
 def run(tokenizer):
   """Autoregressive decoding at 8 tokens/s and two methods of which the second is slower."""
   methods = 'autoregressive', 'speculative', 'spectr'
-  options = DecodeOptions(method=methods, draft_length=(2,), num_drafts=(2,), max_new_tokens=8)
+  options = DecodeOptions.of(method=methods, draft_length=(2,), num_drafts=(2,), max_new_tokens=8)
   ids = np.resize(tokenizer.encode('an old oak'), (1, 8)).astype(np.int32)
   measurements = []
   for setting, calls, seconds in zip(expand(options), (8, 4, 4), (1.0, 0.5, 2.0)):
@@ -63,7 +63,7 @@ def test_plain_report_has_no_escape_codes_and_no_folded_rows(run):
   ('length', 'shown'), [(8, ['0.50'] * 8), (9, ['0.50'] * 8 + ['...']), (40, ['0.50'] * 8 + ['...'])]
 )
 def test_deep_trees_fit_into_the_table(run, length, shown):
-  (setting,) = expand(dataclasses.replace(run.options, method=('speculative',), draft_length=(length,)))
+  (setting,) = expand(run.options.replace(method=('speculative',), draft_length=(length,)))
   deep = dataclasses.replace(run.measurements[1], setting=setting, accepted_by_depth=np.full((1, length), 2))
   run = dataclasses.replace(run, settings=[setting], measurements=[deep])
   (row,) = [line.split() for line in _printed(run).splitlines() if line.startswith('speculative ')]
@@ -74,7 +74,7 @@ def test_deep_trees_fit_into_the_table(run, length, shown):
 
 def _with_batches(run, methods, seconds, lengths, **options):
   """The run with other methods, of one prompt in each batch, with their times relative to autoregressive ones."""
-  options = dataclasses.replace(run.options, method=('autoregressive', *methods), draft_length=(16,), **options)
+  options = run.options.replace(method=('autoregressive', *methods), draft_length=(16,), **options)
   settings, number = expand(options), len(seconds)
   measurements = [
     dataclasses.replace(
@@ -119,8 +119,8 @@ def test_a_narrow_table_folds_nothing_but_trees(run, tree, seconds):
   assert max(map(len, lines)) <= 60
   (line,) = [line for line in lines if line.startswith('race_traversal')]
   summary = wide.summarize(wide.settings[1])
-  assert re.search(rf' {summary.tokens_per_second:,.0f} +{summary.speedup:.2f}x$', line), line
-  low, high = summary.speedup_interval
+  assert re.search(rf' {summary["tokens_per_second"]:,.0f} +{summary["speedup"]:.2f}x$', line), line
+  low, high = summary['speedup_ci95']
   assert next(report.explain_hidden_ranges(wide)).endswith(f'x, 95% range {low:.2f} to {high:.2f}.')
 
 
@@ -131,8 +131,9 @@ def test_ranges_can_be_true(run, num_batches, is_shown):
   noisy = _with_batches(run, ('speculative',), seconds, lengths)
   summary = noisy.summarize(noisy.settings[1])
   for value, interval, least, most in (
-    (summary.speedup, summary.speedup_interval, 0, np.inf), (summary.block_efficiency, summary.interval, 1, 17),
-  ):  # fmt: skip
+    (summary['speedup'], summary['speedup_ci95'], 0, np.inf),
+    (summary['block_efficiency'], summary['block_efficiency_ci95'], 1, 17),
+  ):
     assert (interval is not None) == is_shown
     if is_shown:
       assert max(least, 1e-9) <= interval[0] <= value <= interval[1] <= most
@@ -221,7 +222,7 @@ def test_text_cannot_steer_the_terminal_and_no_color_is_heeded(run, monkeypatch)
 
 def test_bias_and_the_parts_of_a_round_are_explained(run):
   assert not [*report.explain_bias(run)]
-  options = dataclasses.replace(run.options, method=('spectr_gbv', 'decoding_opt'))
+  options = run.options.replace(method=('spectr_gbv', 'decoding_opt'))
   settings = expand(options)
   measurements = [dataclasses.replace(run.measurements[1], setting=setting) for setting in settings]
   biased = dataclasses.replace(run, options=options, settings=settings, measurements=measurements)
@@ -233,13 +234,13 @@ def test_bias_and_the_parts_of_a_round_are_explained(run):
   rows = [line for line in printed.splitlines() if line.startswith(('spectr_gbv ', 'decoding_opt '))]
   assert [row.split()[1] for row in rows[:2]] == ['no', 'no']
   # Without over-acceptance it is speculative decoding.
-  exact = dataclasses.replace(options, method=('decoding_opt',), epsilon=0.0)
+  exact = options.replace(method=('decoding_opt',), epsilon=0.0)
   assert [setting.method.is_lossless for setting in expand(exact)] == [True]
   setting = run.settings[1]
   parts = {'draft': 0.05, 'target': 0.06, 'verification': 0.0375}
   run = dataclasses.replace(run, part_seconds={setting: parts})
-  assert run.summarize(run.settings[0]).seconds_per_round == {}
-  seconds = run.summarize(setting).seconds_per_round
+  assert run.summarize(run.settings[0])['seconds_per_round'] is None
+  seconds = run.summarize(setting)['seconds_per_round']
   assert list(seconds) == ['round', 'draft', 'target', 'verification', 'rest']
   assert seconds['round'] == pytest.approx(0.125)
   assert seconds['rest'] == pytest.approx(-0.0225)

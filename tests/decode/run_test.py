@@ -99,12 +99,12 @@ def test_programs_are_forgotten_where_there_is_little_room(monkeypatch, tmp_path
 
 def test_rounds_are_profiled(small_options, tmp_path):
   options = small_options('autoregressive', num_prompts=1, batch_size=1)
-  profiled = run_decode(dataclasses.replace(options, profile_dir=str(tmp_path / 'profile')))
+  profiled = run_decode(options.replace(profile_dir=str(tmp_path / 'profile')))
   assert list((tmp_path / 'profile' / 'autoregressive').rglob('*.xplane.pb'))
   np.testing.assert_array_equal(profiled.measurements[0].tokens, run_decode(options).measurements[0].tokens)
   (tmp_path / 'file').write_text('text')
   with pytest.raises(ValueError, match='profile_dir: cannot write .*file/autoregressive: Not a directory'):
-    run_decode(dataclasses.replace(options, profile_dir=str(tmp_path / 'file')))
+    run_decode(options.replace(profile_dir=str(tmp_path / 'file')))
 
 
 @pytest.mark.parametrize('role', ['target', 'draft'])
@@ -120,7 +120,7 @@ def test_logits_that_are_not_finite_are_named(small_options, pair, tmp_path, rol
 def test_weights_in_int8_are_named(small_options):
   options = small_options('speculative', weights='int8')
   loaded = load_models(options)
-  models, plain = loaded.info, load_models(dataclasses.replace(options, weights='')).info
+  models, plain = loaded.info, load_models(options.replace(weights='')).info
   assert models == {role: {**model, 'weights': 'int8'} for role, model in plain.items()}  # sizes and dtypes as before
   assert loaded.target.params['embedding'].values.dtype == loaded.draft.params['embedding'].values.dtype == np.int8
   assert model_title(models['target']) == f'{models["target"]["path"]} (0.0M, int8 weights)'
@@ -138,7 +138,7 @@ def test_long_prompts_are_left_out_and_counted(small_options, tmp_path):
   report.print_report(run, console)
   assert '2 prompts (1 of the file are too long and left out)' in console.file.getvalue()
   with pytest.raises(ValueError, match='line 2: the prompt is too long'):
-    run_decode(dataclasses.replace(options, skip_long=False))
+    run_decode(options.replace(skip_long=False))
 
 
 def test_speed_is_compared_batch_by_batch(small_options):
@@ -153,11 +153,11 @@ def test_speed_is_compared_batch_by_batch(small_options):
   run = dataclasses.replace(run, measurements=measurements)
   baseline, summary = map(run.summarize, run.settings)
   # Twice as fast in either batch.
-  assert summary.speedup == pytest.approx(2)
-  assert summary.speedup_interval is baseline.speedup_interval is None  # two batches say nothing of others
-  assert (summary.seconds, baseline.seconds) == (6.0, 12.0)
+  assert summary['speedup'] == pytest.approx(2)
+  assert summary['speedup_ci95'] is baseline['speedup_ci95'] is None  # two batches say nothing of others
+  assert (summary['seconds'], baseline['seconds']) == (6.0, 12.0)
   # Three batches, in each of which it is twice as fast: nothing is left to chance.
-  alone = dataclasses.replace(run, options=dataclasses.replace(options, batch_size=1))
+  alone = dataclasses.replace(run, options=options.replace(batch_size=1))
 
   def timed(seconds):
     own = [np.array(seconds if measured.setting.method.max_drafts else (4.0, 2.0, 3.0)) for measured in measurements]
@@ -165,10 +165,10 @@ def test_speed_is_compared_batch_by_batch(small_options):
     return dataclasses.replace(alone, measurements=[dataclasses.replace(f, **t) for f, t in zip(measurements, times)])
 
   summary = timed((2.0, 1.0, 1.5)).summarize(run.settings[1])
-  np.testing.assert_allclose(summary.speedup_interval, (2, 2))
-  assert timed((2.0, 1.0, 1.5)).summarize(run.settings[0]).speedup_interval is None
+  np.testing.assert_allclose(summary['speedup_ci95'], (2, 2))
+  assert timed((2.0, 1.0, 1.5)).summarize(run.settings[0])['speedup_ci95'] is None
   # Twice as fast in two batches and as fast in the other.
-  low, high = timed((2.0, 2.0, 1.5)).summarize(run.settings[1]).speedup_interval
+  low, high = timed((2.0, 2.0, 1.5)).summarize(run.settings[1])['speedup_ci95']
   assert 0 < low < 9 / 5.5 < high
   # In a group of its own, when the machine was half as fast: it is compared with what was beside it.
   slow = {'batch_seconds': np.array([2.0, 2.0]), 'baseline_seconds': np.array([8.0, 4.0])}
@@ -177,8 +177,8 @@ def test_speed_is_compared_batch_by_batch(small_options):
     for measured in measurements
   ]
   slower = dataclasses.replace(run, measurements=measurements).summarize(run.settings[1])
-  assert (slower.speedup, slower.tokens_per_second) == (pytest.approx(3), pytest.approx(4.5))
-  assert slower.round_cost == pytest.approx(8 / slower.num_rounds / (24 / baseline.num_rounds))
+  assert (slower['speedup'], slower['tokens_per_second']) == (pytest.approx(3), pytest.approx(4.5))
+  assert slower['round_cost'] == pytest.approx(8 / slower['num_rounds'] / (24 / baseline['num_rounds']))
 
 
 @pytest.mark.slow
@@ -187,14 +187,14 @@ def test_the_share_of_the_optimum_is_reported(small_options):
   run = run_decode(options)
   spectr, gsd = map(run.summarize, run.settings)
   # Of few tokens: what is accepted may by chance exceed what would be on average.
-  assert 0.5 < spectr.share_of_optimum < 1.5
-  assert spectr.share_interval[0] < spectr.share_of_optimum < spectr.share_interval[1]
-  assert gsd.share_of_optimum is gsd.share_interval is None
+  assert 0.5 < spectr['share_of_optimum'] < 1.5
+  assert spectr['share_of_optimum_ci95'][0] < spectr['share_of_optimum'] < spectr['share_of_optimum_ci95'][1]
+  assert gsd['share_of_optimum'] is gsd['share_of_optimum_ci95'] is None
   console = Console(file=io.StringIO(), width=200)
   console.print(report.make_table(run))
   printed = console.file.getvalue()
   assert 'share of' in printed
-  assert f'{spectr.share_of_optimum:.2f} ±' in printed
+  assert f'{spectr["share_of_optimum"]:.2f} ±' in printed
 
 
 @pytest.mark.slow

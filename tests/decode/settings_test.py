@@ -16,12 +16,12 @@ def draft():
 
 
 def _shapes(**options):
-  return [(setting.method.name, setting.tree_name, setting.tree) for setting in expand(DecodeOptions(**options))]
+  return [(setting.method.name, setting.tree_name, setting.tree) for setting in expand(DecodeOptions.of(**options))]
 
 
 def test_the_grid_has_every_tree_of_every_method_once():
   methods = 'autoregressive', 'speculative', 'spectr'
-  settings = expand(DecodeOptions(method=methods, num_drafts=(2, 4, 2), draft_length=(3, 5)))
+  settings = expand(DecodeOptions.of(method=methods, num_drafts=(2, 4, 2), draft_length=(3, 5)))
   assert [str(setting) for setting in settings] == [
     'autoregressive', 'speculative K=1 L=3', 'speculative K=1 L=5', 'spectr K=2 L=3', 'spectr K=4 L=3',
     'spectr K=2 L=5', 'spectr K=4 L=5',
@@ -34,7 +34,7 @@ def test_the_grid_has_every_tree_of_every_method_once():
   assert tree == TokenTree.chains(1, 3)
   shapes = _shapes(method=('autoregressive',), tree=('chains', 'prefix:2,1'), num_drafts=(2, 4))
   assert shapes == [('autoregressive', 'none', TokenTree())]
-  (setting,) = expand(DecodeOptions(method=('race_block',), tree=('optimal: 24',)))
+  (setting,) = expand(DecodeOptions.of(method=('race_block',), tree=('optimal: 24',)))
   assert (setting.budget, setting.tree) == (24, TokenTree())
   assert str(setting) == 'race_block optimal:24'
 
@@ -48,20 +48,20 @@ def test_shapes_are_named_and_read():
 
 
 def test_grown_trees_have_widths_and_a_drafter_of_their_own(draft):
-  (setting,) = expand(DecodeOptions(method=('specinfer',), tree=('likeliest:4,3,1',)))
+  (setting,) = expand(DecodeOptions.of(method=('specinfer',), tree=('likeliest:4,3,1',)))
   assert (setting.tree, setting.draft_length) == (TokenTree.slots((4, 3, 1)), 3)
   assert str(setting) == 'specinfer likeliest:4,3,1'
   drafter = setting.drafter(draft)
   assert isinstance(drafter.growth, Likeliest)
   assert (drafter.grows, drafter.gives) == (True, True)
-  (drawn,) = expand(DecodeOptions(method=('traversal',), tree=('confident:4,3',), growth_threshold=0.1))
+  (drawn,) = expand(DecodeOptions.of(method=('traversal',), tree=('confident:4,3',), growth_threshold=0.1))
   assert drawn.growth == Confident(threshold=0.1)
   assert not drawn.drafter(draft).gives
-  (by_estimates,) = expand(DecodeOptions(method=('traversal',), tree=('estimated:4,3',), growth_threshold=0.1))
+  (by_estimates,) = expand(DecodeOptions.of(method=('traversal',), tree=('estimated:4,3',), growth_threshold=0.1))
   assert (by_estimates.growth, str(by_estimates)) == (Estimated(threshold=0.1), 'traversal estimated:4,3 from 0.1')
   with pytest.raises(ValueError, match='reads estimates of acceptance, and this draft makes none'):
     by_estimates.drafter(draft)
-  (other,) = expand(DecodeOptions(method=('specinfer',), tree=('prefix:4,3,1',)))
+  (other,) = expand(DecodeOptions.of(method=('specinfer',), tree=('prefix:4,3,1',)))
   assert other.drafter(draft) is draft
 
 
@@ -149,15 +149,15 @@ _SPECTR, _AUTO, _LOOKUP = {'method': ('spectr',)}, {'method': ('auto',)}, {'draf
 )  # fmt: skip
 def test_what_does_not_fit_is_refused(options, reason):
   with pytest.raises(ValueError, match=reason):
-    expand(DecodeOptions(**options))
+    expand(DecodeOptions.of(**options))
 
 
 def test_children_epsilon_and_gumbel_reach_the_methods():
-  options = DecodeOptions(method=('traversal', 'autoregressive'), children='without_replacement', gumbel=True)
-  traversal, autoregressive = options.methods
+  options = DecodeOptions.of(method=('traversal', 'autoregressive'), children='without_replacement', gumbel=True)
+  traversal, autoregressive = options.methods.make()
   assert traversal.proposal_rule.name == 'without_replacement'
   assert autoregressive.is_seed_exact
   assert autoregressive.verifier == METHODS['ersd'].verifier
-  opt, spectr = DecodeOptions(method=('decoding_opt', 'spectr'), epsilon=0.25).methods
+  opt, spectr = DecodeOptions.of(method=('decoding_opt', 'spectr'), epsilon=0.25).methods.make()
   assert opt.verifier.coupling.epsilon == 0.25
   assert spectr == METHODS['spectr']

@@ -36,19 +36,19 @@ def question_file(tmp_path):
 
 def _made_up_run(options, notify, pick):
   del notify
-  prompts, settings = pick(options.read_prompts(), options.num_prompts), expand(options)
+  prompts, settings = pick(options.prompts.read(), options.prompts.num_prompts), expand(options)
 
   def measurement(setting):
     tokens, calls, seconds = map(np.array, zip(*(_PROMPTS[prompt.task][setting.method.name] for prompt in prompts)))
     baseline = np.array([_PROMPTS[prompt.task][_AUTOREGRESSIVE][2] for prompt in prompts])
     kept = np.minimum((tokens - calls)[:, None], np.arange(setting.draft_length, 0, -1))
-    every = np.zeros((len(prompts), options.max_new_tokens), np.int32)
+    every = np.zeros((len(prompts), options.prompts.max_new_tokens), np.int32)
     return Measurement(
       every, tokens, calls, kept, every, np.zeros_like(calls), setting=setting, seed=0, batch_seconds=seconds,
       baseline_seconds=baseline, rounds=int(calls.sum()),
     )  # fmt: skip
 
-  models = {'target': {'path': options.target, 'num_params': 1, 'dtype': 'float32'}}
+  models = {'target': {'path': options.models.target, 'num_params': 1, 'dtype': 'float32'}}
   info = describe(options, models) | {'num_long_prompts': 0}
   return DecodeRun(options, info, prompts, None, settings, [measurement(setting) for setting in settings])
 
@@ -101,7 +101,7 @@ def test_speeds_are_means_over_prompts_beside_the_leaderboard(question_file, mon
 
 
 def test_a_prompt_needs_a_time_of_its_own_and_a_baseline(question_file):
-  options = DecodeOptions(prompts=question_file, method=(_AUTOREGRESSIVE,), num_prompts=6, batch_size=2)
+  options = DecodeOptions.of(prompts=question_file, method=(_AUTOREGRESSIVE,), num_prompts=6, batch_size=2)
   run = _made_up_run(options, None, lambda prompts, number: prompts[:number])
   with pytest.raises(ValueError, match='batch_size must be 1, got 2'):
     run.take(np.array([0]))
@@ -113,9 +113,9 @@ def test_a_prompt_needs_a_time_of_its_own_and_a_baseline(question_file):
 
 @pytest.mark.slow
 def test_the_pretrained_pair_is_measured_by_task(question_file):
-  defaults = DecodeOptions()
+  models = DecodeOptions.of().models
   request = request_of(
-    'spec_bench', {'target': defaults.target, 'draft': defaults.draft}, {'Spec-Bench': question_file},
+    'spec_bench', {'target': models.target, 'draft': models.draft}, {'Spec-Bench': question_file},
     num_prompts=3, max_new_tokens=16, draft_length=(4,),
   )  # fmt: skip
   options = {'method': ('race_traversal',), 'tree': ('prefix:2,1',), 'temperature': (0.5,)}
@@ -143,7 +143,7 @@ def test_turns_may_be_rendered_by_the_chat_template(question_file, pair, monkeyp
   chat = dataclasses.replace(request, options={**request.options, 'chat': True})
   for each in (request, chat):
     spec_bench.TABLES['spec_bench'].measure(each, lambda *_: None)
-  assert [options.chat for options in asked] == [False, True]
+  assert [options.prompts.chat for options in asked] == [False, True]
   for each, words in ((request, 'without a chat template'), (chat, "in the target's chat template")):
     notes = spec_bench.TABLES['spec_bench'].measure(each, lambda *_: None).runs[0]['notes']
     assert [note.rpartition(', ')[2] for note in notes if 'chat template' in note] == [
@@ -159,7 +159,7 @@ def test_drafts_of_several_kinds_and_temperatures(question_file, monkeypatch):
   asked = []
 
   def run(options, *rest):
-    asked.append((options.draft, options.temperature, options.method, options.tree))
+    asked.append((options.models.draft, options.sampling.temperature, options.methods.method, options.methods.tree))
     return _made_up_run(options, *rest)
 
   monkeypatch.setattr(exhibits, 'run_decode', run)

@@ -13,7 +13,7 @@ from decode import plots
 from decode.experiment.options import DecodeOptions
 from decode.experiment.settings import Setting, expand
 from decode.papers import exhibit, gbv_tables, published, spectr_tables
-from decode.papers.exhibit import Request, Sizes
+from decode.papers.exhibit import Request
 from decode.papers.exhibits import TABLES
 from decode.study import Value
 from spectr_jax import METHODS, TokenTree
@@ -24,7 +24,7 @@ _SMALL = {
 
 
 def _request(name, pair, prompts, **grid):
-  used = TABLES[name].sizes.used
+  used = TABLES[name].sizes
   return request_of(name, pair, prompts, **{size: value for size, value in (_SMALL | grid).items() if size in used})
 
 
@@ -134,7 +134,7 @@ def test_the_breakdown_adds_up_and_is_compared(pair, prompt_file, monkeypatch):
 
 
 def test_published_numbers_stand_beside_three_drafts(monkeypatch):
-  options = DecodeOptions(method=('autoregressive', 'speculative', 'spectr'), num_drafts=(3, 5), draft_length=(8,))
+  options = DecodeOptions.of(method=('autoregressive', 'speculative', 'spectr'), num_drafts=(3, 5), draft_length=(8,))
   settings = {(setting.method.name, setting.num_drafts): setting for setting in expand(options)}
   printed = {key: gbv_tables._is_printed(setting) for key, setting in settings.items()}
   assert printed == {('autoregressive', 0): True, ('speculative', 1): True, ('spectr', 3): True, ('spectr', 5): False}
@@ -148,7 +148,7 @@ def test_published_numbers_stand_beside_three_drafts(monkeypatch):
   run = SimpleNamespace(prompts=[1], settings=[setting], summarize=lambda setting: None)
   monkeypatch.setattr(gbv_tables, 'decode_sets', lambda *args, **options: [('gsm8k', run)])
   monkeypatch.setattr(gbv_tables, '_breakdown', lambda *args: columns)
-  request = Request(target='t', drafts={'d': 'd'}, prompts={}, sizes=Sizes(num_seeds=1))
+  request = Request(target='t', drafts={'d': 'd'}, prompts={}, sizes={'num_seeds': 1})
   rows = {(row['of'], row['method']): row for row in TABLES['gbv_table5'].measure(request, None).rows}
   assert list(rows)[0] == ('here', 'spectr')
   assert rows['paper: DeepSeek-6.7B, GSM8K', 'spectr']['rounds'] == Value(79.27)

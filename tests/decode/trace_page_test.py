@@ -25,7 +25,7 @@ _SIZES = {'desktop': (1280, 860), 'tablet': (768, 1024), 'phone': (390, 844)}
 
 @pytest.fixture(scope='module')
 def data(pair):
-  options = DecodeOptions(
+  options = DecodeOptions.of(
     **pair, method=('race_block',), num_drafts=(3,), draft_length=(3,), prompt=_PROMPT, max_new_tokens=12
   )
   return trace.record_trace(options, ('spectr', 'speculative', 'traversal', 'race_traversal'))

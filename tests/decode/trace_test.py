@@ -22,7 +22,7 @@ _PROMPT = 'the </script><b>fox</b> & \u2028 ü'
 
 def _options(pair, **more):
   fields = {'method': ('spectr',), 'num_drafts': (2,), 'draft_length': (2,), 'max_new_tokens': 8, 'prompt': _PROMPT}
-  return DecodeOptions(**pair, **fields | more)
+  return DecodeOptions.of(**pair, **fields | more)
 
 
 @pytest.fixture(scope='module')
