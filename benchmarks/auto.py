@@ -29,8 +29,8 @@ from decode.experiment.console import show_progress
 from decode.experiment.model_options import AUTO
 from decode.experiment.run import measure
 from decode.experiment.workload import Workload
-from spectr_jax.auto.observation import Speed
-from spectr_jax.auto.setting import Setting, baseline_among
+from spectr_jax.auto import Setting, Speed
+from spectr_jax.auto.setting import baseline_among
 from spectr_jax.auto.trial import Notify
 from spectr_jax.draft import as_drafter
 from spectr_jax.engine.program_memory import describe_groups

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import timing
+from spectr_jax import Model
 from spectr_jax.auto.timing import time_in_turns
 from spectr_jax.kernels.block_kernel import is_in_blocks
 from spectr_jax.kernels.matrices import PackedKernel, TransposedKernel, matmul
-from spectr_jax.model import Model
 
 _NUM_TOKENS = 1, 4, 16, 64, 128  # of the products whose fastest sets the rate
 _IN_CACHE = 2**20  # bytes of a kernel that stays in the cache of each core

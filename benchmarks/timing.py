@@ -17,7 +17,7 @@ import numpy as np
 import spectr_jax
 from spectr_jax import Decoder, TokenTree
 from spectr_jax.auto.timing import time_in_turns
-from spectr_jax.engine.state import DecodeState
+from spectr_jax.engine import DecodeState
 from spectr_jax.methods import Method
 
 PROMPT_LENGTH, NEW_TOKENS = 64, 128

@@ -32,10 +32,9 @@ from benchmarks import command
 from benchmarks.timing import spread
 from common import command_line
 from common.output_files import OutputFiles
-from spectr_jax import METHODS, SamplingParams, TokenTree
+from spectr_jax import METHODS, SamplingParams, TokenTree, logits_to_probs
 from spectr_jax.methods import Method, get_method
 from spectr_jax.proposal import Proposal
-from spectr_jax.sampling import logits_to_probs
 
 NUM_CONTEXTS = 256
 SEED = 0  # of distributions and proposals

@@ -16,7 +16,7 @@ from etils import epath
 
 from common import extras, help_text
 from common.printable import printable
-from spectr_jax.io.compilation_cache import cache_programs
+from spectr_jax import cache_programs
 
 _NAME_AND_INTS = re.compile(r'\s*([a-z][\w-]*)\s*(?::(\s*[+-]?\d+\s*(?:,\s*[+-]?\d+\s*)*))?', re.ASCII | re.IGNORECASE)
 

@@ -30,28 +30,25 @@ from absl import flags
 from common import command_line, config_file
 from common.output_files import OutputFiles
 from decode.experiment.model_options import DRAFT_MESHES
+from spectr_jax import METHODS, Decoder, DecodeSharding, Drafter, Model, TokenTree
 from spectr_jax.aot.compile import compile_decode
 from spectr_jax.aot.cost import COLLECTIVE_SECONDS, Cost
 from spectr_jax.aot.hlo_report import ProgramReport, measure
 from spectr_jax.aot.tpu_slices import describe_topology
-from spectr_jax.draft import Drafter, head_drafter, one_pass_drafter
-from spectr_jax.engine.decoder import Decoder
+from spectr_jax.draft import head_drafter, one_pass_drafter
 from spectr_jax.engine.loop import PARTS, ROUNDS
-from spectr_jax.engine.sharding import DecodeSharding
 from spectr_jax.io.heads.head_sizes import EAGLE3_FIELDS, ONE_PASS_FIELDS, check_fields, head_config, one_pass_config
 from spectr_jax.io.hub.load import read_hub_config
 from spectr_jax.io.load import files_of, hub_folder
 from spectr_jax.kernels.filters import FILTERS, FILTERS_BY_NAME
 from spectr_jax.kernels.thresholds import THRESHOLD_PASSES, THRESHOLDS
-from spectr_jax.methods import METHODS, Method, get_method
-from spectr_jax.model import Model
+from spectr_jax.methods import Method, get_method
 from spectr_jax.models import head, one_pass
 from spectr_jax.models.causal_lm import causal_lm
 from spectr_jax.models.causal_lm_config import CausalLMConfig, lm1b_config, param_shapes
 from spectr_jax.models.head import HeadConfig
 from spectr_jax.models.one_pass_config import OnePassConfig
 from spectr_jax.sharding import make_mesh
-from spectr_jax.tree import TokenTree
 
 DraftConfig: TypeAlias = CausalLMConfig | HeadConfig | OnePassConfig
 # The kinds of heads that are compiled, of `configs/head.py`.

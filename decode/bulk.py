@@ -32,11 +32,10 @@ from decode.experiment.options import DecodeOptions
 from decode.experiment.records import OPTIONS, describe_continuation, describe_prompt, describe_run
 from decode.experiment.settings import only_setting
 from decode.experiment.workload import Workload
+from spectr_jax import ChoiceProbs, Request, generate_many
 from spectr_jax.auto.trial import Notify
-from spectr_jax.engine.choices import ChoiceProbs, Choices, score_choices
-from spectr_jax.engine.generate import generate_many
-from spectr_jax.engine.rows import Request
-from spectr_jax.engine.state import sample_keys
+from spectr_jax.engine import sample_keys
+from spectr_jax.engine.choices import Choices, score_choices
 from spectr_jax.sharding import is_primary
 
 

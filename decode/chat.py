@@ -29,10 +29,8 @@ from decode.experiment.model_options import AUTO, ROOT
 from decode.experiment.options import DecodeOptions
 from decode.experiment.settings import Setting, only_setting
 from decode.experiment.workload import Models, Workload, load_models
+from spectr_jax import Decoder, NotFiniteError, Session
 from spectr_jax.auto.trial import Notify
-from spectr_jax.engine.decoder import Decoder
-from spectr_jax.engine.result import NotFiniteError
-from spectr_jax.engine.session import Session
 
 _LONGEST_LINE = 2**20  # characters
 # What `auto` answers to compare settings, and tokens of those answers.

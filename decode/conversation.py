@@ -10,12 +10,9 @@ from collections.abc import Iterator
 import jax
 
 from decode.experiment.prompts import check_known
+from spectr_jax import SamplingParams, Session, StopStrings, TextStream
 from spectr_jax.auto.trial import Notify
-from spectr_jax.engine.session import Session
-from spectr_jax.engine.stop import StopStrings
-from spectr_jax.io.text_stream import TextStream
 from spectr_jax.io.tokenizer import TokenizerBase
-from spectr_jax.sampling import SamplingParams
 from spectr_jax.suggestion import did_you_mean
 from spectr_jax.unicode import check_unicode
 

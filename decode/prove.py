@@ -16,10 +16,10 @@ from common import command_line
 from decode.experiment.console import make_console, show_progress
 from spectr_jax import METHODS, TokenTree
 from spectr_jax.methods import Method, get_method
-from spectr_jax.testing import check_verifier, conformance
+from spectr_jax.testing import check_verifier, conformance, prove
 from spectr_jax.testing.checks import describe_error
 from spectr_jax.testing.conformance import CHILDREN
-from spectr_jax.testing.proof import LEGEND, prove
+from spectr_jax.testing.proof import LEGEND
 
 _METHOD = flags.DEFINE_list(
   'method', None, f'Methods, separated by commas, of {", ".join(METHODS)} and what the module registers.'

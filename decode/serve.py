@@ -21,8 +21,8 @@ from decode.experiment.console import show_progress
 from decode.experiment.options import DecodeOptions
 from decode.experiment.settings import only_setting
 from decode.experiment.workload import load_models
+from spectr_jax import Decoder
 from spectr_jax.auto.trial import Notify
-from spectr_jax.engine.decoder import Decoder
 from spectr_jax.io.untrusted import first_line
 from spectr_jax.unicode import check_unicode
 

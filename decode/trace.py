@@ -27,7 +27,7 @@ from decode.experiment.workload import Workload, model_title
 from decode.trace_page.data import describe_trace
 from spectr_jax import METHODS, TokenTree
 from spectr_jax.auto.trial import Notify
-from spectr_jax.engine.trace import make_judge, trace_decode
+from spectr_jax.engine import make_judge, trace_decode
 from spectr_jax.methods import Method, get_method
 
 MAX_BYTES = 1_000_000

@@ -13,8 +13,7 @@ from absl import flags
 from etils import epath
 
 from common import command_line
-from spectr_jax.io.hub.save import save_model
-from spectr_jax.io.tokenizer import Tokenizer
+from spectr_jax import Tokenizer, save_model
 from spectr_jax.models.causal_lm import causal_lm, lm1b_config
 
 

@@ -11,14 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
-from spectr_jax.draft import Drafter
-from spectr_jax.io.heads.load import load_drafter
-from spectr_jax.io.heads.save import save_drafter
+from spectr_jax import Drafter, Model, load_drafter, save_drafter
 from spectr_jax.io.load import ModelFiles
 from spectr_jax.io.new_files import check_new_folder
 from spectr_jax.io.tokenizer import TokenizerBase
 from spectr_jax.io.untrusted import LARGE, Kind, object_of, read_object
-from spectr_jax.model import Model
 from spectr_jax.models.causal_lm_config import CausalLMConfig
 from spectr_jax.models.head import random_params
 from train.head_step import Guesses, HeadBatch

@@ -9,12 +9,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from spectr_jax import Model
 from spectr_jax.draft import head_drafter
 from spectr_jax.draft.head_drafter import config_of
 from spectr_jax.io.heads.head_sizes import EAGLE3_FIELDS, head_config
 from spectr_jax.io.load import ModelFiles
 from spectr_jax.kernels.products import accumulation_dtype
-from spectr_jax.model import Model
 from spectr_jax.models import causal_lm, head
 from spectr_jax.models.causal_lm_config import CausalLMConfig
 from spectr_jax.models.head import HeadConfig

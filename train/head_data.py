@@ -18,15 +18,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from spectr_jax.engine.decoder import Decoder
-from spectr_jax.engine.loop import decode_rounds
-from spectr_jax.engine.reading import init_decode
-from spectr_jax.engine.state import DecodeState
+from spectr_jax import Decoder, Model, SamplingParams
+from spectr_jax.engine import DecodeState, decode_rounds, init_decode
 from spectr_jax.io.new_files import new_file
 from spectr_jax.io.tokenizer import TokenizerBase
 from spectr_jax.io.untrusted import one_line
-from spectr_jax.model import Model
-from spectr_jax.sampling import SamplingParams
 
 _PROBES = 'red', 'blue'  # two messages that begin and end with different tokens
 _ARRAYS = 'tokens', 'lengths', 'starts', 'features'  # of a shard

@@ -18,14 +18,13 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint import multihost
 
-from spectr_jax.draft import Drafter
+from spectr_jax import Drafter, Model
 from spectr_jax.io.checksums import content_hash
 from spectr_jax.io.heads.load import output_head_rows
 from spectr_jax.io.load import ModelFiles, open_model
 from spectr_jax.io.new_files import writing
 from spectr_jax.io.tokenizer import TokenizerBase
 from spectr_jax.io.untrusted import Kind, real, whole
-from spectr_jax.model import Model
 from spectr_jax.models import causal_lm
 from spectr_jax.sharding import DATA, is_primary, put, replicated
 from train.draft_kind import DraftKind

@@ -16,8 +16,8 @@ from etils import epath
 from jax.sharding import NamedSharding
 
 from common.json_file import load_ours, save_ours
+from spectr_jax import Tokenizer
 from spectr_jax.io.new_files import new_folder
-from spectr_jax.io.tokenizer import Tokenizer
 from spectr_jax.io.untrusted import is_remote
 from train.text_sources import TextSource
 

@@ -4,8 +4,8 @@ from absl import flags
 from etils import epath
 from ml_collections import config_flags
 
+from spectr_jax import Tokenizer
 from spectr_jax.io.new_files import check_writable
-from spectr_jax.io.tokenizer import Tokenizer
 from train import config_flag
 from train.text_sources import make_source
 

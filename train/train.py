@@ -16,13 +16,13 @@ from jax.sharding import Mesh
 from rich import console
 
 from common.progress_bar import ProgressBar
+from spectr_jax import Model, Tokenizer, load_model, save_model
 from spectr_jax.io.checksums import content_hash
-from spectr_jax.io.hub.save import FILES, save_model
-from spectr_jax.io.load import load_model, load_own
+from spectr_jax.io.hub.save import FILES
+from spectr_jax.io.load import load_own
 from spectr_jax.io.new_files import check_new_folder
-from spectr_jax.io.tokenizer import Tokenizer, first_difference
+from spectr_jax.io.tokenizer import first_difference
 from spectr_jax.io.untrusted import Kind, whole
-from spectr_jax.model import Model
 from spectr_jax.models.causal_lm import causal_lm, config_of
 from spectr_jax.models.causal_lm_config import CausalLMConfig, lm1b_config
 from spectr_jax.models.transformer import init_params

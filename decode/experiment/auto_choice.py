@@ -17,9 +17,10 @@ from decode.experiment.records import hash_constraint
 from decode.experiment.settings import settings_of
 from decode.experiment.workload import Workload
 from spectr_jax import METHODS, Drafter
+from spectr_jax.auto import Setting, Speed
 from spectr_jax.auto.measurement import KeysFn, time_settings
-from spectr_jax.auto.observation import Observation, Speed
-from spectr_jax.auto.setting import GREEDY_WIDTHS, Setting, fitting
+from spectr_jax.auto.observation import Observation
+from spectr_jax.auto.setting import GREEDY_WIDTHS, fitting
 from spectr_jax.auto.trial import Notify
 from spectr_jax.draft import as_drafter
 from spectr_jax.sharding import is_primary

@@ -10,9 +10,8 @@ import numpy as np
 
 from decode.experiment.settings import Setting
 from decode.experiment.workload import Workload
-from spectr_jax import Model, SamplingParams, TokenTree
+from spectr_jax import Model, SamplingParams, TokenTree, logits_to_probs
 from spectr_jax.methods import get_method
-from spectr_jax.sampling import logits_to_probs
 from spectr_jax.sharding import fetch
 
 

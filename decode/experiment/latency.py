@@ -10,11 +10,11 @@ import jax.monitoring
 import numpy as np
 from etils import epath
 
+from spectr_jax import Decoder
 from spectr_jax.auto.timing import draft, time_in_turns
-from spectr_jax.engine.decoder import Decoder
-from spectr_jax.engine.loop import decode_rounds, judge, noise_keys, score
+from spectr_jax.engine import DecodeState, decode_rounds
+from spectr_jax.engine.loop import judge, noise_keys, score
 from spectr_jax.engine.sharding import tracing_with
-from spectr_jax.engine.state import DecodeState
 from spectr_jax.io.new_files import check_writable
 from spectr_jax.proposal import Proposal
 

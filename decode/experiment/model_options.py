@@ -10,11 +10,10 @@ from etils import epath
 
 from common.command_line import parse_sizes
 from decode.experiment.option_fields import AT_LEAST_0, AT_LEAST_1, check_fields, one_of, option
-from spectr_jax import METHODS
+from spectr_jax import METHODS, DecodeSharding
 from spectr_jax.auto.setting import DRAFT_LENGTHS, NUM_DRAFTS
 from spectr_jax.draft import Confident, Estimated, Likeliest
 from spectr_jax.draft.lookup import LOOKUP_MAX, LOOKUP_MIN, Lookup
-from spectr_jax.engine.sharding import DecodeSharding
 from spectr_jax.kernels.int8 import BLOCKS, INT8
 from spectr_jax.methods import Guesses, Method, get_method, with_children, with_epsilon, with_gumbel
 from spectr_jax.sharding import DATA, make_mesh

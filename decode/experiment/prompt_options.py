@@ -11,11 +11,11 @@ from decode.experiment.model_options import PRETRAINED
 from decode.experiment.option_fields import AT_LEAST_0, AT_LEAST_1, Rule, check_fields, option
 from decode.experiment.prompt_sets import PROMPT_SETS
 from decode.experiment.prompts import Prompt, as_conversations, read_prompts
-from spectr_jax import Constraint, StopStrings
+from spectr_jax import Constraint, SamplingParams, StopStrings
 from spectr_jax.engine.stop import check_stop_texts
 from spectr_jax.io.tokenizer import TokenizerBase
 from spectr_jax.io.untrusted import parse_json, read_text, shown
-from spectr_jax.sampling import SAMPLING_NAMES, SamplingParams
+from spectr_jax.sampling import SAMPLING_NAMES
 from spectr_jax.unicode import check_unicode
 
 # Of which one may be given.

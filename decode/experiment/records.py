@@ -19,7 +19,7 @@ from decode.experiment.settings import Setting, describe_setting
 from decode.experiment.workload import Workload
 from decode.study import Row
 from spectr_jax import Continuation, StopStrings, finish_reason
-from spectr_jax.auto.observation import Speed
+from spectr_jax.auto import Speed
 from spectr_jax.io.load import hash_content
 from spectr_jax.io.tokenizer import TokenizerBase
 

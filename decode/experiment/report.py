@@ -15,11 +15,11 @@ from decode.experiment import metrics
 from decode.experiment.console import make_console
 from decode.experiment.results import DecodeRun, Measurement
 from decode.experiment.workload import model_title
-from spectr_jax.auto.observation import Speed
+from spectr_jax import TextStream
+from spectr_jax.auto import Speed
 from spectr_jax.auto.setting import baseline_of
 from spectr_jax.engine import ORIGIN_BONUS, ORIGIN_CORRECTION, ORIGIN_DRAFT
 from spectr_jax.engine.program_memory import describe_groups
-from spectr_jax.io.text_stream import TextStream
 from spectr_jax.io.tokenizer import TokenizerBase
 
 # Marks of a token's origin, with color and without.

@@ -15,7 +15,7 @@ from decode.experiment.prompts import Prompt
 from decode.experiment.settings import Setting, describe_setting
 from decode.study import Row
 from spectr_jax import Generation
-from spectr_jax.auto.observation import Speed
+from spectr_jax.auto import Speed
 from spectr_jax.auto.setting import baseline_of
 from spectr_jax.io.tokenizer import TokenizerBase
 

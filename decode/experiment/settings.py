@@ -12,7 +12,7 @@ from common.command_line import parse_name_and_ints
 from decode.experiment.model_options import GROWTHS, MethodOptions
 from decode.experiment.options import DecodeOptions
 from spectr_jax import TokenTree
-from spectr_jax.auto.setting import Setting
+from spectr_jax.auto import Setting
 from spectr_jax.methods import Method, check_fit
 from spectr_jax.suggestion import did_you_mean
 

@@ -21,13 +21,21 @@ from decode.experiment.model_options import ROOT, SHIPPED_TARGET, ModelOptions
 from decode.experiment.options import DecodeOptions
 from decode.experiment.prompts import Prompt, encode_prompts, take_first, without_long
 from decode.experiment.settings import Setting
-from spectr_jax import Drafter, Generation, Model, StopStrings
+from spectr_jax import (
+  DecodeSharding,
+  Drafter,
+  Generation,
+  Model,
+  NotFiniteError,
+  StopStrings,
+  fit_draft,
+  lookup_beside,
+  lookup_drafter,
+)
 from spectr_jax.auto.trial import Batches, take_keys
-from spectr_jax.draft import as_drafter, lookup_beside, lookup_corpus, lookup_drafter
+from spectr_jax.draft import as_drafter, lookup_corpus
 from spectr_jax.draft.vocabulary_drafter import VocabularyDrafter
-from spectr_jax.engine.result import NotFiniteError
-from spectr_jax.engine.sharding import DecodeSharding
-from spectr_jax.io.fit_draft import describe_vocabulary, fit_draft
+from spectr_jax.io.fit_draft import describe_vocabulary
 from spectr_jax.io.heads.load import HeadFiles, open_head
 from spectr_jax.io.tokenizer import TokenizerBase, first_difference
 from spectr_jax.kernels import native

@@ -19,11 +19,9 @@ from decode.serving.compiling import Compiler
 from decode.serving.faults import RefusedError, refusing
 from decode.serving.protocol import DEFAULT_TOKENS, MOST_SAMPLES, CompletionRequest
 from decode.serving.worker import CHOICE_TOKENS, Job, Piece, Worker
-from spectr_jax.constraint import Constraint
-from spectr_jax.engine.choices import ChoiceProbs, Choices
-from spectr_jax.engine.likelihood import LogLikelihood
-from spectr_jax.engine.state import sample_keys
-from spectr_jax.engine.stop import StopStrings
+from spectr_jax import ChoiceProbs, Constraint, LogLikelihood, StopStrings
+from spectr_jax.engine import sample_keys
+from spectr_jax.engine.choices import Choices
 from spectr_jax.io.token_bytes import TextToken, TokenDecoder
 from spectr_jax.io.tokenizer import TokenizerBase
 

@@ -11,8 +11,8 @@ import sys
 from typing import Any
 
 from decode.serving.faults import BusyError, FullError, RefusedError
-from spectr_jax.constraint import Constraint
-from spectr_jax.io.constraints import ConstraintBusyError, compile_constraint
+from spectr_jax import Constraint, compile_constraint
+from spectr_jax.io.constraints import ConstraintBusyError
 from spectr_jax.io.tokenizer import TokenizerBase
 
 _MOST_KEPT, _MOST_BYTES = 64, 2**28  # constraints, and what they may take together

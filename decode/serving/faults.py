@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse
 
 from common.command_line import print_error
 from common.printable import printable
-from spectr_jax.engine.result import NotFiniteError
+from spectr_jax import NotFiniteError
 from spectr_jax.io.untrusted import first_line, one_line
 
 _RETRY_SECONDS = 2  # that a client is asked to wait for

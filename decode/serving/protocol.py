@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from decode.serving.faults import RefusedError, refusing
+from spectr_jax import SamplingParams
 from spectr_jax.engine.stop import check_stop_texts
 from spectr_jax.io.untrusted import ANYTHING, FLAG, Kind, name_shown, real, shown, whole
-from spectr_jax.sampling import SamplingParams
 from spectr_jax.unicode import check_unicode
 
 MOST_PROMPTS, MOST_SAMPLES, MOST_TOP, MOST_STOPS, MOST_MESSAGES = 64, 16, 20, 16, 1_000

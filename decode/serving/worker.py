@@ -19,16 +19,23 @@ import numpy as np
 from decode.serving.counters import Metrics
 from decode.serving.faults import EndedError, FullError, failure
 from decode.serving.protocol import MOST_TOP
-from spectr_jax.constraint import Constraint, TableSizes
-from spectr_jax.engine.choices import ChoiceProbs, Choices, score_choices
-from spectr_jax.engine.decoder import Decoder
-from spectr_jax.engine.likelihood import CHUNK, LogLikelihood, log_likelihood
-from spectr_jax.engine.result import Generation
-from spectr_jax.engine.rows import Request, Rows
-from spectr_jax.engine.stop import StopStrings
-from spectr_jax.io.text_stream import TextStream
+from spectr_jax import (
+  ChoiceProbs,
+  Constraint,
+  Decoder,
+  Generation,
+  LogLikelihood,
+  Request,
+  SamplingParams,
+  StopStrings,
+  TextStream,
+  log_likelihood,
+)
+from spectr_jax.constraint import TableSizes
+from spectr_jax.engine import Rows
+from spectr_jax.engine.choices import Choices, score_choices
+from spectr_jax.engine.likelihood import CHUNK
 from spectr_jax.io.tokenizer import TokenizerBase
-from spectr_jax.sampling import SamplingParams
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from spectr_jax import TokenTree
-from spectr_jax.engine import ORIGIN_BONUS, ORIGIN_CORRECTION
-from spectr_jax.engine.trace import Judge, Judgement, Trace, TracedRound
+from spectr_jax.engine import ORIGIN_BONUS, ORIGIN_CORRECTION, Judge, Judgement, Trace, TracedRound
 from spectr_jax.io.tokenizer import TokenizerBase
 from spectr_jax.verifiers import Decisions, Record
 
