@@ -182,12 +182,20 @@ def _with_output_head(params):
   if is_in_blocks(embedding) or embedding.dtype != jnp.bfloat16:
     return kernels_for_decoding(params)
   head, bits = _head_and_bits(embedding)
-  return {**kernels_for_decoding({'unembedding': head, **params}), 'embedding': bits}
+  tables: dict[str, Any] = {'embedding': bits}
+  if 'per_layer' in params:
+    tables['per_layer'] = {**params['per_layer'], 'embedding': _bits_of(params['per_layer']['embedding'])}
+  return kernels_for_decoding({'unembedding': head, **params, **tables})
+
+
+@jax.jit
+def _bits_of(embedding: jax.Array) -> jax.Array:
+  return jax.lax.bitcast_convert_type(embedding, jnp.uint16)
 
 
 @jax.jit
 def _head_and_bits(embedding: jax.Array) -> tuple[jax.Array, jax.Array]:
-  return embedding.T, jax.lax.bitcast_convert_type(embedding, jnp.uint16)
+  return embedding.T, _bits_of(embedding)
 
 
 @kernels_for_decoding.form('gpu')

@@ -12,7 +12,7 @@ import numpy as np
 from etils import epath
 from jax.sharding import Mesh, SingleDeviceSharding
 
-from spectr_jax.io.hub.families import Source, read_spec, source_of, telling_names
+from spectr_jax.io.hub.families import Source, is_unread, read_spec, source_of, telling_names
 from spectr_jax.io.hub.gguf_tensors import GgufTensors
 from spectr_jax.io.hub.redundant import check_model_buffers, settle_head
 from spectr_jax.io.hub.tensors import SafetensorsFolder, Tensors, check_tensors
@@ -142,7 +142,9 @@ def make_model(
   }
   heads = [f'{name}.weight' for name in family.head_names]  # `settle_head` has compared them
   wanted = {source.name: source.shape for source in sources.values()}
-  check_tensors(tensors, wanted, lambda name: name in heads or name.endswith(family.buffers))
+  check_tensors(
+    tensors, wanted, lambda name: name in heads or name.endswith(family.buffers) or is_unread(name, family, config)
+  )
   check_model_buffers(spec, tensors, where)
   if mesh is None:
     places = jax.tree.map(lambda _: SingleDeviceSharding(jax.local_devices()[0]), shapes)
