@@ -247,6 +247,12 @@ class Model:
     """Whether its cache can go back to a beginning of its text: it has a `truncate`, or the model a `truncate_fn`."""
     return self.truncate_fn is not truncate_cache or hasattr(_cache_like(self.init_cache_fn), 'truncate')
 
+  @property
+  def num_kv_layers(self) -> int:
+    """The layers of its cache whose keys and values a drafter may read; 0 for a cache of another kind."""
+    cache = _cache_like(self.init_cache_fn)
+    return len(cache.keys) if isinstance(cache, KVCache) else 0
+
   def apply(self, tokens: jax.Array, positions: jax.Array, mask: ArrayLike, cache: Any) -> ModelOutput:
     """Scores tokens after the committed prefix: the logits after each token, and the cache with the tokens pending.
 
