@@ -32,6 +32,7 @@ SPECS = {
   'gemma4_keys': _spec('Gemma4ForCausalLM', **_GEMMA4, hidden_size_per_layer_input=0, attention_k_eq_v=True,
     num_global_key_value_heads=1,
   ),
+  'gemma4_unified': _spec('Gemma4UnifiedForCausalLM', **_GEMMA4),
   'gpt_neox': _spec('GPTNeoXForCausalLM', num_key_value_heads=None, rotary_pct=0.5),
   'gpt2': {
     'architectures': ['GPT2LMHeadModel'], 'vocab_size': 32, 'n_embd': 16, 'n_layer': 2, 'n_head': 4, 'n_positions': 32,
