@@ -1,6 +1,7 @@
 """Gemma 4 beside `transformers` where it differs from other families: its cache, and its multimodal folders."""
 
-import dataclasses
+import copy
+import importlib
 import json
 
 import commands
@@ -10,9 +11,11 @@ import numpy as np
 import pytest
 import tiny_hub
 
-from spectr_jax import METHODS, SamplingParams, TokenTree, generate
+from spectr_jax import SamplingParams, TokenTree, generate, load_drafter
+from spectr_jax.engine.decoder import Decoder
+from spectr_jax.engine.loop import noise_keys, propose, run_round
+from spectr_jax.engine.reading import init_decode
 from spectr_jax.io.hub.load import load_hub_model
-from spectr_jax.io.load import load_model
 from spectr_jax.model import Model
 
 torch = pytest.importorskip('torch', reason='needs the extra parity')
@@ -31,6 +34,7 @@ _AUDIO = {
   'subsampling_conv_channels': [4, 4],
 }  # fmt: skip
 _CASES = ('gemma4_small', 'gemma4_large')
+_SHARED = {'num_kv_shared_layers': 2, 'hidden_size_per_layer_input': 8}
 
 
 def _reference(name):
@@ -84,6 +88,18 @@ def test_a_round_after_a_partial_acceptance(case):
   below = [(0, *path) for path in tree.paths.tolist()]
   whole = [[*text, *(row[node] for node in nodes if node >= 0)] for text, row in zip(texts, more) for nodes in below]
   _near(np.asarray(logits).reshape(len(whole), -1), reference, whole)
+
+
+def test_bfloat16_is_as_near_to_float32_as_the_reference(case):
+  reference, folder = case
+  model, (prompts, _, texts) = load_hub_model(folder, dtype='bfloat16'), families_test._texts()
+  tokens, lengths = np.array([text + [0] * (15 - len(text)) for text in texts]), np.array(list(map(len, texts)))
+  positions, causal = jnp.broadcast_to(jnp.arange(15), tokens.shape), jnp.tril(jnp.ones((15, 15), bool))
+  logits = jax.jit(Model.apply)(model, tokens, positions, causal, model.init_cache_fn(len(tokens), 1)).logits
+  exact = families_test._reference_logits(reference, texts)
+  theirs = families_test._reference_logits(copy.deepcopy(reference).to(torch.bfloat16), texts) - exact
+  ours = np.asarray(logits)[np.arange(len(texts)), lengths - 1] - exact
+  assert ours.std() < 1.25 * theirs.std() < 0.2 * exact.std(), (ours.std(), theirs.std(), exact.std())
 
 
 def test_greedy_text_without_a_draft(case):
@@ -148,3 +164,85 @@ def test_two_devices_write_the_text_of_one(tmp_path):
     )  # fmt: skip
     texts.append([json.loads(line)['tokens'] for line in path.read_text().splitlines()])
   assert texts[0] == texts[1]
+
+
+def _assistant_pair(has_clusters, is_unified=False):
+  """A target and an assistant of `transformers`; the classes of assistants are no names of the library itself."""
+  module = importlib.import_module('transformers.models.gemma4_assistant.modeling_gemma4_assistant')
+  sizes = families_test.SIZES | families_test._GEMMA4 | {'vocab_size': 64}
+  target_class, config_class = transformers.Gemma4ForCausalLM, transformers.Gemma4TextConfig
+  shared = _SHARED | {'vocab_size_per_layer_input': 64}
+  if is_unified:
+    name = 'transformers.models.gemma4_unified_assistant'
+    module = importlib.import_module(f'{name}.modeling_gemma4_unified_assistant')
+    unified = importlib.import_module('transformers.models.gemma4_unified.modeling_gemma4_unified')
+    target_class, shared = unified.Gemma4UnifiedForCausalLM, {}
+    config_class = target_class.config_class
+  target = families_test.random_reference(target_class, config_class(**sizes, **shared))
+  own = sizes | {'hidden_size': 24, 'num_hidden_layers': 4, 'layer_types': ['sliding_attention'] * 3 + ['full_attention']}
+  if not is_unified:
+    own |= {'hidden_size_per_layer_input': 0, 'vocab_size_per_layer_input': 0}
+  else:
+    own |= {'model_type': 'gemma4_unified_text'}
+  classes = {name: getattr(module, name) for name in dir(module) if name.endswith('AssistantForCausalLM')}
+  assistant_class = classes['Gemma4UnifiedAssistantForCausalLM' if is_unified else 'Gemma4AssistantForCausalLM']
+  config = assistant_class.config_class(
+    text_config=own, backbone_hidden_size=32, use_ordered_embeddings=has_clusters, num_centroids=8,
+    centroid_intermediate_top_k=3,
+  )  # fmt: skip
+  assistant = families_test.random_reference(assistant_class, config)
+  if has_clusters:
+    assistant.masked_embedding.token_ordering.copy_(torch.randperm(64))
+  return target, assistant
+
+
+def _their_logits(target, assistant, text, guesses):
+  """After the last token of a text and after each guess but the last; tokens that are not scored have no logit."""
+  ids = torch.tensor([text])
+  with torch.no_grad():
+    read = target(ids[:, :-1], output_hidden_states=True, return_shared_kv_states=True, use_cache=False)
+    hidden, found = read.hidden_states[-1][:, -1:], []
+    for token in (text[-1], *guesses[:-1]):
+      embedded = target.get_input_embeddings()(torch.tensor([[token]]))
+      output = assistant(
+        inputs_embeds=torch.cat([embedded, hidden], -1), position_ids=torch.tensor([[len(text) - 1]]),
+        shared_kv_states=dict(read.shared_kv_states),
+      )  # fmt: skip
+      found.append(output.logits[0, 0].numpy())
+      hidden = output.last_hidden_state
+  found = np.stack(found)
+  if assistant.masked_embedding is not None:
+    found = np.where(found > found.min(axis=1, keepdims=True), found, -np.inf)
+  return found
+
+
+@pytest.mark.parametrize('kind', ['all tokens', 'clusters', 'unified'])
+def test_assistants(kind, tmp_path):
+  """Their distributions in four rounds of ragged rows, and greedy text, which is that without a draft."""
+  target, theirs = _assistant_pair(kind == 'clusters', is_unified=kind == 'unified')
+  target.save_pretrained(tmp_path / 'target')
+  theirs.save_pretrained(tmp_path / 'assistant')
+  model = load_hub_model(tmp_path / 'target').for_decoding()
+  drafter = load_drafter(str(tmp_path / 'assistant'), model).for_decoding()
+  prompts, lengths = np.random.default_rng(0).integers(3, 64, (3, 14)), np.array([14, 2, 9])
+  tree, temperature = TokenTree.chains(1, 3), 2.0
+  decoder = Decoder.make(model, drafter, method='block', tree=tree, max_new_tokens=20, cache_size=40)
+  state = init_decode(decoder, jax.random.key(2), prompts, lengths, sampling=SamplingParams(temperature))
+  draft, advance = jax.jit(propose), jax.jit(run_round)
+  for _ in range(4):
+    proposal = draft(decoder, state, noise_keys(decoder, state)[0])
+    for row, length in enumerate(lengths):
+      text = [*prompts[row, :length].tolist(), *state.result.tokens[row, : state.result.lengths[row]].tolist()]
+      expected = _their_logits(target, theirs, text, np.asarray(proposal.tokens[row]).tolist())
+      probs = np.asarray(proposal.probs[row], np.float64)
+      is_scored = np.isfinite(expected)
+      np.testing.assert_array_equal(probs > 0, is_scored)
+      logits = temperature * np.log(np.where(is_scored, probs, 1))
+      centered = [np.where(is_scored, x - np.where(is_scored, x, -np.inf).max(1, keepdims=True), 0) for x in (logits, expected)]
+      np.testing.assert_allclose(*centered, atol=1e-4 * np.abs(expected[is_scored]).max() + 1e-4)
+    state, _ = advance(decoder, state)
+  shared = {'max_new_tokens': 12, 'sampling': SamplingParams(0.0)}
+  plain = generate(jax.random.key(0), model, None, prompts, lengths, method='autoregressive', **shared)
+  for method, tree in (('race_traversal', TokenTree.chains(2, 3)), ('specinfer', families_test.TREE)):
+    found = generate(jax.random.key(0), model, drafter, prompts, lengths, method=method, tree=tree, **shared)
+    np.testing.assert_array_equal(found.tokens, plain.tokens)
