@@ -1,9 +1,9 @@
 """Gemma 4's assistants: networks without keys and values, which draft from those of their target.
 
-An assistant reads a token as the target embeds it, beside a hidden state of the target's width: that of the token before
-the last committed one for the root, and for a guess its own output at the node above. Its layers have queries alone.
-They read the committed keys and values of the target's last layer of their kind that has some, from the position of the
-last committed token, whatever the depth of a guess: so its guesses leave nothing behind.
+An assistant reads a token as the target embeds it, beside a hidden state of the target's width: for the root that of
+the token before it, and for a guess its own output at the node above. Its layers have queries alone. They read the
+committed keys and values of the target's last layer of their kind that has some, from the position of the last
+committed token, whatever the depth of a guess: so its guesses leave nothing behind.
 
 With centroids a product chooses clusters of tokens, and only their tokens are scored. In Transformers 5.19 all others
 have a logit below the least of the batch; here they have none, so that a row does not depend on others.
@@ -23,7 +23,8 @@ import jax.numpy as jnp
 from spectr_jax.kernels.products import accumulation_dtype
 from spectr_jax.model import KVCache
 from spectr_jax.models import causal_lm, layers
-from spectr_jax.models.causal_lm_config import CausalLMConfig, check_sizes, param_shapes as decoder_shapes
+from spectr_jax.models.causal_lm_config import CausalLMConfig, check_sizes
+from spectr_jax.models.causal_lm_config import param_shapes as decoder_shapes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,9 +111,13 @@ def apply(
   # The last one that is kept stands for pending tokens, of which every query must see one. Without any it is 0.
   last = jnp.maximum(num_kept - 1, 0)[:, None, None, None]
   is_any = (num_kept > 0)[:, None, None, None]
-  cache = KVCache(*zip(*target_kv, strict=True), num_kept, (), (), jnp.zeros((), jnp.int32))
+  keys, values = zip(*target_kv, strict=True)
+  cache = KVCache(keys, values, num_kept, (), (), jnp.zeros((), jnp.int32))
   ends = [
-    (jnp.where(is_any, jnp.take_along_axis(keys, last, 3), 0), jnp.where(is_any, jnp.take_along_axis(values, last, 2), 0))
+    (
+      jnp.where(is_any, jnp.take_along_axis(keys, last, 3), 0),
+      jnp.where(is_any, jnp.take_along_axis(values, last, 2), 0),
+    )
     for keys, values in target_kv
   ]
   x = causal_lm.linear(params['before'], jnp.concatenate([embedded, hidden], axis=-1).astype(config.block.dtype))

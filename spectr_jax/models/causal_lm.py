@@ -1,4 +1,4 @@
-"""The decoder of all models: of Llama, Mistral, Qwen, Gemma to 4, GPT-NeoX and GPT-2, and of those that are trained here.
+"""The decoder of all models: of Llama, Mistral, Qwen, Gemma, GPT-NeoX and GPT-2, and of those that are trained here.
 
 `causal_lm_config` has its sizes and parameters, `transformer` trains it. A bias, a gate, an output head or a norm is
 applied where the parameters have it.
@@ -37,7 +37,7 @@ def linear(params: Mapping[str, Any], x: jax.Array) -> jax.Array:
 
 def linears(params: Mapping[str, Any], names: tuple[str, ...], x: jax.Array, widths: Sequence[int]) -> list[jax.Array]:
   """The products `[..., out]` of one input with several kernels, which `params_for_decoding` may have joined."""
-  joined = params.get(JOINED.get(names))
+  joined = params.get(JOINED.get(names, ''))
   if joined is None:
     return [linear(params[name], x) for name in names]
 
@@ -112,8 +112,9 @@ def read_slots(config: CausalLMConfig, layer: int, query, keys, values, visible,
   and the tokens' positions, int32 `[B, N]`; None for the slots if there is no cache.
   """
   pending_mask, slots, positions = visible
-  is_alone = cache is None or slots is None
-  prefix = None if is_alone else (cache.keys[layer], cache.values[layer], slots, positions)
+  prefix = None
+  if cache is not None and slots is not None:
+    prefix = cache.keys[layer], cache.values[layer], slots, positions
   options = {'scale': config.query_scale, 'soft_cap': config.attention_soft_cap}
   return attend(query, keys, values, pending_mask, prefix, **options)
 
@@ -225,7 +226,9 @@ def layer_inputs(params, config: CausalLMConfig, tokens: jax.Array, embedded: ja
   own, shape = params['per_layer'], (*tokens.shape, num_layers, size)
   rows = rounded(layers.take_rows(own['embedding'], tokens), config.dtype)
   product = _times(linear(own['projection'], embedded), config.embed_dim**-0.5).reshape(shape)
-  both = sum_of(_rms_norm(own['norm'], product, config), _times(rows, jnp.asarray(size**0.5, rows.dtype)).reshape(shape))
+  both = sum_of(
+    _rms_norm(own['norm'], product, config), _times(rows, jnp.asarray(size**0.5, rows.dtype)).reshape(shape)
+  )
   both = _times(both, 0.5**0.5)
   return [both[:, :, layer] for layer in range(num_layers)]
 

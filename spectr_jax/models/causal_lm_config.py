@@ -210,7 +210,9 @@ class CausalLMConfig:
         raise ValueError(f'{len(rope.frequencies)} rotary frequencies need heads of twice that; got {self.head_dim}')
 
   def _check_kinds(self) -> None:
-    check_sizes(self, *(name for name in ('shared_mlp_dim', *_FULL) if type(getattr(self, name)) not in (str, type(None))))
+    check_sizes(
+      self, *(name for name in ('shared_mlp_dim', *_FULL) if type(getattr(self, name)) not in (str, type(None)))
+    )
     if self.projections not in ('qkv', 'qk', 'q') or self.full_projections not in ('qkv', 'qk', None):
       raise ValueError(f'projections must be qkv, qk or q; got {self.projections!r}, {self.full_projections!r}')
     for name, most in (('num_shared_layers', self.num_layers - 1), ('layer_input_dim', 2**20)):
@@ -220,7 +222,9 @@ class CausalLMConfig:
     if self.layer_input_dim and self.layer_vocab_size < self.vocab_size:
       raise ValueError(f'layer_vocab_size {self.layer_vocab_size} must be at least vocab_size {self.vocab_size}')
     if not set(self._has_window[self.num_own_layers :]) <= set(self._has_window[: self.num_own_layers]):
-      raise ValueError(f'the last {self.num_shared_layers} layers share keys and values, but none before is of their kind')
+      raise ValueError(
+        f'the last {self.num_shared_layers} layers share keys and values, but none before is of their kind'
+      )
     if self._has_kinds:
       for layer in range(self.num_layers):
         self.of_layer(layer)  # which checks its sizes

@@ -26,7 +26,9 @@ _BLOCK = CausalLMConfig(
   query_scale=1.0,
 )  # fmt: skip
 _CONFIG = AssistantConfig(_BLOCK, D, (0, 2))
-_CLUSTERS = dataclasses.replace(_CONFIG, block=dataclasses.replace(_BLOCK, vocab_size=24), num_centroids=6, num_chosen=2)
+_CLUSTERS = dataclasses.replace(
+  _CONFIG, block=dataclasses.replace(_BLOCK, vocab_size=24), num_centroids=6, num_chosen=2
+)
 
 
 def _assistant(config=_CONFIG, seed=1, scale=1.0):
@@ -49,12 +51,14 @@ def _rms(x, gain):
   return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + 1e-6) * gain
 
 
-def _plain(params, config, target, text, guesses):
+def _plain(params, target, text, guesses):
   """The logits `[len(guesses), V]` after the last token of a text and after each guess but the last, in float64."""
   params = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
-  size, block = len(text), config.block
+  size = len(text)
   cache, _ = target.prefill(padded(text)[None], jnp.array([size - 1]), target.init_cache_fn(1, 40))
-  kept = [(np.float64(cache.keys[i][0, 0, :, : size - 1]), np.float64(cache.values[i][0, 0, : size - 1])) for i in (0, 2)]
+  kept = [
+    (np.float64(cache.keys[i][0, 0, :, : size - 1]), np.float64(cache.values[i][0, 0, : size - 1])) for i in (0, 2)
+  ]
   hidden = np.float64(all_features(target, padded(text), layers=(-1,))[size - 2, 0]) if size > 1 else np.zeros(D)
   found = []
   for token in (text[-1], *guesses[:-1]):
@@ -97,7 +101,7 @@ def test_guesses_have_the_distributions_of_the_whole_text():
     proposal = draft(decoder, state, noise_keys(decoder, state)[0])
     for row, length in enumerate(lengths.tolist()):
       text = [*prompts[row, :length].tolist(), *state.result.tokens[row, : state.result.lengths[row]].tolist()]
-      logits = _plain(drafter.params, _CONFIG, target, text, proposal.tokens[row].tolist()) / temperature
+      logits = _plain(drafter.params, target, text, proposal.tokens[row].tolist()) / temperature
       probs = np.exp(logits - logits.max(axis=1, keepdims=True))
       np.testing.assert_allclose(proposal.probs[row], probs / probs.sum(axis=1, keepdims=True), atol=2e-5)
     before = state.root_position

@@ -53,7 +53,9 @@ def _kv_layers(block: CausalLMConfig, target: CausalLMConfig) -> tuple[int, ...]
         f' the target has {sizes[1][0]} of {sizes[1][1]}'
       )
     if own.num_heads % read.num_cached_heads:
-      raise ValueError(f'{own.num_heads} heads of the assistant do not divide among {read.num_cached_heads} of the target')
+      raise ValueError(
+        f'{own.num_heads} heads of the assistant do not divide among {read.num_cached_heads} of the target'
+      )
   return tuple(found)
 
 
@@ -83,9 +85,7 @@ def _read_config(spec: Mapping[str, Any], target: Model, dtype: str | None) -> t
   )
   sizes = target_sizes(target)
   if {spec['backbone_hidden_size']} != {sizes.width, sizes.embedding_dim}:
-    raise ValueError(
-      f'backbone_hidden_size is {spec["backbone_hidden_size"]}, and the target is {sizes.width} wide'
-    )
+    raise ValueError(f'backbone_hidden_size is {spec["backbone_hidden_size"]}, and the target is {sizes.width} wide')
   clusters = (0, 0)
   if spec.get('use_ordered_embeddings', False):
     clusters = spec.get('num_centroids', 2048), spec.get('centroid_intermediate_top_k', 32)

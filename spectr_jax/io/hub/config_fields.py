@@ -5,7 +5,19 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from spectr_jax.io.untrusted import FLAG, TEXT, Kind, check_object, either, list_of, map_of, object_of, real, shown, whole
+from spectr_jax.io.untrusted import (
+  FLAG,
+  TEXT,
+  Kind,
+  check_object,
+  either,
+  list_of,
+  map_of,
+  object_of,
+  real,
+  shown,
+  whole,
+)  # fmt: skip
 
 # Far above any model that there is, and low enough that numbers and names of that size are made in no time. What they
 # say is compared with the tensors before anything else is made of them.

@@ -206,8 +206,8 @@ def load_hub_model(
 ) -> Model:
   """The model of a folder as the hub serves it, without its tokenizer.
 
-  The folder has `config.json` and safetensors files. Of a multimodal model the text model is read. The options are those of `make_model`, as are the reasons for a
-  `ValueError`; or a file is missing or damaged.
+  The folder has `config.json` and safetensors files; of a multimodal model the text model is read. The options are
+  those of `make_model`, as are the reasons for a `ValueError`; or a file is missing or damaged.
   """
   with named(folder):
     (spec, tensors), where = read_folder(folder), f'{folder}/config.json'

@@ -39,9 +39,10 @@ _MOST_NAMED = 6
 
 
 def _class_of(spec: Any) -> str | None:
+  """The name in `_CLASSES` of a multimodal class; None for what else a file may hold."""
   names = spec.get('architectures') if isinstance(spec, dict) else None
-  is_known = isinstance(names, list) and names and isinstance(names[0], str) and names[0] in _CLASSES
-  return names[0] if is_known else None
+  first = names[0] if isinstance(names, list) and names else None
+  return first if isinstance(first, str) and first in _CLASSES else None
 
 
 def text_spec(spec: dict[str, Any], where: str) -> dict[str, Any]:
@@ -83,7 +84,9 @@ class TextTensors(Tensors):
         continue
       alone = f'{_PREFIXES[before]}{name.removeprefix(before)}'
       if alone in self._names:
-        raise ValueError(f'tensors {name_shown(self._names[alone])} and {name_shown(name)} are the same of the text model')
+        raise ValueError(
+          f'tensors {name_shown(self._names[alone])} and {name_shown(name)} are the same of the text model'
+        )
       self._names[alone] = name
 
   def names(self) -> set[str]:

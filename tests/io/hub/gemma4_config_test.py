@@ -156,7 +156,9 @@ def test_what_the_text_model_needs_is_there(tmp_path):
     del tensors['model.language_model.layers.1.self_attn.k_norm.weight']
 
   with pytest.warns(UserWarning, match='left out'):
-    hostile.refusal(lambda: load_hub_model(_whole(tmp_path / 'a', lose)), tmp_path, 'lacks 1 .* model.layers.1.self_attn')
+    hostile.refusal(
+      lambda: load_hub_model(_whole(tmp_path / 'a', lose)), tmp_path, 'lacks 1 .* model.layers.1.self_attn'
+    )
 
   def repeat(spec, tensors):
     tensors['language_model.model.norm.weight'] = tensors['model.language_model.norm.weight']
