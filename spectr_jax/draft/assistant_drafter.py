@@ -36,13 +36,13 @@ class AssistantDrafter(DrawingDrafter):
 
   def propose(self, state: Any, context: DraftContext, request: DraftRequest) -> Proposal:
     params, config, target = self.params, self.config, context.target
-    if context.tokens is None or context.features is None or context.target_kv is None or target.embed_fn is None:
+    embed, target_kv = target.embed_fn, context.target_kv
+    if context.tokens is None or context.features is None or target_kv is None or embed is None:
       raise ValueError("an assistant reads the text and the target's hidden states, keys, values and embedding")
-    embed = target.embed_fn
 
     def run(tokens, hidden):
       embedded = embed(target.params, tokens)
-      hidden, features = assistant.apply(params, config, embedded, hidden, context.target_kv, context.lengths)
+      hidden, features = assistant.apply(params, config, embedded, hidden, target_kv, context.lengths)
       return hidden, assistant.logits(params, config, features)
 
     last = context.lengths - 1
