@@ -60,7 +60,7 @@ def gemma4(spec: dict[str, Any]) -> CausalLMConfig:
   if spec.get('use_bidirectional_attention', 'vision') != 'vision':  # of images alone, which are not read
     raise ValueError(f'use_bidirectional_attention {shown(spec["use_bidirectional_attention"])} is not supported')
   kinds, width = _kinds(spec), spec['head_dim']
-  is_unified = spec.get('model_type') == 'gemma4_unified_text'
+  is_unified = spec['architectures'][0] == 'Gemma4UnifiedForCausalLM'
   windows = layer_windows({**spec, 'layer_types': kinds}, size=1024 if is_unified else 512)
   full_dim, full_heads = _full_heads(spec, kinds)
   num_layers, num_shared = spec['num_hidden_layers'], spec.get('num_kv_shared_layers', 0)
