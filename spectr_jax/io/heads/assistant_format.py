@@ -12,7 +12,7 @@ import numpy as np
 
 from spectr_jax.draft import Drafter, assistant_drafter
 from spectr_jax.io.heads.layout import target_sizes
-from spectr_jax.io.hub.config_fields import WIDTH, checked
+from spectr_jax.io.hub.config_fields import FIELDS, WIDTH, checked
 from spectr_jax.io.hub.families import FAMILIES, Source, read_spec, source_of
 from spectr_jax.io.hub.load import for_platform
 from spectr_jax.io.hub.tensors import Tensors, check_tensors
@@ -65,12 +65,12 @@ def _read_config(spec: Mapping[str, Any], target: Model, dtype: str | None) -> t
       f'architecture {name_shown(spec["architectures"][0])} is unknown in this format; known are'
       f' {", ".join(_ARCHITECTURES)}'
     )
-  text = dict(spec['text_config'])
+  text = checked(spec['text_config'], FIELDS, 'text_config')
   architecture = {FAMILIES[name].model_type: name for name in ('Gemma4ForCausalLM', 'Gemma4UnifiedForCausalLM')}
   kind = text.get('model_type', 'gemma4_text')
   if kind not in architecture:
     raise ValueError(f'text_config has model_type {name_shown(kind)}; known are {", ".join(architecture)}')
-  num_layers, num_shared = text.get('num_hidden_layers'), text.get('num_kv_shared_layers') or 0
+  num_layers, num_shared = text.get('num_hidden_layers'), text.get('num_kv_shared_layers', 0)
   if num_shared not in (0, num_layers):
     raise ValueError(f'num_kv_shared_layers must be {num_layers}, all layers of an assistant; got {num_shared!r}')
   for name in ('hidden_size_per_layer_input', 'use_double_wide_mlp'):
