@@ -164,3 +164,16 @@ def test_what_the_text_model_needs_is_there(tmp_path):
     tensors['language_model.model.norm.weight'] = tensors['model.language_model.norm.weight']
 
   hostile.refusal(lambda: load_hub_model(_whole(tmp_path / 'b', repeat)), tmp_path, 'are the same of the text model')
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings('ignore:.*the text model alone is read')
+def test_mutated_configurations(tmp_path):
+  tally, folder = hostile.Tally(tmp_path), _whole(tmp_path)
+  spec = json.loads((folder / 'config.json').read_text())
+  spec['text_config']['per_layer_config'] = {i: {'head_dim': 8, 'num_key_value_heads': 2} for i in '13'}
+  for rng in hostile.rngs(300, 'multimodal'):
+    content = hostile.mutated_json_text(spec, rng)
+    (folder / 'config.json').write_bytes(content)
+    tally.read(lambda: load_hub_model(folder), content)
+  tally.check(300)
