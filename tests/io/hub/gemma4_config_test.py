@@ -1,6 +1,7 @@
 """Configurations of Gemma 4 and of multimodal folders: what a file does not say, and what is refused by name."""
 
 import json
+import types
 
 import hostile
 import numpy as np
@@ -9,6 +10,7 @@ from hub_specs import SPECS
 from tiny_hub import tensors_of, write, write_model
 
 from spectr_jax import load_model
+from spectr_jax.io.heads.head_sizes import block_config
 from spectr_jax.io.hub.families import read_spec
 from spectr_jax.io.hub.load import load_hub_model, read_hub_config
 
@@ -93,6 +95,12 @@ def test_sizes_are_those_of_the_tensors(tmp_path, fields):
   (tmp_path / 'config.json').write_text(json.dumps(_SPEC | fields))
   message = hostile.refusal(lambda: load_hub_model(tmp_path), tmp_path)
   assert 'checkpoint' in message or 'must have shape' in message or 'must be a whole number' in message
+
+
+def test_no_head_is_trained_for_layers_that_differ():
+  sizes = types.SimpleNamespace(vocab_size=32, mlp_dim=0, dtype='float32')
+  with pytest.raises(ValueError, match='those of this one .Gemma 4. differ from each other'):
+    block_config(sizes, read_spec(SPECS['gemma4_keys'])[1], num_layers=1)
 
 
 # Multimodal folders.
