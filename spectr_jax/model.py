@@ -64,11 +64,26 @@ class KVCache:
 
   @classmethod
   def empty(
-    cls, *, num_layers: int, batch_size: int, num_heads: int, head_dim: int, cache_size: int, dtype: DTypeLike
+    cls,
+    *,
+    num_layers: int,
+    batch_size: int,
+    num_heads: int | Sequence[int],
+    head_dim: int | Sequence[int],
+    cache_size: int,
+    dtype: DTypeLike,
   ) -> KVCache:
-    """An empty cache of a model's layers for `cache_size` committed tokens of each row, of some type."""
-    keys = tuple(jnp.zeros((batch_size, num_heads, head_dim, cache_size), dtype) for _ in range(num_layers))
-    values = tuple(jnp.zeros((batch_size, num_heads, cache_size, head_dim), dtype) for _ in range(num_layers))
+    """An empty cache of a model's layers for `cache_size` committed tokens of each row, of some type.
+
+    Heads and their width are those of all layers, or of each.
+    """
+
+    def by_layer(sizes: int | Sequence[int]) -> Sequence[int]:
+      return (sizes,) * num_layers if isinstance(sizes, int) else sizes
+
+    sizes = list(zip(by_layer(num_heads), by_layer(head_dim), strict=True))
+    keys = tuple(jnp.zeros((batch_size, heads, width, cache_size), dtype) for heads, width in sizes)
+    values = tuple(jnp.zeros((batch_size, heads, cache_size, width), dtype) for heads, width in sizes)
     return cls(keys, values, jnp.zeros(batch_size, jnp.int32), (), (), jnp.zeros((), jnp.int32))
 
   def partition_specs(self) -> KVCache:
@@ -231,6 +246,12 @@ class Model:
   def can_truncate(self) -> bool:
     """Whether its cache can go back to a beginning of its text: it has a `truncate`, or the model a `truncate_fn`."""
     return self.truncate_fn is not truncate_cache or hasattr(_cache_like(self.init_cache_fn), 'truncate')
+
+  @property
+  def num_kv_layers(self) -> int:
+    """The layers of its cache whose keys and values a drafter may read; 0 for a cache of another kind."""
+    cache = _cache_like(self.init_cache_fn)
+    return len(cache.keys) if isinstance(cache, KVCache) else 0
 
   def apply(self, tokens: jax.Array, positions: jax.Array, mask: ArrayLike, cache: Any) -> ModelOutput:
     """Scores tokens after the committed prefix: the logits after each token, and the cache with the tokens pending.

@@ -25,7 +25,7 @@ _Rule: TypeAlias = tuple[str, tuple[str | None, ...]]
 Rules: TypeAlias = Sequence[_Rule]
 
 
-def _matrix(path: str, axes: tuple[str, str], *, channel_axis: int = 1) -> tuple[_Rule, ...]:
+def _matrix(path: str, axes: tuple[str | None, str | None], *, channel_axis: int = 1) -> tuple[_Rule, ...]:
   """The rules of a matrix, an array or int8 values and scales of channels, in every form of `kernels.matrices`."""
   over_channels = (MODEL,) if axes[channel_axis] == MODEL else ()
   return (
@@ -46,7 +46,8 @@ CAUSAL_LM_RULES = (
   *_matrix('(attention/(qkv|[qkv])|mlp/(gate_up|gate|up))/kernel', (DATA, MODEL)),
   (r'(attention/(qkv|[qkv])|mlp/(gate_up|gate|up))/bias', (MODEL,)),
   *_matrix('(attention/out|mlp/down)/kernel', (MODEL, DATA)),
-  (r'(gain(/values)?|bias)', ()),
+  *_matrix('(per_layer/projection|layer_input/(gate|out))/kernel', (DATA, None)),
+  (r'(gain(/values)?|bias|layer_scale)', ()),
 )
 
 

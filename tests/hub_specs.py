@@ -6,6 +6,11 @@ _SIZES = {
 }  # fmt: skip
 _GEMMA = {'head_dim': 6, 'query_pre_attn_scalar': 5, 'sliding_window': 4}
 
+_GEMMA4 = {
+  'num_hidden_layers': 4, 'head_dim': 6, 'global_head_dim': 8, 'sliding_window': 4, 'final_logit_softcapping': 5.0,
+  'layer_types': ['sliding_attention', 'full_attention'] * 2,
+}  # fmt: skip
+
 
 def _spec(architecture, **fields):
   return {**_SIZES, 'architectures': [architecture], **fields}
@@ -21,6 +26,13 @@ SPECS = {
   'gemma3': _spec('Gemma3ForCausalLM', **_GEMMA, sliding_window_pattern=2, rope_local_base_freq=100.0,
     attn_logit_softcapping=3.0, final_logit_softcapping=5.0,
   ),
+  'gemma4': _spec('Gemma4ForCausalLM', **_GEMMA4, hidden_size_per_layer_input=4, vocab_size_per_layer_input=32,
+    num_kv_shared_layers=2, use_double_wide_mlp=True,
+  ),
+  'gemma4_keys': _spec('Gemma4ForCausalLM', **_GEMMA4, hidden_size_per_layer_input=0, attention_k_eq_v=True,
+    num_global_key_value_heads=1,
+  ),
+  'gemma4_unified': _spec('Gemma4UnifiedForCausalLM', **_GEMMA4),
   'gpt_neox': _spec('GPTNeoXForCausalLM', num_key_value_heads=None, rotary_pct=0.5),
   'gpt2': {
     'architectures': ['GPT2LMHeadModel'], 'vocab_size': 32, 'n_embd': 16, 'n_layer': 2, 'n_head': 4, 'n_positions': 32,

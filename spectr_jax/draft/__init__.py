@@ -1,5 +1,6 @@
 """Drafters: the sources of guesses."""
 
+from spectr_jax.draft.assistant_drafter import assistant_drafter
 from spectr_jax.draft.corpus import LookupCorpus, lookup_corpus
 from spectr_jax.draft.drafter import Commitment, DraftContext, Drafter, DraftRequest, Growth
 from spectr_jax.draft.drawing import DrawingDrafter
@@ -25,6 +26,7 @@ __all__ = [
   'LookupCorpus',
   'SharedVocabulary',
   'as_drafter',
+  'assistant_drafter',
   'growing',
   'head_drafter',
   'lookup_beside',

@@ -28,12 +28,15 @@ class DraftContext:
       `commit` unless `Drafter.reads_tokens`.
     features: `[B, S, F, D]`, the target's hidden states of the layers `Drafter.feature_layers` at every committed token
       but the last, which the target has not seen yet. None if `Drafter.feature_layers` is empty.
+    target_kv: For each of `Drafter.kv_layers` the target's keys `[B, K, head_dim, S]` and values `[B, K, S, head_dim]`
+      of the same tokens, as in its `KVCache`. None in `read`, and if there are no such layers.
   """
 
   lengths: jax.Array
   target: Model
   tokens: jax.Array | None = None
   features: jax.Array | None = None
+  target_kv: tuple[tuple[jax.Array, jax.Array], ...] | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -144,6 +147,7 @@ class Drafter(abc.ABC):
     reads_target: Whether it reads parameters of `DraftContext.target`. If it does not, the devices of a mesh may draft
       alone (`DecodeSharding.drafts_alone`).
     feature_layers: The target's layers whose hidden states it reads, numbered as in `Model.features_fn`.
+    kv_layers: The layers of the target's `KVCache` whose committed keys and values it reads.
     gives: Whether candidates may be given in place of drawn (`Proposal.is_given`).
     mixes: Whether given candidates stand beside drawn ones at a position; a drafter that mixes also gives.
     may_pass: Whether rounds in which it has no guess for any row run the target on the last tokens alone. All
@@ -158,6 +162,7 @@ class Drafter(abc.ABC):
   reads_tokens: bool = False
   reads_target: bool = False
   feature_layers: tuple[int, ...] = ()
+  kv_layers: tuple[int, ...] = ()
   gives: bool = False
   mixes: bool = False
   may_pass: bool = False

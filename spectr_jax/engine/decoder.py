@@ -125,6 +125,12 @@ class Decoder:
       raise ValueError(f'eos_id must be a token, from 0 to {target.vocab_size - 1}, got {unknown[0]}')
     if drafter is not None:
       target = target.with_features(drafter.feature_layers)
+      num_layers = target.num_kv_layers if drafter.kv_layers else 0
+      if any(not 0 <= layer < num_layers for layer in drafter.kv_layers):
+        raise ValueError(
+          f"the drafter reads keys and values of the target's layers {', '.join(map(str, drafter.kv_layers))}, and it"
+          f' has those of {num_layers}'
+        )
     if sharding is not None:
       target, drafter = sharding.put_models(target, drafter)
     decoder = cls(

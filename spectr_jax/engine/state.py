@@ -78,7 +78,9 @@ class DecodeState:
 
   def draft_context(self, decoder: Decoder) -> DraftContext:
     """The text and hidden states that the drafter may read."""
-    return DraftContext(self.root_position + 1, decoder.target, self.text, self.features)
+    read, cache = () if decoder.drafter is None else decoder.drafter.kv_layers, self.target_cache
+    target_kv = tuple((cache.keys[layer], cache.values[layer]) for layer in read) or None
+    return DraftContext(self.root_position + 1, decoder.target, self.text, self.features, target_kv)
 
   def node_states(self, decoder: Decoder, proposal: Proposal) -> jax.Array | None:
     """The states `[B, N + 1]` of the root and of all guesses under the constraints, or None without constraints."""

@@ -23,9 +23,9 @@ from spectr_jax.io.hub.gguf_header import read_header
 from spectr_jax.io.hub.gguf_tensors import GgufTensors
 from spectr_jax.io.hub.gguf_tokenizer import adds_bos, build_tokenizer
 from spectr_jax.io.hub.hub_tokenizer import HubTokenizer, load_hub_tokenizer
-from spectr_jax.io.hub.load import load_hub_model, make_model, read_hub_config, read_json
+from spectr_jax.io.hub.load import load_hub_model, make_model, read_folder, read_hub_config, read_json
 from spectr_jax.io.hub.redundant import settle_head
-from spectr_jax.io.hub.tensors import SafetensorsFolder, read_index
+from spectr_jax.io.hub.tensors import read_index
 from spectr_jax.io.tokenizer import Tokenizer, TokenizerBase
 from spectr_jax.io.untrusted import TEXT, map_of, read_object
 from spectr_jax.kernels.int8 import check_weights
@@ -110,7 +110,7 @@ class _Folder(ModelFiles):
 
   @property
   def spec(self) -> Mapping[str, Any]:
-    return settle_head(read_json(self.path), SafetensorsFolder(self.path), f'{self.path}/config.json')
+    return settle_head(*read_folder(self.path), f'{self.path}/config.json')
 
   @property
   def context_length(self) -> int:

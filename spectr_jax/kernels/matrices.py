@@ -124,7 +124,8 @@ def joined_in_loop(parts: Sequence[Mapping[str, Any]], num_tokens: int) -> tuple
 def _are_few_and_small(parts, num_tokens):
   kernels, num_devices = [part['kernel'] for part in parts], automatic_axes().get(MODEL, 1)
   is_plain = all(isinstance(kernel, jax.Array) and kernel.shape[1] % num_devices == 0 for kernel in kernels)
-  return is_plain and num_tokens <= _MOST_TOKENS_JOINED and sum(kernel.size for kernel in kernels) <= _MOST_JOINED
+  is_small = num_tokens <= _MOST_TOKENS_JOINED and sum(kernel.size for kernel in kernels) <= _MOST_JOINED
+  return len(parts) > 1 and is_plain and is_small
 
 
 @joined_in_loop.form('tpu', takes=_are_few_and_small)
@@ -217,12 +218,20 @@ def _with_output_head(params):
   if is_in_blocks(embedding) or embedding.dtype != jnp.bfloat16:
     return kernels_for_decoding(params)
   head, bits = _head_and_bits(embedding)
-  return {**kernels_for_decoding({'unembedding': head, **params}), 'embedding': bits}
+  tables: dict[str, Any] = {'embedding': bits}
+  if 'per_layer' in params:
+    tables['per_layer'] = {**params['per_layer'], 'embedding': _bits_of(params['per_layer']['embedding'])}
+  return kernels_for_decoding({'unembedding': head, **params, **tables})
+
+
+@jax.jit
+def _bits_of(embedding: jax.Array) -> jax.Array:
+  return jax.lax.bitcast_convert_type(embedding, jnp.uint16)
 
 
 @jax.jit
 def _head_and_bits(embedding: jax.Array) -> tuple[jax.Array, jax.Array]:
-  return embedding.T, jax.lax.bitcast_convert_type(embedding, jnp.uint16)
+  return embedding.T, _bits_of(embedding)
 
 
 @kernels_for_decoding.form('gpu')

@@ -37,7 +37,7 @@ def linear(params: Mapping[str, Any], x: jax.Array) -> jax.Array:
 
 def linears(params: Mapping[str, Any], names: tuple[str, ...], x: jax.Array, widths: Sequence[int]) -> list[jax.Array]:
   """The products `[B, N, out]` of one input with several kernels, which `params_for_decoding` may have joined."""
-  joined, num_parts = params.get(JOINED[names]), 1
+  joined, num_parts = params.get(JOINED.get(names, '')), 1
   if joined is None:
     joined, num_parts = joined_in_loop([params[name] for name in names], x.shape[1])
   if joined is None:
@@ -90,57 +90,90 @@ def rotation_of(rope: Rope | None, positions: jax.Array) -> Rotation | None:
   return rotary_angles(positions, jnp.asarray(rope.frequencies, jnp.float32), magnitude=rope.magnitude)
 
 
-def project(params, config: CausalLMConfig, x: jax.Array, rotation: Rotation | None) -> tuple[jax.Array, ...]:
-  """Queries `[B, N, H, head_dim]`, and keys and values `[B, N, K, head_dim]`, normalized and rotated."""
+def project(params, config: CausalLMConfig, x: jax.Array, rotation: Rotation | None) -> tuple[Any, ...]:
+  """Queries `[B, N, H, head_dim]`, and keys and values `[B, N, K, head_dim]`, normalized and rotated; None for keys and
+  values of a layer that has none.
+  """
 
-  widths = [heads * config.head_dim for heads in (config.num_heads, config.num_cached_heads, config.num_cached_heads)]
-  products = linears(params, ('q', 'k', 'v'), x, widths)
-  query, key, value = (product.reshape(*x.shape[:2], -1, config.head_dim) for product in products)
+  names = tuple(config.projections)
+  heads = [config.num_heads if name == 'q' else config.num_cached_heads for name in names]
+  products = linears(params, names, x, [number * config.head_dim for number in heads])
+  query, *others = (product.reshape(*x.shape[:2], -1, config.head_dim) for product in products)
+  key, value = (others[0], others[-1]) if others else (None, None)
   if config.has_qk_norm:
-    query, key = _rms_norm(params['q_norm'], query, config), _rms_norm(params['k_norm'], key, config)
+    query = _rms_norm(params['q_norm'], query, config)
+    key = key if key is None else _rms_norm(params['k_norm'], key, config)
+  if config.has_value_norm and value is not None:
+    ones = jax.tree.map(jnp.ones_like, params['k_norm']['gain'])  # in the form of a gain
+    value = layers.rms_norm(value, ones, epsilon=config.norm_epsilon)
   if rotation is not None:
-    query, key = layers.rotate(query, rotation), layers.rotate(key, rotation)
+    query, key = layers.rotate(query, rotation), key if key is None else layers.rotate(key, rotation)
   return query, key, value
 
 
-def mix(config: CausalLMConfig, layer: int, query, key, value, visible, cache: KVCache | None):
-  """The mixed values `[B, N, H, head_dim]`, and the layer's pending keys and values.
+def read_slots(config: CausalLMConfig, layer: int, query, keys, values, visible, cache: KVCache | None) -> jax.Array:
+  """The mixed values `[B, N, H, head_dim]` of a layer's pending keys and values, and of its committed ones.
 
   `visible` are the pending tokens, bool `[1 or B, N, M]`, and the slots, bool `[B, 1 or N, S]`, that each token sees,
   and the tokens' positions, int32 `[B, N]`; None for the slots if there is no cache.
   """
   pending_mask, slots, positions = visible
-  if cache is None:
-    (keys, values), prefix = slots_of(key, value), None
-  else:
-    keys, values = cache.append(layer, key, value, num_pending_slots=pending_mask.shape[-1])
-    prefix = None if slots is None else (cache.keys[layer], cache.values[layer], slots, positions)
+  prefix = None
+  if cache is not None and slots is not None:
+    prefix = cache.keys[layer], cache.values[layer], slots, positions
   options = {'scale': config.query_scale, 'soft_cap': config.attention_soft_cap}
-  return attend(query, keys, values, pending_mask, prefix, **options), keys, values
+  return attend(query, keys, values, pending_mask, prefix, **options)
+
+
+def mix(config: CausalLMConfig, layer: int, query, key, value, visible, cache: KVCache | None):
+  """The mixed values, see `read_slots`, and the layer's pending keys and values."""
+  if cache is None:
+    keys, values = slots_of(key, value)
+  else:
+    keys, values = cache.append(layer, key, value, num_pending_slots=visible[0].shape[-1])
+  return read_slots(config, layer, query, keys, values, visible, cache), keys, values
 
 
 def attention(
-  params, config: CausalLMConfig, layer: int, x, rotation, visible, cache: KVCache | None, *, mix_fn: Callable = mix
+  params,
+  config: CausalLMConfig,
+  layer: int,
+  x,
+  rotation,
+  visible,
+  cache: KVCache | None,
+  *,
+  mix_fn: Callable = mix,
+  shared: tuple[jax.Array, jax.Array] | None = None,
 ):
-  """The output `[B, N, embed_dim]` for `x` `[B, N, in]`, and the layer's pending keys and values; see `mix`."""
+  """The output `[B, N, embed_dim]` for `x` `[B, N, in]`, and the layer's pending keys and values; see `mix`.
+
+  A layer without keys and values reads the pending ones `shared` and the committed ones of `layer`, another one.
+  """
   query, key, value = project(params, config, x, rotation)
-  mixed, keys, values = mix_fn(config, layer, query, key, value, visible, cache)
+  if shared is None:
+    mixed, keys, values = mix_fn(config, layer, query, key, value, visible, cache)
+  else:
+    keys, values = shared
+    mixed = read_slots(config, layer, query, keys, values, visible, cache)
   return linear(params['out'], mixed.reshape(*x.shape[:2], -1)), keys, values
+
+
+def activation(config: CausalLMConfig, products: jax.Array) -> jax.Array:
+  """The hidden units of products."""
+  # Rounded once, as in PyTorch. To round after each of its operations takes CPUs longer than these.
+  wide = products.astype(accumulation_dtype(products.dtype))
+  return rounded(ACTIVATIONS[config.activation](wide), products.dtype)
 
 
 def mlp(params, config: CausalLMConfig, x: jax.Array) -> jax.Array:
   """The output of a layer's MLP, `[..., embed_dim]`, for `x` of that shape."""
 
-  def activation(products):
-    # Rounded once, as in PyTorch. To round after each of its operations takes CPUs longer than these.
-    wide = products.astype(accumulation_dtype(products.dtype))
-    return rounded(ACTIVATIONS[config.activation](wide), products.dtype)
-
   if config.is_gated:
     gate, up = linears(params, ('gate', 'up'), x, [config.mlp_dim] * 2)
-    hidden = activation(gate) * up
+    hidden = activation(config, gate) * up
   else:
-    hidden = activation(linear(params['up'], x))
+    hidden = activation(config, linear(params['up'], x))
   return linear(params['down'], hidden)
 
 
@@ -155,10 +188,13 @@ def block(
   *,
   mix_fn: Callable = mix,
   drop_fn: Callable[[str, jax.Array], jax.Array] = lambda part, out: out,
+  shared: tuple[jax.Array, jax.Array] | None = None,
+  layer_input: jax.Array | None = None,
 ):
   """The stream `[B, N, embed_dim]` after a block, given `x` before it, and the layer's pending keys and values.
 
-  Training has another `mix`, and drops entries of what the parts `attention` and `mlp` add.
+  Training has another `mix`, and drops entries of what the parts `attention` and `mlp` add. `shared` is as for
+  `attention`, and `layer_input` one of `layer_inputs`.
   """
 
   def post(part, out):
@@ -166,11 +202,41 @@ def block(
 
   normed = norm(params['attention_norm'], x, config)
   attended, keys, values = attention(
-    params['attention'], config, layer, normed, rotation, visible, cache, mix_fn=mix_fn
+    params['attention'], config, layer, normed, rotation, visible, cache, mix_fn=mix_fn, shared=shared
   )
   after = sum_of(x, post('attention', attended))
   normed = norm(params['mlp_norm'], x if config.is_parallel else after, config)
-  return sum_of(after, post('mlp', mlp(params['mlp'], config, normed))), keys, values
+  out = sum_of(after, post('mlp', mlp(params['mlp'], config, normed)))
+  if layer_input is not None:
+    own = params['layer_input']
+    gated = rounded(activation(config, linear(own['gate'], out)) * layer_input, out.dtype)
+    out = sum_of(out, norm(own['norm'], linear(own['out'], gated), config))
+  if config.has_layer_scale:
+    out = _times(out, params['layer_scale'])
+  return out, keys, values
+
+
+def _times(x: jax.Array, factor: Any) -> jax.Array:
+  """`x` times a number, multiplied in float32 or wider and rounded once."""
+  wide = accumulation_dtype(x.dtype)
+  return rounded(x.astype(wide) * jnp.asarray(factor, wide), x.dtype)
+
+
+def layer_inputs(params, config: CausalLMConfig, tokens: jax.Array, embedded: jax.Array) -> list[jax.Array | None]:
+  """What each layer reads of the tokens beside the stream (per-layer embeddings), `[B, N, layer_input_dim]`: their rows
+  of a table and a product of the embedded ones `[B, N, embed_dim]`, added; None for a model without.
+  """
+  size, num_layers = config.layer_input_dim, config.num_layers
+  if not size:
+    return [None] * num_layers
+  own, shape = params['per_layer'], (*tokens.shape, num_layers, size)
+  rows = rounded(layers.take_rows(own['embedding'], tokens), config.dtype)
+  product = _times(linear(own['projection'], embedded), config.embed_dim**-0.5).reshape(shape)
+  both = sum_of(
+    _rms_norm(own['norm'], product, config), _times(rows, jnp.asarray(size**0.5, rows.dtype)).reshape(shape)
+  )
+  both = _times(both, 0.5**0.5)
+  return [both[:, :, layer] for layer in range(num_layers)]
 
 
 def _embed(params, tokens, *, config):
@@ -211,12 +277,18 @@ def streams_of(
     for window in {config.window(layer) for layer in range(config.num_layers)}
   }
   rotations = {rope: rotation_of(rope, positions) for rope in map(config.rope_of, range(config.num_layers))}
-  pending, streams = [], [x]
+  pending, streams, inputs = [], [x], layer_inputs(params, config, tokens, x)
   for layer in range(config.num_layers):
     rotation, seen = rotations[config.rope_of(layer)], visible[config.window(layer)]
-    x, keys, values = block_fn(params[f'layer_{layer}'], config, layer, x, rotation, seen, cache)
+    own, source, more = config.of_layer(layer), config.kv_layer(layer), {}
+    if inputs[layer] is not None:
+      more['layer_input'] = inputs[layer]
+    if source != layer:
+      more['shared'] = pending[source]
+    x, keys, values = block_fn(params[f'layer_{layer}'], own, source, x, rotation, seen, cache, **more)
     x = constrain_fn(x)
-    pending.append((keys, values))
+    if source == layer:
+      pending.append((keys, values))
     streams.append(x)
   return [*streams, norm(params['final_norm'], x, config)], pending
 

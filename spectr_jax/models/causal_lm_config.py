@@ -29,6 +29,15 @@ ACTIVATIONS = {
 }
 
 
+# Sizes of layers without a window, by the fields for those of all layers.
+_FULL = {
+  'full_head_dim': 'head_dim',
+  'full_kv_heads': 'num_kv_heads',
+  'full_kv_copies': 'kv_copies',
+  'full_projections': 'projections',
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Rope:
   """Rotary positions.
@@ -106,6 +115,19 @@ class CausalLMConfig:
     is_tied: Whether the embedding is the output head as well.
     kv_copies: How often each head of keys and values is stored, so that a mesh with more devices than heads can shard
       them.
+    projections: The products that attention begins with: `qkv`; `qk` where values are the keys before their norm; `q`
+      where keys and values are those of another layer.
+    has_value_norm: Whether values are normalized per head, without a gain.
+    full_head_dim: `head_dim` of layers without a window; None where it is the same.
+    full_kv_heads: Likewise `num_kv_heads`.
+    full_kv_copies: Likewise `kv_copies`.
+    full_projections: Likewise `projections`.
+    num_shared_layers: How many of the last layers read the keys and values of the last layer before these that has a
+      window, or has none, as they do.
+    shared_mlp_dim: `mlp_dim` of these; None where it is the same.
+    layer_input_dim: Width of what every layer reads of the token beside the stream (per-layer embeddings); 0 for none.
+    layer_vocab_size: Rows of the table of it, at least V.
+    has_layer_scale: Whether the stream after every block is multiplied by a number.
 
   Raises:
     ValueError: Sizes do not fit each other, a name is unknown, or a number is beyond its range.
@@ -142,6 +164,17 @@ class CausalLMConfig:
   embedding_scale: float = 1.0
   is_tied: bool = False
   kv_copies: int = 1
+  projections: Literal['qkv', 'qk', 'q'] = 'qkv'
+  has_value_norm: bool = False
+  full_head_dim: int | None = None
+  full_kv_heads: int | None = None
+  full_kv_copies: int | None = None
+  full_projections: Literal['qkv', 'qk'] | None = None
+  num_shared_layers: int = 0
+  shared_mlp_dim: int | None = None
+  layer_input_dim: int = 0
+  layer_vocab_size: int = 0
+  has_layer_scale: bool = False
 
   def __post_init__(self):
     sizes = ('vocab_size', 'embed_dim', 'num_layers', 'num_heads', 'num_kv_heads', 'head_dim', 'mlp_dim')
@@ -171,9 +204,30 @@ class CausalLMConfig:
     check_weights(self.weights)
     if len(self.windows) not in (0, self.num_layers):
       raise ValueError(f'windows must be given for all {self.num_layers} layers or none, got {len(self.windows)}')
-    for rope in (self.rope, self.window_rope):
+    self._check_kinds()
+    for rope in () if self._has_kinds else (self.rope, self.window_rope):
       if rope is not None and 2 * len(rope.frequencies) > self.head_dim:
         raise ValueError(f'{len(rope.frequencies)} rotary frequencies need heads of twice that; got {self.head_dim}')
+
+  def _check_kinds(self) -> None:
+    check_sizes(
+      self, *(name for name in ('shared_mlp_dim', *_FULL) if type(getattr(self, name)) not in (str, type(None)))
+    )
+    if self.projections not in ('qkv', 'qk', 'q') or self.full_projections not in ('qkv', 'qk', None):
+      raise ValueError(f'projections must be qkv, qk or q; got {self.projections!r}, {self.full_projections!r}')
+    for name, most in (('num_shared_layers', self.num_layers - 1), ('layer_input_dim', 2**20)):
+      value = getattr(self, name)
+      if type(value) is not int or not 0 <= value <= most:
+        raise ValueError(f'{name} must be a whole number from 0 to {most}, got {value!r}')
+    if self.layer_input_dim and self.layer_vocab_size < self.vocab_size:
+      raise ValueError(f'layer_vocab_size {self.layer_vocab_size} must be at least vocab_size {self.vocab_size}')
+    if not set(self._has_window[self.num_own_layers :]) <= set(self._has_window[: self.num_own_layers]):
+      raise ValueError(
+        f'the last {self.num_shared_layers} layers share keys and values, but none before is of their kind'
+      )
+    if self._has_kinds:
+      for layer in range(self.num_layers):
+        self.of_layer(layer)  # which checks its sizes
 
   @property
   def num_cached_heads(self) -> int:
@@ -181,30 +235,75 @@ class CausalLMConfig:
     return self.num_kv_heads * self.kv_copies
 
   @property
+  def num_own_layers(self) -> int:
+    """Layers with keys and values that they do not share; they come first."""
+    return self.num_layers - self.num_shared_layers
+
+  @functools.cached_property
+  def _has_window(self) -> list[bool]:
+    return [self.window(layer) is not None for layer in range(self.num_layers)]
+
+  @property
+  def _has_kinds(self) -> bool:
+    return self.num_shared_layers > 0 or any(getattr(self, name) is not None for name in _FULL)
+
+  @functools.cached_property
+  def _kinds(self) -> dict[tuple[bool, bool], CausalLMConfig]:
+    return {}
+
+  def kv_layer(self, layer: int) -> int:
+    """The layer whose keys and values a layer reads."""
+    if layer < self.num_own_layers:
+      return layer
+    before = self._has_window[: self.num_own_layers]
+    return len(before) - 1 - before[::-1].index(self._has_window[layer])
+
+  def of_layer(self, layer: int) -> CausalLMConfig:
+    """The configuration with the sizes of a layer in place of those of layers of its kind."""
+    if not self._has_kinds:
+      return self
+    kind = has_window, is_shared = self._has_window[layer], layer >= self.num_own_layers
+    if kind not in self._kinds:
+      sizes: dict[str, Any] = {'rope': self.rope_of(layer), 'window_rope': None, **dict.fromkeys(_FULL)}
+      if not has_window:
+        sizes |= {name: getattr(self, full) for full, name in _FULL.items() if getattr(self, full) is not None}
+      if is_shared:
+        sizes |= {'projections': 'q', 'mlp_dim': self.shared_mlp_dim or self.mlp_dim}
+      self._kinds[kind] = dataclasses.replace(self, num_shared_layers=0, shared_mlp_dim=None, **sizes)
+    return self._kinds[kind]
+
+  @property
   def num_params(self) -> int:
     """The number of parameters, copies of heads and scales not counted."""
-    shapes = param_shapes(dataclasses.replace(self, kv_copies=1, weights=None))
+    full_copies = self.full_kv_copies and 1
+    shapes = param_shapes(dataclasses.replace(self, kv_copies=1, full_kv_copies=full_copies, weights=None))
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
 
   def for_mesh(self, mesh: Mesh | AbstractMesh) -> CausalLMConfig:
     """The configuration with as many copies of key-value heads as the mesh needs; ValueError if they do not fit."""
-    num_shards, num_kv_heads = mesh.shape[MODEL], self.num_kv_heads
-    if num_kv_heads % num_shards == 0:
-      return self
-    if num_shards % num_kv_heads or self.num_heads % num_shards:
-      raise ValueError(
-        f'{self.num_heads} heads with {num_kv_heads} heads of keys and values cannot be sharded over'
-        f' {MODEL}:{num_shards}'
-      )
-    return dataclasses.replace(self, kv_copies=num_shards // num_kv_heads)
+    num_shards = mesh.shape[MODEL]
+
+    def copies(num_kv_heads, before):
+      if num_kv_heads % num_shards == 0:
+        return before
+      if num_shards % num_kv_heads or self.num_heads % num_shards:
+        raise ValueError(
+          f'{self.num_heads} heads with {num_kv_heads} heads of keys and values cannot be sharded over'
+          f' {MODEL}:{num_shards}'
+        )
+      return num_shards // num_kv_heads
+
+    full = copies(self.full_kv_heads, 1) if self.full_kv_heads else self.full_kv_copies
+    return dataclasses.replace(self, kv_copies=copies(self.num_kv_heads, self.kv_copies), full_kv_copies=full)
 
   def empty_cache(self, batch_size: int, cache_size: int) -> KVCache:
     """An empty cache of the decoder's keys and values, see `KVCache.empty`."""
+    own = [self.of_layer(layer) for layer in range(self.num_own_layers)]
     return KVCache.empty(
-      num_layers=self.num_layers,
+      num_layers=len(own),
       batch_size=batch_size,
-      num_heads=self.num_cached_heads,
-      head_dim=self.head_dim,
+      num_heads=[layer.num_cached_heads for layer in own],
+      head_dim=[layer.head_dim for layer in own],
       cache_size=cache_size,
       dtype=self.cache_dtype or self.dtype,
     )
@@ -291,31 +390,37 @@ def param_shapes(config: CausalLMConfig) -> dict[str, Any]:
   def norm():
     return gain(width) | ({'bias': array(width)} if config.norm == 'layer' else {})
 
-  width, head_dim = config.embed_dim, config.head_dim
-  query_width, kv_width = config.num_heads * head_dim, config.num_cached_heads * head_dim
+  width, input_dim = config.embed_dim, config.layer_input_dim
 
-  def block():
-    attention = {
-      'q': linear(width, query_width, config.has_qkv_bias),
-      'k': linear(width, kv_width, config.has_qkv_bias),
-      'v': linear(width, kv_width, config.has_qkv_bias),
-      'out': linear(query_width, width, config.has_out_bias),
-    }
+  def block(config):
+    head_dim = config.head_dim
+    query_width, kv_width = config.num_heads * head_dim, config.num_cached_heads * head_dim
+    attention = {'out': linear(query_width, width, config.has_out_bias)}
+    for name in config.projections:
+      attention[name] = linear(width, query_width if name == 'q' else kv_width, config.has_qkv_bias)
     if config.has_qk_norm:
-      attention |= {'q_norm': gain(head_dim), 'k_norm': gain(head_dim)}
+      attention |= {f'{name}_norm': gain(head_dim) for name in config.projections if name != 'v'}
     into = {name: linear(width, config.mlp_dim, config.has_mlp_bias) for name in ('gate', 'up')[not config.is_gated :]}
     mlp = {**into, 'down': linear(config.mlp_dim, width, config.has_mlp_bias)}
     norms = {'attention_norm': norm(), 'mlp_norm': norm()}
     if config.has_post_norms:
       norms |= {'attention_post_norm': norm(), 'mlp_post_norm': norm()}
-    return {'attention': attention, 'mlp': mlp, **norms}
+    own = {'attention': attention, 'mlp': mlp, **norms}
+    if input_dim:
+      into, out = linear(width, input_dim, False), linear(input_dim, width, False)
+      own['layer_input'] = {'gate': into, 'out': out, 'norm': norm()}
+    return own | ({'layer_scale': array(1)} if config.has_layer_scale else {})
 
   shapes = matrix('embedding', config.vocab_size, width) | {'final_norm': norm()}
   if config.rope is None:
     shapes['position_embedding'] = array(config.context_length, width)
   if not config.is_tied:
     shapes |= matrix('unembedding', width, config.vocab_size)
-  return shapes | {f'layer_{layer}': block() for layer in range(config.num_layers)}
+  if input_dim:
+    all_inputs = config.num_layers * input_dim
+    table = matrix('embedding', config.layer_vocab_size, all_inputs)
+    shapes['per_layer'] = table | {'projection': linear(width, all_inputs, False), 'norm': gain(input_dim)}
+  return shapes | {f'layer_{layer}': block(config.of_layer(layer)) for layer in range(config.num_layers)}
 
 
 def init_params(key: jax.Array, config: CausalLMConfig) -> dict[str, Any]:
@@ -324,6 +429,8 @@ def init_params(key: jax.Array, config: CausalLMConfig) -> dict[str, Any]:
 
   def draw(key, path, shape):
     scale = shape.shape[0] ** -0.5 if path[-1].key in ('kernel', 'unembedding') else shape.shape[-1] ** -0.5
+    if path[-1].key == 'layer_scale':
+      return jnp.full(shape.shape, 0.5, shape.dtype)
     offset = 1.0 - config.gain_offset if path[-1].key == 'gain' else 0.0
     return (offset + scale * jax.random.normal(key, shape.shape)).astype(shape.dtype)
 

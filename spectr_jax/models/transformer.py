@@ -57,7 +57,7 @@ class Transformer(nn.Module):
       keys, values = slots_of(key, value)
       return self.attend_fn(query, keys, values, visible[0]), keys, values
 
-    def block(params: Mapping[str, Any], config, layer, x, rotation, visible, cache):
+    def block(params: Mapping[str, Any], config, layer, x, rotation, visible, cache, **more):
       def drop(part, out):
         if key is None:
           return out
@@ -65,7 +65,7 @@ class Transformer(nn.Module):
         return jnp.where(is_kept, out / (1 - rate), 0)
 
       def run(params, x):
-        return causal_lm.block(params, config, layer, x, rotation, visible, cache, mix_fn=mix, drop_fn=drop)
+        return causal_lm.block(params, config, layer, x, rotation, visible, cache, mix_fn=mix, drop_fn=drop, **more)
 
       return (jax.checkpoint(run) if self.remat else run)(params, x)
 

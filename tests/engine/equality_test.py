@@ -18,7 +18,9 @@ from spectr_jax.engine import Decoder, decode_rounds, init_decode, refill
 from spectr_jax.engine.likelihood import log_likelihood
 from spectr_jax.kernels import native
 from spectr_jax.methods import with_gumbel
-from spectr_jax.models.causal_lm import config_of
+from spectr_jax.models.causal_lm import causal_lm, config_of
+from spectr_jax.models.causal_lm_config import CausalLMConfig, Rope
+from spectr_jax.models.causal_lm_config import init_params as init_decoder
 from spectr_jax.models.head import HeadConfig, init_params
 
 pytestmark = [
@@ -62,10 +64,25 @@ def _read_tree(model, cache, lengths, nodes, mask, depths):
   return model.apply(nodes, lengths[:, None] + depths, mask, model.truncate_fn(cache, lengths)).logits
 
 
-@pytest.mark.parametrize('weights', ['float32', 'bfloat16', 'int8', 'blocks'])
+def _gemma4(dtype):
+  """Layers that differ and share, with heads of the greatest width, and matrices that are large enough."""
+  rope = Rope(tuple(10000.0 ** (-i / 8) for i in range(32)))
+  config = CausalLMConfig(
+    256, 128, 5, 2, 1, 64, 128, 128, dtype=dtype, rope=Rope((*rope.frequencies, *[0.0] * 224)), window_rope=rope,
+    windows=(5, None, 5, 5, None), has_qk_norm=True, has_value_norm=True, has_post_norms=True, query_scale=1.0,
+    logit_soft_cap=30.0, is_tied=True, full_head_dim=512, full_projections='qk', num_shared_layers=2,
+    shared_mlp_dim=256, layer_input_dim=64, layer_vocab_size=256, has_layer_scale=True,
+  )  # fmt: skip
+  config = dataclasses.replace(config, cache_dtype='float32')
+  return causal_lm(jax.tree.map(lambda x: 2 * x, init_decoder(jax.random.key(0), config)), config).for_decoding()
+
+
+@pytest.mark.parametrize('weights', ['float32', 'bfloat16', 'int8', 'blocks', 'gemma4 float32', 'gemma4 bfloat16'])
 def test_logits_are_a_function_of_the_text(weights, tmp_path):
   """Whatever the chunks in which it is read, the rows beside it, the cache's size, or the tree that it is part of."""
-  if weights == 'blocks':
+  if weights.startswith('gemma4'):
+    model = _gemma4(weights.split()[1])
+  elif weights == 'blocks':
     path = gguf_files.write_model(tmp_path / 'model.gguf', 'gemma2', Type.Q4_1)  # with both soft caps and a window
     model = load_model(str(path), weights='blocks')[0].for_decoding()
   else:

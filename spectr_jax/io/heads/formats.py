@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from spectr_jax.io.heads import eagle_formats, one_pass_formats
+from spectr_jax.io.heads import assistant_format, eagle_formats, one_pass_formats
 from spectr_jax.io.heads.layout import Described, Layout
 from spectr_jax.io.hub.config_fields import BLOCK_FIELDS, checked
 from spectr_jax.io.untrusted import FLAG, TEXT, list_of, name_shown, object_of, whole
@@ -71,6 +71,7 @@ _MARKS = (
   ('DSpark', {'fc.weight', 'hidden_norm.weight', 'markov_head.markov_w1.weight'}),
   ('DFlash', {'fc.weight', 'hidden_norm.weight'}),
   ('EAGLE', {'fc.weight', 'layers.0.self_attn.q_proj.weight'}),
+  (assistant_format.FORMAT, assistant_format.MARKS),
   (MEDUSA, {'0.0.linear.weight'}),
   (MEDUSA, {'medusa_head.0.0.linear.weight'}),
   ('MTP', {'mtp.fc.weight'}),

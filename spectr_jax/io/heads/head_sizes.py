@@ -37,6 +37,8 @@ def block_config(config, target: CausalLMConfig, *, num_layers: int) -> CausalLM
     raise ValueError(f'config.vocab_size must be at most {target.vocab_size}, got {config.vocab_size}')
   if target.rope is None:
     raise ValueError('a head has rotary positions like its target; this one has learned ones')
+  if target.full_head_dim is not None:
+    raise ValueError('a head has layers like its target; those of this one (Gemma 4) differ from each other')
   mlp_dim = config.mlp_dim or target.mlp_dim
   return dataclasses.replace(
     target, num_layers=num_layers, vocab_size=config.vocab_size, mlp_dim=mlp_dim, dtype=config.dtype, cache_dtype=None,

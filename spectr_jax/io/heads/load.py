@@ -16,6 +16,7 @@ from etils import epath
 
 from spectr_jax.draft import Drafter, head_drafter, medusa_drafter, one_pass_drafter
 from spectr_jax.draft.medusa_drafter import MedusaConfig
+from spectr_jax.io.heads import assistant_format
 from spectr_jax.io.heads.formats import MEDUSA, READERS, checked_spec, find_format
 from spectr_jax.io.heads.layout import Described, Layout, is_beside, is_transposed, names_and_shapes, target_sizes
 from spectr_jax.io.hub.load import read_json
@@ -33,7 +34,9 @@ _DOWNLOADED = ('*.json', '*.safetensors')
 _TORCH_FILES = ('pytorch_model.bin', 'medusa_lm_head.pt')
 _MEDUSA_NAME = r'(?:medusa_head\.)?([0-9]{1,9})\.([0-9]{1,9})\.(.+)'
 _ROUNDING = 0.15  # relative error of weights of four bits, with some room
-_KNOWN = 'EAGLE-1, 2 and 3, P-EAGLE, the speculators format, DFlash 1 and 2, DSpark, Medusa-1 and MTP'
+_KNOWN = (
+  'EAGLE-1, 2 and 3, P-EAGLE, the speculators format, DFlash 1 and 2, DSpark, Medusa-1, MTP and assistants of Gemma 4'
+)
 
 
 def output_head_rows(target: Model, ids: np.ndarray | None, dtype: str) -> jax.Array:
@@ -209,6 +212,8 @@ class HeadFiles:
   def load(self, target: Model, *, dtype: str | None = None) -> Drafter:
     """Reads the head."""
     with named(self.path):
+      if self.format == assistant_format.FORMAT:
+        return assistant_format.load_assistant(self.spec, self.tensors, target, dtype)
       if self.format == MEDUSA:
         return _load_medusa(self.spec, self.tensors, target, dtype)
       try:
@@ -240,6 +245,7 @@ def open_head(path: epath.PathLike) -> HeadFiles | None:
     if format_and_prefix is None:
       return None
     has_model = any(name.endswith('model.norm.weight') for name in names)
+    has_model = has_model and format_and_prefix[0] != assistant_format.FORMAT  # it has a norm of that name itself
     spec = checked_spec(spec, f'{folder}/config.json')
     return HeadFiles(str(folder), *format_and_prefix, has_model, spec, tensors)
 
@@ -247,7 +253,8 @@ def open_head(path: epath.PathLike) -> HeadFiles | None:
 def load_drafter(path: epath.PathLike, target: Model, *, dtype: str | None = None) -> Drafter:
   """Reads a published head as a drafter.
 
-  Known are EAGLE-1, 2 and 3, P-EAGLE, the speculators format, DFlash 1 and 2, DSpark, Medusa-1 and MTP.
+  Known are EAGLE-1, 2 and 3, P-EAGLE, the speculators format, DFlash 1 and 2, DSpark, Medusa-1, MTP and
+  assistants of Gemma 4, whose targets are Gemma 4.
   A head without an output head takes the target's rows, once. A head without an embedding reads the target's.
 
   Args:

@@ -5,7 +5,19 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from spectr_jax.io.untrusted import FLAG, TEXT, Kind, check_object, either, list_of, object_of, real, shown, whole
+from spectr_jax.io.untrusted import (
+  FLAG,
+  TEXT,
+  Kind,
+  check_object,
+  either,
+  list_of,
+  map_of,
+  object_of,
+  real,
+  shown,
+  whole,
+)  # fmt: skip
 
 # Far above any model that there is, and low enough that numbers and names of that size are made in no time. What they
 # say is compared with the tensors before anything else is made of them.
@@ -73,6 +85,12 @@ FIELDS = BLOCK_FIELDS | _fields(
   ('n_embd n_inner', WIDTH),
   ('n_head', HEADS),
   ('n_positions n_ctx', LENGTH),
+  ('global_head_dim', HEAD_DIM),
+  ('num_global_key_value_heads', HEADS),
+  ('num_kv_shared_layers', whole(0, 10_000)),
+  ('hidden_size_per_layer_input vocab_size_per_layer_input', whole(0, 2**22)),
+  ('attention_k_eq_v use_double_wide_mlp enable_moe_block', FLAG),
+  ('per_layer_config', map_of(object_of({'head_dim': HEAD_DIM, 'num_key_value_heads': HEADS}))),
 )
 # Fields in which null is a value of its own, another one than the default.
 _NULLABLE = ('num_key_value_heads', 'sliding_window', 'attn_logit_softcapping', 'final_logit_softcapping')
@@ -88,7 +106,9 @@ _REQUESTS = {
     ('is_causal scale_attn_weights', (True,)),
     ('attention_chunk_size attn_logit_softcapping final_logit_softcapping query_pre_attn_scalar', ()),
     ('clip_qkv scale_depth', ()),
-    ('no_rope_layer_interval num_kv_shared_layers', (0,)),
+    ('no_rope_layer_interval num_kv_shared_layers hidden_size_per_layer_input', (0,)),
+    ('attention_k_eq_v use_double_wide_mlp enable_moe_block', (False,)),
+    ('per_layer_config', ({},)),
     ('attention_multiplier embedding_multiplier residual_multiplier logits_scaling logit_scale scale_emb', (1,)),
     ('position_embedding_type', ('rope', 'rotary', 'absolute', 'learned')),
   )

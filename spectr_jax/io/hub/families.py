@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from spectr_jax.io.hub import family_configs
+from spectr_jax.io.hub import family_configs, gemma4_config
 from spectr_jax.io.hub.config_fields import FIELDS, check_requests, checked
 from spectr_jax.io.untrusted import name_shown, named
 from spectr_jax.models.causal_lm_config import CausalLMConfig
@@ -69,6 +69,15 @@ _GEMMA2_MODULES = LLAMA_MODULES | {
   'mlp_norm': 'pre_feedforward_layernorm',
   'mlp_post_norm': 'post_feedforward_layernorm',
 }
+_GEMMA4_MODULES = _GEMMA2_MODULES | {
+  'layer_scale': 'layer_scalar',
+  'layer_input/gate': 'per_layer_input_gate',
+  'layer_input/out': 'per_layer_projection',
+  'layer_input/norm': 'post_per_layer_input_norm',
+  'per_layer': 'embed_tokens_per_layer',
+  'per_layer/projection': 'per_layer_model_projection',
+  'per_layer/norm': 'per_layer_projection_norm',
+}
 _GPT_NEOX_MODULES = {
   'embedding': 'embed_in',
   'final_norm': 'final_layer_norm',
@@ -96,6 +105,11 @@ def _llama_family(model_type, read_config, modules=LLAMA_MODULES, known=()):
   return Family(model_type, read_config, 'model.', 'layers', modules, known=known)
 
 
+def _gemma4_family(model_type):
+  known = ('final_logit_softcapping', *gemma4_config.FIELDS)
+  return _llama_family(model_type, gemma4_config.gemma4, _GEMMA4_MODULES, known)
+
+
 _GEMMA2_FIELDS = ('query_pre_attn_scalar', 'attn_logit_softcapping', 'final_logit_softcapping')
 OWN = 'SpectrLM1B'  # the architecture of models that are trained here
 FAMILIES = {
@@ -108,6 +122,8 @@ FAMILIES = {
   'Gemma3ForCausalLM': _llama_family(
     'gemma3_text', family_configs.gemma3, _GEMMA2_MODULES, (*_GEMMA2_FIELDS, 'use_qk_norm')
   ),
+  'Gemma4ForCausalLM': _gemma4_family('gemma4_text'),
+  'Gemma4UnifiedForCausalLM': _gemma4_family('gemma4_unified_text'),
   'GPTNeoXForCausalLM': Family(
     'gpt_neox',
     family_configs.gpt_neox,
@@ -161,6 +177,8 @@ def read_spec(spec: Mapping[str, Any], where: str = 'config.json') -> tuple[Fami
 def spec_of_layers(spec: Mapping[str, Any], layers: Sequence[int]) -> dict[str, Any]:
   """The `config.json` of a model that has some of another one's blocks; `ValueError` as of `read_spec`."""
   family, config = read_spec(spec)
+  if config.num_shared_layers or config.full_head_dim:
+    raise ValueError('the layers of this model read what others make, or differ from them: some alone are no model')
   fewer = {**spec, family.num_layers: len(layers)}
   if config.windows or spec.get('layer_types'):
     kinds = ('full_attention' if config.window(layer) is None else 'sliding_attention' for layer in layers)
@@ -170,7 +188,7 @@ def spec_of_layers(spec: Mapping[str, Any], layers: Sequence[int]) -> dict[str, 
 
 # Where the parameters of a model stand among the tensors, to read them and to write them.
 
-_LEAVES = {'kernel': 'weight', 'gain': 'weight', 'bias': 'bias'}
+_LEAVES = {'kernel': 'weight', 'gain': 'weight', 'embedding': 'weight', 'bias': 'bias'}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,6 +211,15 @@ class Source:
     places = self.family.head_start(self.part, heads, self.config) + offsets
     for each in np.split(places, np.flatnonzero(np.diff(places) != 1) + 1):
       yield slice(int(each[0]), int(each[-1]) + 1)
+
+
+def is_unread(name: str, family: Family, config: CausalLMConfig) -> bool:
+  """Whether a tensor belongs to keys and values that a layer has no use for, since it shares those of another one."""
+  stem, _, rest = name.partition(f'{family.blocks}.')
+  layer, _, module = rest.partition('.')
+  unread = tuple(f'{family.modules[f"attention/{part}"]}.' for part in ('k', 'v', 'k_norm') if config.num_shared_layers)
+  is_shared = layer.isdecimal() and len(layer) < 6 and config.num_own_layers <= int(layer) < config.num_layers
+  return stem in ('', family.prefix) and is_shared and module.startswith(unread)
 
 
 def telling_names(family: Family, names: Collection[str]) -> set[str]:
@@ -218,7 +245,10 @@ def source_of(path: str, shape: tuple[int, ...], family: Family, config: CausalL
     is_head = leaf == 'embedding' and config.is_tied and heads and name not in names
     return Source(heads[0] if is_head else name, shape, False, None, family, config)
   if modules[0].startswith('layer_'):
-    prefix = f'{prefix}{family.blocks}.{modules.pop(0).removeprefix("layer_")}.'
+    layer = modules.pop(0).removeprefix('layer_')
+    prefix, config = f'{prefix}{family.blocks}.{layer}.', config.of_layer(int(layer))
+  if not modules:
+    return Source(f'{prefix}{family.modules[leaf]}', shape, False, None, family, config)  # a number beside modules
   module = '/'.join(modules)
   part = 'qkv'.index(module[-1]) if module in ('attention/q', 'attention/k', 'attention/v') else None
   if part is not None:

@@ -204,6 +204,7 @@ _MOST_STOPS = 1024
 _TOKEN = either(TOKEN, object_of({'content': TOKEN}))
 _NAMES = dict.fromkeys(_NAMED, _TOKEN)
 _IDS = {'bos_token_id': TOKEN_ID, 'eos_token_id': either(TOKEN_ID, list_of(TOKEN_ID, _MOST_STOPS))}
+_OF_MODEL = _IDS | {'vocab_size': whole(1)}
 _FILES = {
   'tokenizer_config': {
     **_NAMES,
@@ -213,7 +214,7 @@ _FILES = {
     'chat_template': either(TEXT, list_of(object_of({'name': TEXT, 'template': TEXT}), 64)),
   },
   'special_tokens_map': _NAMES,
-  'config': {**_IDS, 'vocab_size': whole(1)},
+  'config': _OF_MODEL | {'text_config': object_of(_OF_MODEL)},
   'generation_config': _IDS,
 }
 
@@ -270,6 +271,9 @@ def load_hub_tokenizer(folder: epath.PathLike) -> HubTokenizer:
   folder = epath.Path(folder)
   paths = {name: folder / f'{name}.json' for name in _FILES}
   read = {name: read_object(path, _FILES[name]) if path.exists() else {} for name, path in paths.items()}
+  if whole_model := read['config']:  # what a multimodal one says of its text model stands apart
+    said = {name: value for name, value in whole_model.items() if value is not None}
+    read['config'] = {**(said.get('text_config') or {}), **said}
   config, model, generation = (read[name] for name in ('tokenizer_config', 'config', 'generation_config'))
   backend = _read_backend(folder, config.get('added_tokens_decoder') or {})
   file, template = folder / 'chat_template.jinja', config.get('chat_template')

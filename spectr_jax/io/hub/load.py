@@ -12,10 +12,11 @@ import numpy as np
 from etils import epath
 from jax.sharding import Mesh, SingleDeviceSharding
 
-from spectr_jax.io.hub.families import Source, read_spec, source_of, telling_names
+from spectr_jax.io.hub.families import Source, is_unread, read_spec, source_of, telling_names
 from spectr_jax.io.hub.gguf_tensors import GgufTensors
 from spectr_jax.io.hub.redundant import check_model_buffers, settle_head
 from spectr_jax.io.hub.tensors import SafetensorsFolder, Tensors, check_tensors
+from spectr_jax.io.hub.text_part import text_spec, text_tensors, warn_of_left_out
 from spectr_jax.io.untrusted import named, read_object
 from spectr_jax.kernels.block_kernel import KINDS, BlockKernel, is_in_blocks, packed
 from spectr_jax.kernels.cache_writes import fastest_cache_dtype
@@ -142,7 +143,9 @@ def make_model(
   }
   heads = [f'{name}.weight' for name in family.head_names]  # `settle_head` has compared them
   wanted = {source.name: source.shape for source in sources.values()}
-  check_tensors(tensors, wanted, lambda name: name in heads or name.endswith(family.buffers))
+  check_tensors(
+    tensors, wanted, lambda name: name in heads or name.endswith(family.buffers) or is_unread(name, family, config)
+  )
   check_model_buffers(spec, tensors, where)
   if mesh is None:
     places = jax.tree.map(lambda _: SingleDeviceSharding(jax.local_devices()[0]), shapes)
@@ -180,6 +183,12 @@ def read_json(folder: epath.PathLike) -> dict[str, Any]:
   return read_object(path, {})
 
 
+def read_folder(folder: epath.PathLike) -> tuple[dict[str, Any], Tensors]:
+  """The content of a folder's `config.json`, and its tensors; those of the text model, if it is multimodal."""
+  spec = read_json(folder)
+  return text_spec(spec, f'{folder}/config.json'), text_tensors(spec, SafetensorsFolder(folder))
+
+
 def read_hub_config(folder: epath.PathLike, *, dtype: str | None = None, weights: str | None = None) -> CausalLMConfig:
   """The configuration of a hub folder, by its `config.json` alone.
 
@@ -187,7 +196,8 @@ def read_hub_config(folder: epath.PathLike, *, dtype: str | None = None, weights
   of `load_hub_model`. Raises `ValueError` if the file is missing, damaged or of an unknown architecture, or the type of
   weights is unknown.
   """
-  _, config = read_spec(read_json(folder), f'{folder}/config.json')
+  where = f'{folder}/config.json'
+  _, config = read_spec(text_spec(read_json(folder), where), where)
   return dataclasses.replace(config, dtype=dtype or config.dtype, weights=weights)
 
 
@@ -196,9 +206,10 @@ def load_hub_model(
 ) -> Model:
   """The model of a folder as the hub serves it, without its tokenizer.
 
-  The folder has `config.json` and safetensors files. The options are those of `make_model`, as are the reasons for a
-  `ValueError`; or a file is missing or damaged.
+  The folder has `config.json` and safetensors files; of a multimodal model the text model is read. The options are
+  those of `make_model`, as are the reasons for a `ValueError`; or a file is missing or damaged.
   """
   with named(folder):
-    spec, where = read_json(folder), f'{folder}/config.json'
-    return make_model(spec, SafetensorsFolder(folder), dtype=dtype, weights=weights, mesh=mesh, where=where)
+    (spec, tensors), where = read_folder(folder), f'{folder}/config.json'
+    warn_of_left_out(tensors, where)
+    return make_model(spec, tensors, dtype=dtype, weights=weights, mesh=mesh, where=where)

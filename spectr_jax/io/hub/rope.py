@@ -73,12 +73,20 @@ def _longrope(frequencies, parameters):
   return frequencies / divisors, parameters.get('attention_factor', magnitude)
 
 
+def _proportional(frequencies, parameters):
+  """Those of the whole head, of which the first turn, by their share, and the others stand still."""
+  num_turned = int(parameters.get('partial_rotary_factor', 1.0) * 2 * len(frequencies) // 2)
+  is_turned = np.arange(len(frequencies)) < num_turned
+  return np.where(is_turned, frequencies / parameters.get('factor', 1.0), 0.0), 1.0
+
+
 _SCALINGS = {
   'default': lambda frequencies, parameters: (frequencies, 1.0),
   'linear': _linear,
   'llama3': _llama3,
   'yarn': _yarn,
   'longrope': _longrope,
+  'proportional': _proportional,
 }
 
 
@@ -119,7 +127,7 @@ def read_rope(parameters: Mapping[str, Any], head_dim: int) -> Rope:
   An unknown type raises `ValueError`, and a missing number `KeyError`.
   """
   kind = _kind(parameters)
-  width = int(head_dim * parameters.get('partial_rotary_factor', 1.0))
+  width = head_dim if kind == 'proportional' else int(head_dim * parameters.get('partial_rotary_factor', 1.0))
   if width < 1:
     raise ValueError(f'RoPE turns none of the {head_dim} entries of a head')
   frequencies = parameters['rope_theta'] ** (-np.arange(0, width, 2) / width)

@@ -28,7 +28,7 @@ from jax.typing import ArrayLike
 from spectr_jax.sharding import dividing_axes
 
 PANEL = 16  # outputs of a panel, as in product.h
-WIDEST_HEAD = 256  # numbers of a head of attention, as there
+WIDEST_HEAD = 512  # numbers of a head of attention, as there
 # Inputs that stand beside each other in a panel, by the kernel's type.
 _TOGETHER = {jnp.dtype(jnp.float32): 1, jnp.dtype(jnp.bfloat16): 2, jnp.dtype(jnp.int8): 4}
 _TARGET, _BLOCK_TARGET, _ATTENTION_TARGET = 'spectr_product', 'spectr_block_product', 'spectr_attention'
@@ -37,7 +37,8 @@ _DRAW_TARGET, _WRITE_TARGET = 'spectr_draw', 'spectr_write'
 _TARGETS = (
   _TARGET, _BLOCK_TARGET, _ATTENTION_TARGET, _NORM_TARGET, _TOTALS_TARGET, _SOFTMAX_TARGET, _DRAW_TARGET, _WRITE_TARGET
 )  # fmt: skip
-_ATTENTION_SHAPES = (1, 3, 1, 16), (1, 1, 16, 6), (1, 1, 6, 16)  # of queries, keys and values that are compared
+# Of queries, keys and values that are compared: heads of the greatest width, so that no older library is used.
+_ATTENTION_SHAPES = (1, 3, 1, WIDEST_HEAD), (1, 1, WIDEST_HEAD, 6), (1, 1, 6, WIDEST_HEAD)
 _logger = logging.getLogger(__name__)
 
 

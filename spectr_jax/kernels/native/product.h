@@ -73,7 +73,7 @@ struct Softmax {
   int64_t num_together, width;
 };
 
-constexpr int kItemRows = 16, kMostWidth = 256;  // rows of an item, and numbers of a head
+constexpr int kItemRows = 16, kMostWidth = 512;  // rows of an item, and numbers of a head
 
 // Computes the outputs of the panels from `first` to `last`, the latter excluded.
 using Panels = void(const Product&, int64_t first, int64_t last);
