@@ -25,7 +25,7 @@ _Rule: TypeAlias = tuple[str, tuple[str | None, ...]]
 Rules: TypeAlias = Sequence[_Rule]
 
 
-def _matrix(path: str, axes: tuple[str, str], *, channel_axis: int = 1) -> tuple[_Rule, ...]:
+def _matrix(path: str, axes: tuple[str | None, str | None], *, channel_axis: int = 1) -> tuple[_Rule, ...]:
   """The rules of a matrix, an array or int8 values and scales of channels, in every form of `kernels.matrices`."""
   over_channels = (MODEL,) if axes[channel_axis] == MODEL else ()
   return (
@@ -40,8 +40,18 @@ def _matrix(path: str, axes: tuple[str, str], *, channel_axis: int = 1) -> tuple
 # `model`: attention by heads, the MLP by hidden units, the embedding by tokens. The other dimension is sharded over
 # `data`, so that every parameter and its optimizer state is stored once.
 _EMBEDDINGS = (*_matrix('embedding', (MODEL, DATA), channel_axis=0), *_matrix('unembedding', (DATA, MODEL)))
+_EXPERTS = (  # by hidden units, as one MLP would be
+  (r'experts/(gate_up|gate|up)/kernel(/values)?', (None, DATA, MODEL)),
+  (r'experts/(gate_up|gate|up)/(bias|kernel/scale)', (None, MODEL)),
+  (r'experts/down/kernel(/values)?', (None, MODEL, DATA)),
+  (r'experts/[a-z_]+/(bias|kernel/scale|kernel/panels)', ()),
+  *_matrix('router/kernel', (DATA, None)),
+  (r'router/choice_bias', ()),
+)
 CAUSAL_LM_RULES = (
   *_EMBEDDINGS,
+  *_EXPERTS,
+  (r'attention/sinks', (MODEL,)),
   (r'position_embedding', (None, DATA)),
   *_matrix('(attention/(qkv|[qkv])|mlp/(gate_up|gate|up))/kernel', (DATA, MODEL)),
   (r'(attention/(qkv|[qkv])|mlp/(gate_up|gate|up))/bias', (MODEL,)),

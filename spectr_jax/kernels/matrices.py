@@ -25,6 +25,7 @@ from jax.core import Tracer
 from spectr_jax.kernels import native, products
 from spectr_jax.kernels.block_kernel import BlockKernel, fit_side_by_side, is_in_blocks, side_by_side
 from spectr_jax.kernels.dispatch import operation
+from spectr_jax.kernels.expert_products import PackedExperts, packed_experts
 from spectr_jax.kernels.int8 import Int8Kernel, is_int8
 from spectr_jax.kernels.products import MANY_TOKENS, int8_product, multiply, rounded
 
@@ -99,14 +100,14 @@ def _scaled(sums, scale):
   return sums if scale is None else rounded(sums * scale, sums.dtype)  # a channel's scale is a factor of its sums
 
 
-def _side_by_side(kernels: Sequence[Any], axis: int):
-  """Kernels `[in, out]`, or biases `[out]`, as one; `axis` is that of the outputs."""
+def _side_by_side(kernels: Sequence[Any]):
+  """Kernels `[..., in, out]`, or biases `[..., out]`, as one."""
   if is_in_blocks(kernels[0]):
     return side_by_side(kernels)
   if not is_int8(kernels[0]):
-    return jnp.concatenate(kernels, axis=axis)
+    return jnp.concatenate(kernels, axis=-1)
   values, scales = zip(*((kernel.values, kernel.scale) for kernel in kernels), strict=True)
-  return Int8Kernel(jnp.concatenate(values, axis=axis), jnp.concatenate(scales), kernels[0].channel_axis)
+  return Int8Kernel(jnp.concatenate(values, axis=-1), jnp.concatenate(scales, axis=-1), kernels[0].channel_axis)
 
 
 def _can_join(parts: Sequence[Mapping[str, Any]]) -> bool:
@@ -121,8 +122,7 @@ def _joined(params: Mapping[str, Any]) -> dict[str, Any]:
   for names, joined in JOINED.items():
     parts = [params[name] for name in names if isinstance(params.get(name), Mapping)]
     if len(parts) == len(names) and all(part.keys() == parts[0].keys() for part in parts) and _can_join(parts):
-      axes = {'kernel': 1, 'bias': 0}
-      params[joined] = {leaf: _side_by_side([part[leaf] for part in parts], axes[leaf]) for leaf in parts[0]}
+      params[joined] = {leaf: _side_by_side([part[leaf] for part in parts]) for leaf in parts[0]}
       for name in names:
         del params[name]
   return params
@@ -230,10 +230,13 @@ def _is_gain(keys: Any, node: Any) -> bool:
 @kernels_for_decoding.form('cpu')
 def _converted_for_cpu(params: Mapping[str, Any]) -> Mapping[str, Any]:
   def is_whole(node):
-    return is_int8(node) or isinstance(node, (BlockKernel, TransposedKernel, PackedKernel, OrderedGain))
+    return is_int8(node) or isinstance(node, (BlockKernel, TransposedKernel, PackedKernel, PackedExperts, OrderedGain))
 
   def is_product(keys, node):
-    if isinstance(node, (BlockKernel, TransposedKernel, PackedKernel)) or keys[-1].key not in ('kernel', 'unembedding'):
+    if isinstance(node, (BlockKernel, TransposedKernel, PackedKernel, PackedExperts)) or keys[-1].key not in (
+      'kernel',
+      'unembedding',
+    ):
       return False
     return len(node.shape) == 2
 
@@ -248,6 +251,8 @@ def _converted_for_cpu(params: Mapping[str, Any]) -> Mapping[str, Any]:
       return OrderedGain(node.astype(jnp.float32))
     if is_packed(keys, node):
       return _packed(node)
+    if keys[-1].key == 'kernel' and (is_int8(node) or isinstance(node, jax.Array)) and len(node.shape) == 3:
+      return packed_experts(node) or node
     if not is_slow(keys, node):
       return node
     return _transposed(node) if not _wants_both(node) else TransposedKernel(node.T, node) if is_doubled else node

@@ -1,4 +1,4 @@
-"""The decoder of all models: of Llama, Mistral, Qwen, Gemma, GPT-NeoX and GPT-2, and of those that are trained here.
+"""The decoder of all models: of Llama, Mistral, Qwen, Gemma, GPT-NeoX and GPT-2, of their mixtures, and of those trained here.
 
 `causal_lm_config` has its sizes and parameters, `transformer` trains it. A bias, a gate, an output head or a norm is
 applied where the parameters have it.
@@ -21,7 +21,7 @@ from spectr_jax.kernels.matrices import JOINED, matmul, params_for_decoding
 from spectr_jax.kernels.products import accumulation_dtype, rounded, sum_of
 from spectr_jax.kernels.tpu import fused_layers
 from spectr_jax.model import KVCache, Model, ModelOutput, slots_of
-from spectr_jax.models import functions, layers
+from spectr_jax.models import experts, functions, layers
 from spectr_jax.models.causal_lm_config import ACTIVATIONS, CausalLMConfig, Rope, param_shapes
 from spectr_jax.models.causal_lm_config import init_params as init_params
 from spectr_jax.models.causal_lm_config import lm1b_config as lm1b_config
@@ -89,6 +89,8 @@ def project(params, config: CausalLMConfig, x: jax.Array, rotation: Rotation | N
 
   widths = [heads * config.head_dim for heads in (config.num_heads, config.num_cached_heads, config.num_cached_heads)]
   products = linears(params, ('q', 'k', 'v'), x, widths)
+  if config.has_wide_qk_norm:
+    products[:2] = [_rms_norm(params[f'{name}_norm'], product, config) for name, product in zip('qk', products)]
   query, key, value = (product.reshape(*x.shape[:2], -1, config.head_dim) for product in products)
   if config.has_qk_norm:
     query, key = _rms_norm(params['q_norm'], query, config), _rms_norm(params['k_norm'], key, config)
@@ -97,11 +99,11 @@ def project(params, config: CausalLMConfig, x: jax.Array, rotation: Rotation | N
   return query, key, value
 
 
-def mix(config: CausalLMConfig, layer: int, query, key, value, visible, cache: KVCache | None):
+def mix(config: CausalLMConfig, layer: int, query, key, value, visible, cache: KVCache | None, sinks=None):
   """The mixed values `[B, N, H, head_dim]`, and the layer's pending keys and values.
 
   `visible` are the pending tokens, bool `[1 or B, N, M]`, and the slots, bool `[B, 1 or N, S]`, that each token sees,
-  and the tokens' positions, int32 `[B, N]`; None for the slots if there is no cache.
+  and the tokens' positions, int32 `[B, N]`; None for the slots if there is no cache. `sinks` are those of `attend`.
   """
   pending_mask, slots, positions = visible
   if cache is None:
@@ -109,7 +111,7 @@ def mix(config: CausalLMConfig, layer: int, query, key, value, visible, cache: K
   else:
     keys, values = cache.append(layer, key, value, num_pending_slots=pending_mask.shape[-1])
     prefix = None if slots is None else (cache.keys[layer], cache.values[layer], slots, positions)
-  options = {'scale': config.query_scale, 'soft_cap': config.attention_soft_cap}
+  options = {'scale': config.query_scale, 'soft_cap': config.attention_soft_cap, 'sinks': sinks}
   return attend(query, keys, values, pending_mask, prefix, **options), keys, values
 
 
@@ -118,7 +120,8 @@ def attention(
 ):
   """The output `[B, N, embed_dim]` for `x` `[B, N, in]`, and the layer's pending keys and values; see `mix`."""
   query, key, value = project(params, config, x, rotation)
-  mixed, keys, values = mix_fn(config, layer, query, key, value, visible, cache)
+  sinks = {'sinks': params['sinks']} if config.has_sinks else {}
+  mixed, keys, values = mix_fn(config, layer, query, key, value, visible, cache, **sinks)
   return linear(params['out'], mixed.reshape(*x.shape[:2], -1)), keys, values
 
 
@@ -130,6 +133,8 @@ def mlp(params, config: CausalLMConfig, x: jax.Array) -> jax.Array:
     wide = products.astype(accumulation_dtype(products.dtype))
     return rounded(ACTIVATIONS[config.activation](wide), products.dtype)
 
+  if config.experts is not None and 'router' in params:
+    return experts.mixture(params, config.experts, activation, x)
   if config.is_gated:
     gate, up = linears(params, ('gate', 'up'), x, [config.mlp_dim] * 2)
     hidden = activation(gate) * up

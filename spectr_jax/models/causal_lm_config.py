@@ -19,6 +19,7 @@ from jax.sharding import AbstractMesh, Mesh
 from spectr_jax.kernels.int8 import CHANNEL_AXES, INT8, Int8Kernel, check_weights, quantized
 from spectr_jax.kernels.products import accumulation_dtype
 from spectr_jax.model import KVCache
+from spectr_jax.models.routing import Experts
 from spectr_jax.sharding import MODEL
 
 ACTIVATIONS = {
@@ -92,6 +93,8 @@ class CausalLMConfig:
     norm_epsilon: Added to variances.
     gain_offset: Added to the gains of root-mean-square norms.
     has_qk_norm: Whether queries and keys are normalized per head.
+    has_wide_qk_norm: Whether they are normalized over all heads together.
+    has_sinks: Whether each head has a learned score that counts in its softmax and mixes no value.
     has_post_norms: Whether the outputs of attention and MLP are normalized.
     is_parallel: Whether attention and MLP of a block both read the block's input.
     has_qkv_bias: Whether queries, keys and values have biases.
@@ -104,6 +107,7 @@ class CausalLMConfig:
     logit_soft_cap: Bound of logits, or None.
     embedding_scale: Factor of embedded tokens.
     is_tied: Whether the embedding is the output head as well.
+    experts: The experts that MLPs are mixtures of, or None.
     kv_copies: How often each head of keys and values is stored, so that a mesh with more devices than heads can shard
       them.
 
@@ -129,6 +133,8 @@ class CausalLMConfig:
   norm_epsilon: float = 1e-6
   gain_offset: float = 0.0
   has_qk_norm: bool = False
+  has_wide_qk_norm: bool = False
+  has_sinks: bool = False
   has_post_norms: bool = False
   is_parallel: bool = False
   has_qkv_bias: bool = False
@@ -141,6 +147,7 @@ class CausalLMConfig:
   logit_soft_cap: float | None = None
   embedding_scale: float = 1.0
   is_tied: bool = False
+  experts: Experts | None = None
   kv_copies: int = 1
 
   def __post_init__(self):
@@ -171,6 +178,8 @@ class CausalLMConfig:
     check_weights(self.weights)
     if len(self.windows) not in (0, self.num_layers):
       raise ValueError(f'windows must be given for all {self.num_layers} layers or none, got {len(self.windows)}')
+    if self.experts is not None and len(self.experts.layers) not in (0, self.num_layers):
+      raise ValueError(f'experts must be said of all {self.num_layers} layers, got {len(self.experts.layers)}')
     for rope in (self.rope, self.window_rope):
       if rope is not None and 2 * len(rope.frequencies) > self.head_dim:
         raise ValueError(f'{len(rope.frequencies)} rotary frequencies need heads of twice that; got {self.head_dim}')
@@ -278,11 +287,11 @@ def param_shapes(config: CausalLMConfig) -> dict[str, Any]:
     if config.weights != INT8:
       return {name: array(*shape)}
     axis = CHANNEL_AXES[name]
-    scale = jax.ShapeDtypeStruct((shape[axis],), accumulation_dtype(config.dtype))
+    scale = jax.ShapeDtypeStruct((*shape[:-2], shape[axis - 2]), accumulation_dtype(config.dtype))
     return {name: Int8Kernel(jax.ShapeDtypeStruct(shape, jnp.int8), scale, axis)}
 
-  def linear(num_in, num_out, has_bias):
-    return matrix('kernel', num_in, num_out) | ({'bias': array(num_out)} if has_bias else {})
+  def linear(num_in, num_out, has_bias, *stack):
+    return matrix('kernel', *stack, num_in, num_out) | ({'bias': array(*stack, num_out)} if has_bias else {})
 
   def norm():
     return {'gain': array(width)} | ({'bias': array(width)} if config.norm == 'layer' else {})
@@ -290,28 +299,42 @@ def param_shapes(config: CausalLMConfig) -> dict[str, Any]:
   width, head_dim = config.embed_dim, config.head_dim
   query_width, kv_width = config.num_heads * head_dim, config.num_cached_heads * head_dim
 
-  def block():
+  def mlp():
+    into = {name: linear(width, config.mlp_dim, config.has_mlp_bias) for name in ('gate', 'up')[not config.is_gated :]}
+    return {**into, 'down': linear(config.mlp_dim, width, config.has_mlp_bias)}
+
+  def mixture(experts):
+    router = {'kernel': array(width, experts.num)}
+    router |= {'bias': array(experts.num)} if experts.has_bias else {}
+    router |= {'choice_bias': array(experts.num)} if experts.has_choice_bias else {}
+    into = {name: linear(width, experts.hidden_dim, experts.has_bias, experts.num) for name in ('gate', 'up')}
+    down = linear(experts.hidden_dim, width, experts.has_bias, experts.num)
+    return {'router': router, 'experts': {**into, 'down': down}}
+
+  def block(layer):
     attention = {
       'q': linear(width, query_width, config.has_qkv_bias),
       'k': linear(width, kv_width, config.has_qkv_bias),
       'v': linear(width, kv_width, config.has_qkv_bias),
       'out': linear(query_width, width, config.has_out_bias),
     }
-    if config.has_qk_norm:
-      attention |= {'q_norm': {'gain': array(head_dim)}, 'k_norm': {'gain': array(head_dim)}}
-    into = {name: linear(width, config.mlp_dim, config.has_mlp_bias) for name in ('gate', 'up')[not config.is_gated :]}
-    mlp = {**into, 'down': linear(config.mlp_dim, width, config.has_mlp_bias)}
+    if config.has_qk_norm or config.has_wide_qk_norm:
+      widths = (query_width, kv_width) if config.has_wide_qk_norm else (head_dim, head_dim)
+      attention |= {f'{name}_norm': {'gain': array(size)} for name, size in zip('qk', widths)}
+    if config.has_sinks:
+      attention['sinks'] = array(config.num_heads)
+    experts = config.experts if config.experts and config.experts.are_in(layer) else None
     norms = {'attention_norm': norm(), 'mlp_norm': norm()}
     if config.has_post_norms:
       norms |= {'attention_post_norm': norm(), 'mlp_post_norm': norm()}
-    return {'attention': attention, 'mlp': mlp, **norms}
+    return {'attention': attention, 'mlp': mixture(experts) if experts else mlp(), **norms}
 
   shapes = matrix('embedding', config.vocab_size, width) | {'final_norm': norm()}
   if config.rope is None:
     shapes['position_embedding'] = array(config.context_length, width)
   if not config.is_tied:
     shapes |= matrix('unembedding', width, config.vocab_size)
-  return shapes | {f'layer_{layer}': block() for layer in range(config.num_layers)}
+  return shapes | {f'layer_{layer}': block(layer) for layer in range(config.num_layers)}
 
 
 def init_params(key: jax.Array, config: CausalLMConfig) -> dict[str, Any]:
@@ -319,7 +342,7 @@ def init_params(key: jax.Array, config: CausalLMConfig) -> dict[str, Any]:
   shapes, structure = jax.tree_util.tree_flatten_with_path(param_shapes(dataclasses.replace(config, weights=None)))
 
   def draw(key, path, shape):
-    scale = shape.shape[0] ** -0.5 if path[-1].key in ('kernel', 'unembedding') else shape.shape[-1] ** -0.5
+    scale = shape.shape[-2] ** -0.5 if path[-1].key in ('kernel', 'unembedding') else shape.shape[-1] ** -0.5
     offset = 1.0 - config.gain_offset if path[-1].key == 'gain' else 0.0
     return (offset + scale * jax.random.normal(key, shape.shape)).astype(shape.dtype)
 
