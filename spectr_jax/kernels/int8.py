@@ -71,8 +71,8 @@ def check_savable(params: Any) -> None:
 def quantize(matrix: np.ndarray, channel_axis: int) -> tuple[np.ndarray, np.ndarray]:
   """Rounds every channel of a matrix to 255 numbers from minus to plus its largest magnitude: int8, and scales `[out]`.
 
-  Channels lie along `channel_axis` of the last two, whole and in float32 or float64. An entry is off by half a scale at most.
-  ValueError for numbers that are not finite.
+  Channels lie along `channel_axis` of the last two, whole and in float32 or float64. An entry is off by half a scale at
+  most. ValueError for numbers that are not finite.
   """
   scale = np.abs(matrix).max(axis=-1 - channel_axis) / matrix.dtype.type(_LARGEST)
   if not np.isfinite(scale).all():

@@ -229,16 +229,14 @@ def _is_gain(keys: Any, node: Any) -> bool:
 
 @kernels_for_decoding.form('cpu')
 def _converted_for_cpu(params: Mapping[str, Any]) -> Mapping[str, Any]:
-  def is_whole(node):
-    return is_int8(node) or isinstance(node, (BlockKernel, TransposedKernel, PackedKernel, PackedExperts, OrderedGain))
+  def is_made(node):
+    return isinstance(node, (BlockKernel, TransposedKernel, PackedKernel, PackedExperts, OrderedGain))
 
-  def is_product(keys, node):
-    if isinstance(node, (BlockKernel, TransposedKernel, PackedKernel, PackedExperts)) or keys[-1].key not in (
-      'kernel',
-      'unembedding',
-    ):
-      return False
-    return len(node.shape) == 2
+  def is_whole(node):
+    return is_int8(node) or is_made(node)
+
+  def is_product(keys, node, num_axes=2):
+    return not is_made(node) and keys[-1].key in ('kernel', 'unembedding') and len(node.shape) == num_axes
 
   def is_packed(keys, node):
     return is_product(keys, node) and node.size >= min(products.LARGE, _LEAST_PACKED) and _is_packed(node)
@@ -251,7 +249,7 @@ def _converted_for_cpu(params: Mapping[str, Any]) -> Mapping[str, Any]:
       return OrderedGain(node.astype(jnp.float32))
     if is_packed(keys, node):
       return _packed(node)
-    if keys[-1].key == 'kernel' and (is_int8(node) or isinstance(node, jax.Array)) and len(node.shape) == 3:
+    if is_product(keys, node, num_axes=3):
       return packed_experts(node) or node
     if not is_slow(keys, node):
       return node

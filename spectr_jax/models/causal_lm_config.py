@@ -312,7 +312,7 @@ def param_shapes(config: CausalLMConfig) -> dict[str, Any]:
     return {'router': router, 'experts': {**into, 'down': down}}
 
   def block(layer):
-    attention = {
+    attention: dict[str, Any] = {
       'q': linear(width, query_width, config.has_qkv_bias),
       'k': linear(width, kv_width, config.has_qkv_bias),
       'v': linear(width, kv_width, config.has_qkv_bias),

@@ -175,10 +175,8 @@ def read_spec(spec: Mapping[str, Any], where: str = 'config.json') -> tuple[Fami
     method = str(quantization.get('quant_method', 'an unnamed method')) if quantization else None
     if method not in (None, family.quantization):
       known = f'{family.quantization}, ' if family.quantization else ''
-      kind = name_shown(method)
-      raise ValueError(
-        f'weights quantized by {kind} are not read; known are {known}unquantized weights and .gguf files'
-      )
+      known += 'unquantized weights and .gguf files'
+      raise ValueError(f'weights quantized by {name_shown(method)} are not read; known are {known}')
     check_requests(spec, known=family.known)
     try:
       return family, family.read_config(spec)
@@ -263,8 +261,7 @@ def source_of(path: str, shape: tuple[int, ...], family: Family, config: CausalL
     return Source(f'{prefix}{family.modules[f"{module}/{leaf}"]}', shape, False, None, family, config)
   num_experts = None
   if module.startswith('mlp/experts/'):
-    num_experts, *shape = shape
-    shape = tuple(shape)
+    num_experts, shape = shape[0], shape[1:]
   is_key_norm = module == 'attention/k_norm' and config.has_wide_qk_norm  # has the copies that keys have
   part = 1 if is_key_norm else None
   if module in ('attention/q', 'attention/k', 'attention/v'):

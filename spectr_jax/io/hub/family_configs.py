@@ -276,7 +276,8 @@ def _experts(spec: Mapping[str, Any], hidden_dim: int, **traits: Any) -> Experts
   numbers = {name: spec[name] for name in ('num_experts', 'num_local_experts') if name in spec}
   if len(set(numbers.values())) > 1:
     raise ValueError(f'{" and ".join(numbers)} contradict each other')
-  return Experts(*numbers.values() or [spec['num_experts']], spec['num_experts_per_tok'], hidden_dim, **traits)
+  num = spec['num_experts'] if not numbers else min(numbers.values())
+  return Experts(num, spec['num_experts_per_tok'], hidden_dim, **traits)
 
 
 def mixtral(spec: dict[str, Any]) -> CausalLMConfig:

@@ -35,8 +35,8 @@ _TARGET, _BLOCK_TARGET, _ATTENTION_TARGET = 'spectr_product', 'spectr_block_prod
 _NORM_TARGET, _TOTALS_TARGET, _SOFTMAX_TARGET = 'spectr_norm', 'spectr_totals', 'spectr_softmax'
 _DRAW_TARGET, _WRITE_TARGET, _EXPERT_TARGET = 'spectr_draw', 'spectr_write', 'spectr_expert_product'
 _TARGETS = (
-  _TARGET, _BLOCK_TARGET, _EXPERT_TARGET, _ATTENTION_TARGET, _NORM_TARGET, _TOTALS_TARGET, _SOFTMAX_TARGET, _DRAW_TARGET,
-  _WRITE_TARGET,
+  _TARGET, _BLOCK_TARGET, _EXPERT_TARGET, _ATTENTION_TARGET, _NORM_TARGET, _TOTALS_TARGET, _SOFTMAX_TARGET,
+  _DRAW_TARGET, _WRITE_TARGET,
 )  # fmt: skip
 _ATTENTION_SHAPES = (1, 3, 1, 16), (1, 1, 16, 6), (1, 1, 6, 16)  # of queries, keys and values that are compared
 _logger = logging.getLogger(__name__)
