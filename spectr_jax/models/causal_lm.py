@@ -1,4 +1,4 @@
-"""The decoder of all models: of Llama, Mistral, Qwen, Gemma, GPT-NeoX, GPT-2, mixtures of experts, and those trained here.
+"""The decoder of all models: Llama, Mistral, Qwen, Gemma, GPT-NeoX, GPT-2, mixtures of experts, and those trained here.
 
 `causal_lm_config` has its sizes and parameters, `transformer` trains it. A bias, a gate, an output head or a norm is
 applied where the parameters have it.
