@@ -1,8 +1,9 @@
 """Products of rows with the kernels of their experts.
 
 A call on few tokens gathers the kernels that it needs. A call on many sorts its rows by their experts, for
-`jax.lax.ragged_dot`. On a CPU that costs what all experts cost, whatever is chosen. So `kernels.native` has a product of
-its own, which reads the experts that have rows, and those alone. Its sums have one order, whatever rows there are beside.
+`jax.lax.ragged_dot`. On a CPU that costs what all experts cost, whatever is chosen. So `kernels.native` has a product
+of its own, which reads the experts that have rows, and those alone. Its sums have one order, whatever rows there are
+beside.
 """
 
 from __future__ import annotations

@@ -271,18 +271,18 @@ def gpt2(spec: dict[str, Any]) -> CausalLMConfig:
 # Mixtures of experts.
 
 
-def _experts(spec: Mapping[str, Any], hidden_dim: int, **traits: Any) -> Experts:
-  """The experts, whose number the files of one family have by two names."""
+def _experts(spec: Mapping[str, Any], hidden_dim: int, num: int, num_chosen: int, **traits: Any) -> Experts:
+  """The experts, whose number files of one family have by two names, or do not have: then it is `num`."""
   numbers = {name: spec[name] for name in ('num_experts', 'num_local_experts') if name in spec}
   if len(set(numbers.values())) > 1:
     raise ValueError(f'{" and ".join(numbers)} contradict each other')
-  num = spec['num_experts'] if not numbers else min(numbers.values())
-  return Experts(num, spec['num_experts_per_tok'], hidden_dim, **traits)
+  num = next(iter(numbers.values()), num)
+  return Experts(num, spec.get('num_experts_per_tok', num_chosen), hidden_dim, **traits)
 
 
 def mixtral(spec: dict[str, Any]) -> CausalLMConfig:
   spec = {'num_key_value_heads': 8, 'rope_theta': 1e6, 'rms_norm_eps': 1e-5, **spec}
-  experts = _experts({'num_local_experts': 8, 'num_experts_per_tok': 2, **spec}, spec['intermediate_size'])
+  experts = _experts(spec, spec['intermediate_size'], 8, 2)
   return llama_config(spec, experts=experts, windows=layer_windows(spec, lambda layer: True))
 
 
@@ -291,8 +291,10 @@ def qwen3_moe(spec: dict[str, Any]) -> CausalLMConfig:
   step, dense = spec.get('decoder_sparse_step', 1), set(spec.get('mlp_only_layers', []))
   layers = tuple(i not in dense and (i + 1) % step == 0 for i in range(spec['num_hidden_layers']))
   experts = _experts(
-    {'num_experts_per_tok': 8, **spec},
-    spec['moe_intermediate_size'],
+    spec,
+    spec.get('moe_intermediate_size', 768),
+    128,
+    8,
     layers=() if all(layers) else layers,
     is_normalized=spec.get('norm_topk_prob', False),
   )
@@ -302,9 +304,7 @@ def qwen3_moe(spec: dict[str, Any]) -> CausalLMConfig:
 
 def olmoe(spec: dict[str, Any]) -> CausalLMConfig:
   spec = {'rms_norm_eps': 1e-5, 'max_position_embeddings': 4096, **spec}
-  experts = _experts(
-    {'num_experts_per_tok': 8, **spec}, spec['intermediate_size'], is_normalized=spec.get('norm_topk_prob', False)
-  )
+  experts = _experts(spec, spec['intermediate_size'], 64, 8, is_normalized=spec.get('norm_topk_prob', False))
   return llama_config(spec, experts=experts, has_wide_qk_norm=True, windows=layer_windows(spec))
 
 
@@ -319,8 +319,10 @@ def gpt_oss(spec: dict[str, Any]) -> CausalLMConfig:
   if not spec.get('rope_scaling') and not spec.get('rope_parameters'):
     spec['rope_parameters'] = _GPT_OSS_ROPE
   experts = _experts(
-    {'num_experts_per_tok': 4, **spec},
+    spec,
     spec['intermediate_size'],
+    128,
+    4,
     is_chosen_first=True,
     is_normalized=False,
     has_bias=True,

@@ -110,9 +110,9 @@ def _quantized_experts(read: _ReadPart, kernel: Int8Kernel) -> tuple[_ReadPart, 
 
 
 def _in_blocks(keys, shape, tensors: Tensors, source: Source) -> BlockKernel | None:
-  """A matrix in the blocks of its file; None for other parameters, and for blocks of another type."""
+  """A matrix in the blocks of its file; None for other parameters, for experts, and for blocks of another type."""
   name = keys[-1].key
-  if name not in CHANNEL_AXES or not isinstance(tensors, GgufTensors):
+  if name not in CHANNEL_AXES or not isinstance(tensors, GgufTensors) or source.num_experts is not None:
     return None
   outputs = slice(0, shape[0] if name == 'embedding' else shape[1])
   blocks = tensors.blocks(source.name, list(source.ranges(outputs)))
