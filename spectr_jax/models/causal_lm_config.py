@@ -22,6 +22,7 @@ from spectr_jax.model import KVCache
 from spectr_jax.models.routing import Experts
 from spectr_jax.sharding import MODEL
 
+_MOST_EXPERTS = 2**17  # of all layers, five times those of any model that there is
 ACTIVATIONS = {
   'silu': jax.nn.silu,
   'gelu': functools.partial(jax.nn.gelu, approximate=False),
@@ -180,6 +181,8 @@ class CausalLMConfig:
       raise ValueError(f'windows must be given for all {self.num_layers} layers or none, got {len(self.windows)}')
     if self.experts is not None and len(self.experts.layers) not in (0, self.num_layers):
       raise ValueError(f'experts must be said of all {self.num_layers} layers, got {len(self.experts.layers)}')
+    if self.experts is not None and self.num_layers * self.experts.num > _MOST_EXPERTS:
+      raise ValueError(f'{self.num_layers} layers of {self.experts.num} experts are too many; at most {_MOST_EXPERTS}')
     for rope in (self.rope, self.window_rope):
       if rope is not None and 2 * len(rope.frequencies) > self.head_dim:
         raise ValueError(f'{len(rope.frequencies)} rotary frequencies need heads of twice that; got {self.head_dim}')

@@ -2,11 +2,14 @@
 
 import dataclasses
 import itertools
+import pathlib
 
+import commands
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny_hub
 from hub_specs import SPECS
 
 from spectr_jax.io.hub.families import read_spec
@@ -17,7 +20,6 @@ from spectr_jax.models import experts, routing
 from spectr_jax.models.causal_lm import causal_lm
 from spectr_jax.models.causal_lm_config import ACTIVATIONS, init_params, param_shapes
 from spectr_jax.models.routing import Experts
-from spectr_jax.sharding import make_mesh, put, shardings
 from spectr_jax.tree import TokenTree
 
 pytestmark = pytest.mark.usefixtures('highest')
@@ -190,40 +192,27 @@ def _plain(model, tokens):
 
 @pytest.mark.parametrize('weights', [None, 'int8'])
 @pytest.mark.parametrize('name', NAMES)
-def test_meshes_and_forms_for_decoding_have_the_same_logits(name, weights):
+def test_models_for_decoding_have_the_same_logits(name, weights):
   config = dataclasses.replace(read_spec(SPECS[name])[1], weights=weights)
   model = causal_lm(init_params(jax.random.key(0), config), config)
-  if weights == 'int8':
-    of_layer = model.params['layer_1']['mlp']
-    assert isinstance(of_layer['experts']['up']['kernel'], Int8Kernel)
-    assert isinstance(of_layer['router']['kernel'], jax.Array)
+  of_layer = model.params['layer_1']['mlp']
+  assert isinstance(of_layer['experts']['up']['kernel'], Int8Kernel) == (weights == 'int8')
+  assert isinstance(of_layer['router']['kernel'], jax.Array)
   for num_tokens in (1, 9):  # that gather experts, and that do not
     tokens = jnp.arange(2 * num_tokens).reshape(2, -1) % 32
     expected = _plain(model, tokens)
     np.testing.assert_allclose(_plain(model.for_decoding(), tokens), expected, atol=1e-4)
     with native.disabled():
       np.testing.assert_allclose(_plain(model.for_decoding(), tokens), expected, atol=1e-4)
-    for sizes in ({'model': 2}, {'model': 4}, {'data': 2, 'model': 2}):
-      mesh = make_mesh(sizes, jax.devices()[: int(np.prod(list(sizes.values())))])
-      wide = config.for_mesh(mesh)
-      params = _copied(model.params, wide.kv_copies, config)
-      placed = put(params, shardings(mesh, params))
-      np.testing.assert_allclose(_plain(causal_lm(placed, wide), tokens), expected, atol=1e-4)
 
 
-def _copied(params, num_copies, config):
-  """Parameters with copies of the heads of keys and values."""
-
-  def repeat(keys, x):
-    path = jax.tree_util.keystr(keys, simple=True, separator='/')
-    if num_copies == 1 or not any(f'attention/{name}' in path for name in ('k', 'v')):
-      return x
-    if path.endswith('k_norm/gain') and not config.has_wide_qk_norm:
-      return x
-    heads = x.reshape(*x.shape[:-1], -1, config.head_dim if x.shape[-1] % config.head_dim == 0 else 1)
-    return jnp.repeat(heads, num_copies, axis=-2).reshape(*x.shape[:-1], -1)
-
-  return jax.tree_util.tree_map_with_path(repeat, params)
+def test_meshes_decode_like_one_device(tmp_path):
+  options = {'cwd': pathlib.Path(__file__).parent, 'num_devices': 4, 'JAX_DEFAULT_MATMUL_PRECISION': 'highest'}
+  for name in NAMES:
+    arrays = {key: x / 2 if x.ndim == 2 else x for key, x in tiny_hub.tensors_of(SPECS[name]).items()}
+    tiny_hub.write_model(tmp_path / name, SPECS[name], arrays)
+  ran = commands.finish(commands.start('mixtures_on_meshes', *(tmp_path / name for name in NAMES), **options))
+  assert ran.splitlines()[-len(NAMES) :] == [f'{name}: 6 meshes' for name in NAMES]
 
 
 @pytest.mark.parametrize(

@@ -130,11 +130,11 @@ def _reference_logits(reference, texts):
     return np.stack([reference(torch.tensor([text])).logits[0, -1].float().numpy() for text in texts])
 
 
-def _assert_near(found, expected, dtype):
+def _assert_near(found, expected, reference, dtype):
   errors = np.abs(np.asarray(found) - expected).max(axis=-1) / np.abs(expected).max()
   # In 16 bits a token between two experts may be sent to another one.
-  error = np.quantile(errors, 0.8) if dtype == 'bfloat16' else errors.max()
-  assert error < TOLERANCE[dtype], errors
+  may_differ = dtype == 'bfloat16' and hasattr(reference.config, 'num_experts_per_tok')
+  assert (np.median(errors) if may_differ else errors.max()) < TOLERANCE[dtype], errors
 
 
 @jax.jit
@@ -149,7 +149,7 @@ def _assert_same_logits_of_prompts(model, reference, dtype):
   positions = jnp.broadcast_to(jnp.arange(prompts.shape[1]), prompts.shape)
   causal = jnp.tril(jnp.ones((prompts.shape[1],) * 2, bool))
   logits = jax.jit(Model.apply)(model, prompts, positions, causal, model.init_cache_fn(3, 24)).logits
-  _assert_near(logits[np.arange(3), LENGTHS - 1], expected, dtype)
+  _assert_near(logits[np.arange(3), LENGTHS - 1], expected, reference, dtype)
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
@@ -165,12 +165,12 @@ def test_prompts_trees_and_steps_have_the_references_logits(case, dtype):
   expected = _reference_logits(reference, texts).reshape(3, 7, -1)
   cache = _prefill(model, prompts, LENGTHS)
   output = apply(model, tokens, LENGTHS[:, None] + TREE.depths, jnp.asarray(TREE.ancestors), cache)
-  _assert_near(output.logits, expected, dtype)
+  _assert_near(output.logits, expected, reference, dtype)
   # One path of it, token by token.
   nodes = [0, 1, 4, 6]
   for depth, node in enumerate(nodes):
     output = apply(model, tokens[:, node : node + 1], LENGTHS[:, None] + depth, jnp.ones((1, 1), bool), cache)
-    _assert_near(output.logits[:, 0], expected[:, node], dtype)
+    _assert_near(output.logits[:, 0], expected[:, node], reference, dtype)
     cache = output.cache.commit(jnp.zeros((3, 1), jnp.int32), jnp.ones(3, jnp.int32))
 
 
@@ -209,7 +209,7 @@ def test_some_layers_written_here_are_read_there(case, tmp_path):
     wanted = theirs(torch.tensor(tokens)).logits.numpy()
   positions = jnp.broadcast_to(jnp.arange(12), tokens.shape)
   found = model.apply(tokens, positions, jnp.tril(jnp.ones((12, 12), bool)), model.init_cache_fn(2, 1)).logits
-  _assert_near(found, wanted, 'float32')
+  _assert_near(found, wanted, reference, 'float32')
 
 
 @pytest.mark.parametrize('differs', [True, False])

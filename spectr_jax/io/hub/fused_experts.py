@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from spectr_jax.io.hub.tensors import Tensors
+from spectr_jax.io.hub.tensors import Tensors, check_number
 from spectr_jax.io.untrusted import name_shown
 from spectr_jax.models.causal_lm_config import CausalLMConfig
 
@@ -45,17 +45,17 @@ class FusedExperts(Tensors):
       self._others.discard(name)
       module, matrix, kind = match.groups()
       shape = tensors.shape(name)
-      num_axes, is_stored_so = {'': (3, True), '_bias': (2, True)}.get(kind, (None, False))
       if kind == '_scales':
         if name.removesuffix('_scales') + '_blocks' not in tensors.names():
           raise ValueError(f'tensor {name_shown(name)} is there without its blocks')
         continue
       if kind == '_blocks':
         self._check_blocks(name, shape)
-      elif is_stored_so and len(shape) != num_axes:
+      elif len(shape) != (num_axes := 2 if kind else 3):
         raise ValueError(f'tensor {name_shown(name)} has {len(shape)} axes, expected {num_axes}')
       if shape[0] != num_experts:
         raise ValueError(f'tensor {name_shown(name)} has {shape[0]} experts, the configuration {num_experts}')
+      check_number(len(self._places))
       if matrix == 'gate_up' and shape[{'': 2}.get(kind, 1)] % 2:
         raise ValueError(f'tensor {name_shown(name)} has gates without an up: its shape is {shape}')
       for ours, part in _PARTS[matrix]:

@@ -16,7 +16,7 @@ from spectr_jax.io import untrusted
 from spectr_jax.io.hub.families import FAMILIES
 from spectr_jax.io.hub.gguf_config import ROPE_FREQS
 from spectr_jax.io.hub.gguf_header import GgufHeader, StoredTensor
-from spectr_jax.io.hub.tensors import Tensors
+from spectr_jax.io.hub.tensors import Tensors, check_number
 
 _FREQUENCIES = re.compile(r'blk\.(\d+)\.attn_rot_embd(?:\.weight)?', re.ASCII)
 _MOST_AT_ONCE = 2**22  # numbers dequantized together
@@ -63,6 +63,7 @@ class GgufTensors(Tensors):
         if not self._sources.keys().isdisjoint(sources):
           raise ValueError('is there under another name as well')
         self._sources |= sources
+        check_number(len(self._sources))
 
   def names(self) -> set[str]:
     return set(self._sources)
