@@ -264,7 +264,7 @@ def test_sinks_count_in_the_softmax_and_mix_nothing(forms, sizes):
   inputs = _inputs(batch_size=3, dtype='float32', cache_dtype='float32', has_window=True, **sizes)
   sinks = jnp.asarray(np.random.default_rng(1).normal(size=sizes['num_heads']) * 3, jnp.float32)
   expected = _in_float64(*inputs, None, np.asarray(sinks, np.float64))
-  assert np.abs(expected - _in_float64(*inputs, None)).max() > 0.1
+  assert np.abs(expected - _in_float64(*inputs, None)).max() > 0.02
   options = {'soft_cap': None, 'sinks': sinks}
   found = [attention.tree_attention.plain(*inputs, **options)]
   with native.disabled():
