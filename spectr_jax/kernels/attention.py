@@ -182,7 +182,7 @@ def _scores(query, keys, visible, soft_cap):
   return jnp.where(visible[:, None], scores, jnp.finfo(wide).min)
 
 
-def _attend_in_blocks(query, new_keys, new_values, mask, prefix, *, soft_cap, sinks):
+def _attend_in_blocks(query, new_keys, new_values, mask, prefix, *, soft_cap, sinks=None):
   """`_attend` for many queries, over blocks of the prefix as far as any query sees (Milakov and Gimelshein 2018).
 
   Products are those of the queries' type, to which a CPU's cache in float32 is converted block by block.
@@ -217,7 +217,7 @@ def _attend_in_blocks(query, new_keys, new_values, mask, prefix, *, soft_cap, si
   return jnp.swapaxes(mixed / total, 1, 2).astype(dtype)
 
 
-def _attend(query, new_keys, new_values, mask, prefix, *, soft_cap, sinks):
+def _attend(query, new_keys, new_values, mask, prefix, *, soft_cap, sinks=None):
   """`attend` for scaled queries of as many heads as the keys have, without repeating them."""
   wide = accumulation_dtype(query.dtype)
   scores = functools.partial(_scores, query, soft_cap=soft_cap)
