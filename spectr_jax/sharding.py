@@ -41,8 +41,8 @@ def _matrix(path: str, axes: tuple[str | None, str | None], *, channel_axis: int
 # `data`, so that every parameter and its optimizer state is stored once.
 _EMBEDDINGS = (*_matrix('embedding', (MODEL, DATA), channel_axis=0), *_matrix('unembedding', (DATA, MODEL)))
 _EXPERTS = (  # by hidden units, as one MLP would be
-  (r'experts/(gate_up|gate|up)/kernel(/values)?', (None, DATA, MODEL)),
-  (r'experts/(gate_up|gate|up)/(bias|kernel/scale)', (None, MODEL)),
+  (r'experts/(gate|up)/kernel(/values)?', (None, DATA, MODEL)),
+  (r'experts/(gate|up)/(bias|kernel/scale)', (None, MODEL)),
   (r'experts/down/kernel(/values)?', (None, MODEL, DATA)),
   (r'experts/[a-z_]+/(bias|kernel/scale|kernel/panels)', ()),
   *_matrix('router/kernel', (DATA, None)),

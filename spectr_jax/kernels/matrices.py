@@ -101,18 +101,20 @@ def _scaled(sums, scale):
 
 
 def _side_by_side(kernels: Sequence[Any]):
-  """Kernels `[..., in, out]`, or biases `[..., out]`, as one."""
+  """Kernels `[in, out]`, or biases `[out]`, as one."""
   if is_in_blocks(kernels[0]):
     return side_by_side(kernels)
   if not is_int8(kernels[0]):
     return jnp.concatenate(kernels, axis=-1)
   values, scales = zip(*((kernel.values, kernel.scale) for kernel in kernels), strict=True)
-  return Int8Kernel(jnp.concatenate(values, axis=-1), jnp.concatenate(scales, axis=-1), kernels[0].channel_axis)
+  return Int8Kernel(jnp.concatenate(values, axis=-1), jnp.concatenate(scales), kernels[0].channel_axis)
 
 
 def _can_join(parts: Sequence[Mapping[str, Any]]) -> bool:
-  """Whether kernels are of one kind."""
+  """Whether kernels are of one kind. Those of experts stay apart: to join all would be a copy of most of a model."""
   kernels = [part.get('kernel') for part in parts]
+  if any(kernel is not None and len(kernel.shape) > 2 for kernel in kernels):
+    return False
   return fit_side_by_side(kernels) or not any(map(is_in_blocks, kernels))
 
 

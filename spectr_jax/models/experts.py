@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 
 from spectr_jax.kernels.expert_products import expert_product
-from spectr_jax.kernels.matrices import JOINED
 from spectr_jax.kernels.products import accumulation_dtype, rounded
 from spectr_jax.models.routing import Experts, route
 
@@ -41,7 +40,7 @@ def mix(
   """The weighted outputs of the chosen experts, `[N, D]` in the type of `x`, each token's added in its own order.
 
   Args:
-    params: `gate`, `up` (or both as one) and `down`, with kernels `[E, in, out]` and perhaps biases `[E, out]`.
+    params: `gate`, `up` and `down`, with kernels `[E, in, out]` and perhaps biases `[E, out]`.
     experts: Their sizes.
     activation_fn: The activation of gates.
     x: `[N, D]`.
@@ -49,11 +48,7 @@ def mix(
   """
   num_tokens, k = chosen.shape
   of_rows, rows = chosen.reshape(-1), jnp.repeat(x, k, axis=0)
-  joined = params.get(JOINED['gate', 'up'])
-  if joined is None:
-    gate, up = (_linear(params[name], rows, of_rows) for name in ('gate', 'up'))
-  else:
-    gate, up = jnp.split(_linear(joined, rows, of_rows), 2, axis=-1)
+  gate, up = (_linear(params[name], rows, of_rows) for name in ('gate', 'up'))
   out = _linear(params['down'], _gated(experts, activation_fn, gate, up), of_rows).reshape(num_tokens, k, -1)
   wide = weights.dtype
   parts = (rounded(out[:, i].astype(wide) * weights[:, i, None], wide) for i in range(k))
