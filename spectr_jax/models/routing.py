@@ -10,11 +10,9 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from spectr_jax.kernels import native
-from spectr_jax.kernels.dispatch import operation
 from spectr_jax.kernels.matrices import matmul
 from spectr_jax.kernels.products import accumulation_dtype
-from spectr_jax.kernels.softmax import totals
+from spectr_jax.kernels.softmax import shares, totals
 
 MOST_EXPERTS = 4096
 _TINY = 1e-20  # added to sums of weights, which sigmoids may leave at 0
@@ -88,18 +86,6 @@ class Experts:
   def are_in(self, layer: int) -> bool:
     """Whether a layer has experts."""
     return not self.layers or self.layers[layer]
-
-
-@operation
-def shares(logits: jax.Array) -> jax.Array:
-  """The softmax of rows `[N, E]`."""
-  return jax.nn.softmax(logits, axis=-1)
-
-
-@shares.form('cpu', takes=native.takes)
-def _ordered_shares(logits):
-  """Each sum in one order, whatever rows there are beside."""
-  return native.softmax(logits[None], jnp.ones((1, 1), jnp.float32), jnp.zeros((1, 1), bool))[0]
 
 
 def route(params: Mapping[str, Any], experts: Experts, x: jax.Array) -> tuple[jax.Array, jax.Array]:
