@@ -40,8 +40,18 @@ def _matrix(path: str, axes: tuple[str | None, str | None], *, channel_axis: int
 # `model`: attention by heads, the MLP by hidden units, the embedding by tokens. The other dimension is sharded over
 # `data`, so that every parameter and its optimizer state is stored once.
 _EMBEDDINGS = (*_matrix('embedding', (MODEL, DATA), channel_axis=0), *_matrix('unembedding', (DATA, MODEL)))
+_EXPERTS = (  # by hidden units, as one MLP would be
+  (r'experts/(gate|up)/kernel(/values)?', (None, DATA, MODEL)),
+  (r'experts/(gate|up)/(bias|kernel/scale)', (None, MODEL)),
+  (r'experts/down/kernel(/values)?', (None, MODEL, DATA)),
+  (r'experts/[a-z_]+/(bias|kernel/scale|kernel/panels)', ()),
+  *_matrix('router/kernel', (DATA, None)),
+  (r'router/choice_bias', ()),
+)
 CAUSAL_LM_RULES = (
   *_EMBEDDINGS,
+  *_EXPERTS,
+  (r'attention/sinks', (MODEL,)),
   (r'position_embedding', (None, DATA)),
   *_matrix('(attention/(qkv|[qkv])|mlp/(gate_up|gate|up))/kernel', (DATA, MODEL)),
   (r'(attention/(qkv|[qkv])|mlp/(gate_up|gate|up))/bias', (MODEL,)),

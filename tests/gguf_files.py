@@ -1,5 +1,7 @@
 """GGUF files of tiny models, as llama.cpp's conversion writes them."""
 
+import re
+
 import gguf
 import numpy as np
 import tiny_hub
@@ -15,6 +17,14 @@ SPECS = {
   'llama': TINY['llama'] | _WIDE | {'attention_bias': True, 'rms_norm_eps': 1e-5},
   'qwen2': TINY['qwen2'] | _WIDE | {'rms_norm_eps': 1e-5},
   'qwen3': TINY['qwen3'] | _WIDE | {'head_dim': HEAD_DIM, 'rms_norm_eps': 1e-5, 'tie_word_embeddings': True},
+  'mixtral': TINY['mixtral'] | _WIDE | {'rms_norm_eps': 1e-5},
+  'qwen3moe': TINY['qwen3_moe']
+  | _WIDE
+  | {'rms_norm_eps': 1e-5, 'head_dim': HEAD_DIM, 'moe_intermediate_size': 32, 'mlp_only_layers': []},
+  'olmoe': TINY['olmoe'] | _WIDE | {'rms_norm_eps': 1e-5, 'num_key_value_heads': KV_HEADS},
+  'gpt-oss': TINY['gpt_oss']
+  | _WIDE
+  | {'rms_norm_eps': 1e-5, 'head_dim': HEAD_DIM, 'sliding_window': 24, 'rope_parameters': {'rope_type': 'default'}},
   'gemma': TINY['gemma'] | _WIDE | _GEMMA | {'rms_norm_eps': 1e-5},
   'gemma2': TINY['gemma2']
   | _WIDE
@@ -36,12 +46,22 @@ METADATA = {
   'llama': _RMS | {'rope.dimension_count': HEAD_DIM, 'rope.freq_base': 5e5},
   'qwen2': _RMS,
   'qwen3': _RMS | {'attention.key_length': HEAD_DIM, 'attention.value_length': HEAD_DIM},
+  'mixtral': _RMS | {'expert_count': 4, 'expert_used_count': 2, 'rope.freq_base': 1e6},
+  'qwen3moe': _RMS
+  | {'attention.key_length': HEAD_DIM, 'attention.value_length': HEAD_DIM}
+  | {'expert_count': 5, 'expert_used_count': 2, 'expert_feed_forward_length': 32},
+  'olmoe': _RMS | {'expert_count': 6, 'expert_used_count': 3},
+  'gpt-oss': _RMS
+  | {'attention.key_length': HEAD_DIM, 'attention.value_length': HEAD_DIM, 'attention.sliding_window': 24}
+  | {'expert_count': 4, 'expert_used_count': 2, 'expert_feed_forward_length': 96, 'rope.freq_base': 15e4},
   'gemma': _RMS | {'attention.key_length': HEAD_DIM},
   'gemma2': _RMS | {'attention.key_length': HEAD_DIM, 'attention.sliding_window': 24, 'attn_logit_softcapping': 40.0},
   'gemma3': _RMS | {'attention.key_length': HEAD_DIM, 'attention.sliding_window': 24},
   'gptneox': {'attention.layer_norm_epsilon': 1e-5, 'rope.dimension_count': 4, 'use_parallel_residual': False},
   'gpt2': {'attention.layer_norm_epsilon': 1e-5, 'feed_forward_length': 4 * WIDTH},
 }
+_KINDS = {'mixtral': 'llama'}  # models that share another one's architecture
+_OF_EXPERT = re.compile(r'(?<=experts)\.(\d+)')
 TOKENIZER = {'model': 'gpt2', 'pre': 'gpt-2', 'tokens': ['a', 'b', 'ab'], 'merges': ['a b']}
 
 
@@ -50,15 +70,34 @@ def tensors_of(architecture):
   return tiny_hub.tensors_of(SPECS[architecture])
 
 
+def kind_of(architecture):
+  """llama.cpp's name of the architecture that a model of `SPECS` has."""
+  return _KINDS.get(architecture, architecture)
+
+
 def stored_names(architecture):
   """llama.cpp's name of a tensor by the hub's, from the package that converts."""
   kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
-  names = gguf.get_tensor_name_map(kinds[architecture], LAYERS)
-  return lambda name: f'{names.get_name(name.rpartition(".")[0])}.{name.rpartition(".")[2]}'
+  names = gguf.get_tensor_name_map(kinds[kind_of(architecture)], LAYERS)
+
+  def stored_name(name):
+    module, _, leaf = (name if name.endswith(('weight', 'bias')) else f'{name}.weight').rpartition('.')
+    return f'{names.get_name(module)}.{leaf}'
+
+  return stored_name
+
+
+def with_experts_joined(tensors):
+  """Tensors by the hub's names, with those of all experts as one, without a number."""
+  joined = {}
+  for name, tensor in tensors.items():
+    joined.setdefault(_OF_EXPERT.sub('', name), []).append(tensor)
+  return {name: np.stack(parts) if '.experts.' in name else parts[0] for name, parts in joined.items()}
 
 
 def converted(architecture, name, tensor):
   """A tensor as llama.cpp stores it."""
+  architecture = kind_of(architecture)
   if architecture == 'llama' and ('q_proj' in name or 'k_proj' in name):
     heads = HEADS if 'q_proj' in name else KV_HEADS
     return tensor.reshape(heads, 2, HEAD_DIM // 2, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
@@ -94,11 +133,12 @@ def write_model(path, architecture='llama', kind=Type.F32, metadata=None, tensor
   `metadata` replaces the defaults, and None removes them; `tensors` by the hub's names are in place of its own, and
   `extra` has further ones as they are stored.
   """
-  own = {f'{architecture}.{key}': value for key, value in (SIZES | METADATA.get(architecture, {})).items()}
+  kind_name = kind_of(architecture)
+  own = {f'{kind_name}.{key}': value for key, value in (SIZES | METADATA.get(architecture, {})).items()}
   tokenizer = {f'tokenizer.ggml.{name}': value for name, value in TOKENIZER.items()}
   stored = []
-  for name, tensor in (tensors_of(architecture) if tensors is None else tensors).items():
+  for name, tensor in with_experts_joined(tensors_of(architecture) if tensors is None else tensors).items():
     tensor = np.ascontiguousarray(converted(architecture, name, tensor))
-    as_kind = kind if tensor.ndim == 2 else Type.F32
+    as_kind = kind if tensor.ndim >= 2 and not name.endswith('bias') else Type.F32
     stored.append((stored_names(architecture)(name), gguf.quants.quantize(tensor, as_kind), as_kind))
-  return write(path, architecture, own | tokenizer | (metadata or {}), [*stored, *extra])
+  return write(path, kind_name, own | tokenizer | (metadata or {}), [*stored, *extra])

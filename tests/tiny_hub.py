@@ -79,7 +79,8 @@ def tensors_of(spec):
   for keys, leaf in jax.tree_util.tree_leaves_with_path(param_shapes(config)):
     path = jax.tree_util.keystr(keys, simple=True, separator='/')
     source = source_of(path, leaf.shape, family, config, {family.prefix})
-    tensors[source.name] = random_array(*source.shape)
+    for i, name in enumerate(source.names):
+      tensors[name] = random_array(*source.shape) + i / 8
   return tensors
 
 

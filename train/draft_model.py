@@ -62,6 +62,8 @@ class ModelKind(DraftKind):
     model_config = dataclasses.replace(read_spec(spec)[1], dtype=config.dtype)
     if model_config.logit_soft_cap is not None:
       raise ValueError('models whose logits are capped are not trained here')
+    if model_config.has_sinks:
+      raise ValueError('models with sinks of attention (gpt-oss) are not trained here')
     return cls(model_config, spec, layers)
 
   def init_params(self, key: jax.Array, target: Model, unembedding: jax.Array) -> dict[str, Any]:

@@ -110,7 +110,7 @@ class Eagle3Kind(FeatureHead):
     if block.has_qk_norm:
       own |= {name: last['attention'][name] for name in ('q_norm', 'k_norm')}
     own['out'], params['hidden_norm'] = last['attention']['out'], last['attention_norm']
-    if block.mlp_dim == target_config.mlp_dim:
+    if block.mlp_dim == target_config.mlp_dim and 'router' not in last['mlp']:
       params |= {'mlp': last['mlp'], 'mlp_norm': last['mlp_norm']}
     return params
 

@@ -111,7 +111,7 @@ class OnePassKind(FeatureHead):
       own, layer = params[f'layer_{i}'], as_float32(target.params[f'layer_{num_layers - backbone.num_layers + i}'])
       own['attention'] |= layer['attention']
       own['attention_norm'] = layer['attention_norm']
-      if layer['mlp']['down']['kernel'].shape[0] == backbone.mlp_dim:
+      if 'down' in layer['mlp'] and layer['mlp']['down']['kernel'].shape[0] == backbone.mlp_dim:
         own |= {'mlp': layer['mlp'], 'mlp_norm': layer['mlp_norm']}
     params['features']['kernel'] = begin_features(params['features']['kernel'], backbone.embed_dim)
     params['features_norm'] = as_float32(target.params[f'layer_{num_layers - 1}']['attention_norm'])

@@ -50,6 +50,7 @@ def attend(
   *,
   scale: float | None = None,
   soft_cap: float | None = None,
+  sinks: jax.Array | None = None,
 ) -> jax.Array:
   """Attention over pending tokens and, where given, a committed prefix, normalized over both together.
 
@@ -62,9 +63,10 @@ def attend(
     prefix: None, or the keys, the values, the slots that each query attends to, and the slots of the queries' tokens.
     scale: Factor of the queries; None for `head_dim ** -0.5`.
     soft_cap: The bound c of scores s, which become c tanh(s / c); None for no bound.
+    sinks: None, or `[H]`, a score of each head that counts in its softmax and mixes no value (Xiao et al. 2023).
   """
   query = query * (query.shape[-1] ** -0.5 if scale is None else scale)
-  return tree_attention(query, new_keys, new_values, mask, prefix, soft_cap=soft_cap)
+  return tree_attention(query, new_keys, new_values, mask, prefix, soft_cap=soft_cap, sinks=sinks)
 
 
 @operation
@@ -76,9 +78,10 @@ def tree_attention(
   prefix: Prefix | None,
   *,
   soft_cap: float | None,
+  sinks: jax.Array | None = None,
 ) -> jax.Array:
   """`attend` for scaled queries."""
-  return _by_heads(_attend, query, new_keys, new_values, mask, prefix, soft_cap=soft_cap)
+  return _by_heads(_attend, query, new_keys, new_values, mask, prefix, soft_cap=soft_cap, sinks=sinks)
 
 
 def _group(query, new_keys):
@@ -86,26 +89,26 @@ def _group(query, new_keys):
   return query.shape[2] // new_keys.shape[1]
 
 
-def _takes_many_queries(query, new_keys, new_values, mask, prefix, *, soft_cap):
+def _takes_many_queries(query, new_keys, new_values, mask, prefix, *, soft_cap, sinks=None):
   return prefix is not None and query.shape[1] * _group(query, new_keys) >= _MANY_QUERIES
 
 
-def _takes_one_query(query, new_keys, new_values, mask, prefix, *, soft_cap):
+def _takes_one_query(query, new_keys, new_values, mask, prefix, *, soft_cap, sinks=None):
   return query.shape[1] * _group(query, new_keys) == 1
 
 
-def _takes_prefix(query, new_keys, new_values, mask, prefix, *, soft_cap):
-  if prefix is None or dividing_axes():  # the compiler divides no kernel
+def _takes_prefix(query, new_keys, new_values, mask, prefix, *, soft_cap, sinks=None):
+  if prefix is None or sinks is not None or dividing_axes():  # the compiler divides no kernel
     return False
   return attention_kernel.takes(query.shape[-1], query.dtype, prefix[0].dtype)
 
 
 @tree_attention.form('cpu', takes=_takes_many_queries)
-def _attend_to_blocks(*arguments, soft_cap):
-  return _by_heads(_attend_in_blocks, *arguments, soft_cap=soft_cap)
+def _attend_to_blocks(*arguments, **options):
+  return _by_heads(_attend_in_blocks, *arguments, **options)
 
 
-def _is_native(query, new_keys, new_values, mask, prefix, *, soft_cap):
+def _is_native(query, new_keys, new_values, mask, prefix, *, soft_cap, sinks=None):
   if prefix is None or dividing_axes() or native.form() is None:
     return False
   is_wide = all(array.dtype == jnp.float32 for array in (new_keys, new_values, *prefix[:2]))
@@ -114,19 +117,23 @@ def _is_native(query, new_keys, new_values, mask, prefix, *, soft_cap):
 
 
 @tree_attention.form('cpu', takes=_is_native)
-def _attend_natively(query, new_keys, new_values, mask, prefix, *, soft_cap):
-  return native.attention(query, new_keys, new_values, mask, *prefix, soft_cap=soft_cap).astype(query.dtype)
+def _attend_natively(query, new_keys, new_values, mask, prefix, *, soft_cap, sinks=None):
+  sinks = None if sinks is None else sinks.astype(jnp.float32)
+  mixed = native.attention(query, new_keys, new_values, mask, *prefix, sinks=sinks, soft_cap=soft_cap)
+  return mixed.astype(query.dtype)
 
 
 @tree_attention.form('tpu', takes=_takes_one_query)
-def _attend_as_eight(query, new_keys, new_values, mask, prefix, *, soft_cap):
+def _attend_as_eight(query, new_keys, new_values, mask, prefix, **options):
   # The products of eight run on the matrix units. On the vector units a step would take twice the time.
   query, mask = (jnp.repeat(x, 8, axis=1) for x in (query, mask))
-  return tree_attention.plain(query, new_keys, new_values, mask, prefix, soft_cap=soft_cap)[:, :1]
+  return tree_attention.plain(query, new_keys, new_values, mask, prefix, **options)[:, :1]
 
 
 @tree_attention.form('gpu', takes=_takes_prefix)
-def _attend_by_kernel(query, new_keys, new_values, mask, prefix, *, soft_cap):
+def _attend_by_kernel(query, new_keys, new_values, mask, prefix, *, soft_cap, sinks=None):
+  del sinks
+
   def plain(query, new_keys, new_values, mask, keys, values, visible):
     prefix = keys, values, visible, jnp.zeros(query.shape[:2], jnp.int32)  # places are for forms that keep an order
     return tree_attention.plain(query, new_keys, new_values, mask, prefix, soft_cap=soft_cap)
@@ -136,8 +143,8 @@ def _attend_by_kernel(query, new_keys, new_values, mask, prefix, *, soft_cap):
   return launch(plain, kernel, query, new_keys, new_values, mask, *prefix[:2], visible, platform='gpu')
 
 
-def _by_heads(attend_fn, query, new_keys, new_values, mask, prefix, *, soft_cap):
-  """`attend_fn`, which takes as many heads of queries as of keys."""
+def _by_heads(attend_fn, query, new_keys, new_values, mask, prefix, *, soft_cap, sinks=None):
+  """`attend_fn`, which takes as many heads of queries as of keys, and sinks `[H, N, 1]`."""
   batch_size, num_queries, num_heads, head_dim = query.shape
   num_kv_heads = new_keys.shape[1]
   group = num_heads // num_kv_heads
@@ -148,7 +155,9 @@ def _by_heads(attend_fn, query, new_keys, new_values, mask, prefix, *, soft_cap)
     mask = jnp.repeat(mask, group, axis=1)
     if prefix is not None and prefix[2].shape[1] > 1:
       prefix = *prefix[:2], jnp.repeat(prefix[2], group, axis=1), prefix[3]
-  mixed = attend_fn(query, new_keys, new_values, mask, prefix, soft_cap=soft_cap)
+  if sinks is not None:
+    sinks = jnp.tile(sinks.astype(accumulation_dtype(query.dtype)).reshape(-1, group), num_queries)[..., None]
+  mixed = attend_fn(query, new_keys, new_values, mask, prefix, soft_cap=soft_cap, sinks=sinks)
   if group > 1:
     mixed = jnp.swapaxes(mixed.reshape(batch_size, num_queries, group, num_kv_heads, head_dim), 2, 3)
     mixed = mixed.reshape(batch_size, num_queries, num_heads, head_dim)
@@ -173,7 +182,7 @@ def _scores(query, keys, visible, soft_cap):
   return jnp.where(visible[:, None], scores, jnp.finfo(wide).min)
 
 
-def _attend_in_blocks(query, new_keys, new_values, mask, prefix, *, soft_cap):
+def _attend_in_blocks(query, new_keys, new_values, mask, prefix, *, soft_cap, sinks=None):
   """`_attend` for many queries, over blocks of the prefix as far as any query sees (Milakov and Gimelshein 2018).
 
   Products are those of the queries' type, to which a CPU's cache in float32 is converted block by block.
@@ -197,21 +206,26 @@ def _attend_in_blocks(query, new_keys, new_values, mask, prefix, *, soft_cap):
     return add(carry, scores, block(values, axis=2))
 
   scores = _scores(query, new_keys, mask, soft_cap)
-  nothing = jnp.full((*scores.shape[:3], 1), jnp.finfo(scores.dtype).min)
+  top = jnp.full((*scores.shape[:3], 1), jnp.finfo(scores.dtype).min)
+  total = jnp.zeros_like(top)
+  if sinks is not None:
+    top, total = jnp.broadcast_to(sinks, top.shape), jnp.ones_like(top)
   mixed = jnp.zeros((*scores.shape[:3], values.shape[-1]), scores.dtype)
-  carry = add((nothing, jnp.zeros_like(nothing), mixed), scores, new_values)
+  carry = add((top, total, mixed), scores, new_values)
   num_seen = jnp.max(jnp.where(visible, 1 + jnp.arange(num_slots), 0))
   _, total, mixed = jax.lax.fori_loop(0, (num_seen + size - 1) // size, add_block, carry)
   return jnp.swapaxes(mixed / total, 1, 2).astype(dtype)
 
 
-def _attend(query, new_keys, new_values, mask, prefix, *, soft_cap):
+def _attend(query, new_keys, new_values, mask, prefix, *, soft_cap, sinks=None):
   """`attend` for scaled queries of as many heads as the keys have, without repeating them."""
   wide = accumulation_dtype(query.dtype)
   scores = functools.partial(_scores, query, soft_cap=soft_cap)
   new_scores = scores(new_keys, mask)
   if prefix is None:
-    weights = jax.nn.softmax(new_scores, axis=-1).astype(new_values.dtype)
+    if sinks is not None:  # as a further token, whose weight is left out
+      new_scores = jnp.concatenate([new_scores, jnp.broadcast_to(sinks, (*new_scores.shape[:3], 1))], axis=-1)
+    weights = jax.nn.softmax(new_scores, axis=-1)[..., : new_values.shape[2]].astype(new_values.dtype)
     mixed = jnp.einsum('bhnm,bhmd->bnhd', weights, new_values, preferred_element_type=wide)
     return mixed.astype(query.dtype)
 
@@ -222,7 +236,11 @@ def _attend(query, new_keys, new_values, mask, prefix, *, soft_cap):
   keys, values, visible, _ = prefix
   old_scores = scores(keys, visible)
   top = jnp.maximum(new_scores.max(-1, keepdims=True), old_scores.max(-1, keepdims=True))
+  if sinks is not None:
+    top = jnp.maximum(top, sinks)
   new_weights, old_weights = jnp.exp(new_scores - top), jnp.exp(old_scores - top)
   total = new_weights.sum(-1) + old_weights.sum(-1)
+  if sinks is not None:
+    total += jnp.exp(sinks - top)[..., 0]
   mixed = mix(new_weights, new_values) + mix(old_weights, values)
   return jnp.swapaxes(mixed / total[..., None], 1, 2).astype(query.dtype)

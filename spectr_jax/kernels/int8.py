@@ -26,9 +26,10 @@ class Int8Kernel:
   """A matrix of `values` times the `scale` of their channel.
 
   Attributes:
-    values: int8 `[in, out]` for channel axis 1, `[out, in]` for 0; an array, or its shape or sharding.
-    scale: `[out]`, float32 or wider; likewise.
-    channel_axis: The axis of the output channels.
+    values: int8 `[in, out]` for channel axis 1, `[out, in]` for 0; an array, or its shape or sharding. Experts have
+      `[E, in, out]`.
+    scale: `[out]`, float32 or wider, `[E, out]` of experts; likewise.
+    channel_axis: The axis of a matrix's output channels.
   """
 
   values: Any
@@ -47,7 +48,7 @@ class Int8Kernel:
 
   def dequantized(self, dtype: DTypeLike) -> jax.Array:
     """The matrix in a float dtype."""
-    return (self.values * jnp.expand_dims(self.scale, 1 - self.channel_axis)).astype(dtype)
+    return (self.values * jnp.expand_dims(self.scale, -1 - self.channel_axis)).astype(dtype)
 
 
 def is_int8(leaf: Any) -> bool:
@@ -70,14 +71,14 @@ def check_savable(params: Any) -> None:
 def quantize(matrix: np.ndarray, channel_axis: int) -> tuple[np.ndarray, np.ndarray]:
   """Rounds every channel of a matrix to 255 numbers from minus to plus its largest magnitude: int8, and scales `[out]`.
 
-  Channels lie along `channel_axis`, whole and in float32 or float64. An entry is off by half a scale at most.
-  ValueError for numbers that are not finite.
+  Channels lie along `channel_axis` of the last two, whole and in float32 or float64. An entry is off by half a scale at
+  most. ValueError for numbers that are not finite.
   """
-  scale = np.abs(matrix).max(axis=1 - channel_axis) / matrix.dtype.type(_LARGEST)
+  scale = np.abs(matrix).max(axis=-1 - channel_axis) / matrix.dtype.type(_LARGEST)
   if not np.isfinite(scale).all():
     raise ValueError(f'weights that are not finite cannot be held in {INT8}')
   # A channel of zeros has scale 0 and values 0.
-  divisor = np.expand_dims(np.where(scale, scale, 1).astype(matrix.dtype), 1 - channel_axis)
+  divisor = np.expand_dims(np.where(scale, scale, 1).astype(matrix.dtype), -1 - channel_axis)
   # Division by a scale that underflows may exceed the range.
   return np.clip(np.rint(matrix / divisor), -_LARGEST, _LARGEST).astype(np.int8), scale
 
@@ -85,12 +86,12 @@ def quantize(matrix: np.ndarray, channel_axis: int) -> tuple[np.ndarray, np.ndar
 def quantized(params: Any) -> Any:
   """Parameters with every kernel, embedding and output head in int8.
 
-  Those of `CHANNEL_AXES` are quantized, in a nested dict of arrays.
+  Those of `CHANNEL_AXES` are quantized, in a nested dict of arrays, but for routers.
   """
 
   def convert(keys, array):
     axis = CHANNEL_AXES.get(keys[-1].key)
-    if axis is None:
+    if axis is None or keys[-2:-1] and keys[-2].key == 'router':
       return array
     values, scale = quantize(np.asarray(array).astype(jnp.promote_types(array.dtype, jnp.float32)), axis)
     return Int8Kernel(jnp.asarray(values), jnp.asarray(scale), axis)

@@ -25,6 +25,7 @@ from jax.core import Tracer
 from spectr_jax.kernels import native, products
 from spectr_jax.kernels.block_kernel import BlockKernel, fit_side_by_side, is_in_blocks, side_by_side
 from spectr_jax.kernels.dispatch import operation
+from spectr_jax.kernels.expert_products import PackedExperts, packed_experts
 from spectr_jax.kernels.int8 import Int8Kernel, is_int8
 from spectr_jax.kernels.products import MANY_TOKENS, int8_product, multiply, rounded
 from spectr_jax.sharding import MODEL, automatic_axes
@@ -102,14 +103,14 @@ def _scaled(sums, scale):
   return sums if scale is None else rounded(sums * scale, sums.dtype)  # a channel's scale is a factor of its sums
 
 
-def _side_by_side(kernels: Sequence[Any], axis: int):
-  """Kernels `[in, out]`, or biases `[out]`, as one; `axis` is that of the outputs."""
+def _side_by_side(kernels: Sequence[Any]):
+  """Kernels `[in, out]`, or biases `[out]`, as one."""
   if is_in_blocks(kernels[0]):
     return side_by_side(kernels)
   if not is_int8(kernels[0]):
-    return jnp.concatenate(kernels, axis=axis)
+    return jnp.concatenate(kernels, axis=-1)
   values, scales = zip(*((kernel.values, kernel.scale) for kernel in kernels), strict=True)
-  return Int8Kernel(jnp.concatenate(values, axis=axis), jnp.concatenate(scales), kernels[0].channel_axis)
+  return Int8Kernel(jnp.concatenate(values, axis=-1), jnp.concatenate(scales), kernels[0].channel_axis)
 
 
 @operation
@@ -146,8 +147,10 @@ def _joined_by_device(parts, num_tokens):
 
 
 def _can_join(parts: Sequence[Mapping[str, Any]]) -> bool:
-  """Whether kernels are of one kind."""
+  """Whether kernels are of one kind. Those of experts stay apart: to join all would be a copy of most of a model."""
   kernels = [part.get('kernel') for part in parts]
+  if any(kernel is not None and len(kernel.shape) > 2 for kernel in kernels):
+    return False
   return fit_side_by_side(kernels) or not any(map(is_in_blocks, kernels))
 
 
@@ -157,8 +160,7 @@ def _joined(params: Mapping[str, Any]) -> dict[str, Any]:
   for names, joined in JOINED.items():
     parts = [params[name] for name in names if isinstance(params.get(name), Mapping)]
     if len(parts) == len(names) and all(part.keys() == parts[0].keys() for part in parts) and _can_join(parts):
-      axes = {'kernel': 1, 'bias': 0}
-      params[joined] = {leaf: _side_by_side([part[leaf] for part in parts], axes[leaf]) for leaf in parts[0]}
+      params[joined] = {leaf: _side_by_side([part[leaf] for part in parts]) for leaf in parts[0]}
       for name in names:
         del params[name]
   return params
@@ -273,13 +275,14 @@ def _is_gain(keys: Any, node: Any) -> bool:
 
 @kernels_for_decoding.form('cpu')
 def _converted_for_cpu(params: Mapping[str, Any]) -> Mapping[str, Any]:
-  def is_whole(node):
-    return is_int8(node) or isinstance(node, (BlockKernel, TransposedKernel, PackedKernel, OrderedGain))
+  def is_made(node):
+    return isinstance(node, (BlockKernel, TransposedKernel, PackedKernel, PackedExperts, OrderedGain))
 
-  def is_product(keys, node):
-    if isinstance(node, (BlockKernel, TransposedKernel, PackedKernel)) or keys[-1].key not in ('kernel', 'unembedding'):
-      return False
-    return len(node.shape) == 2
+  def is_whole(node):
+    return is_int8(node) or is_made(node)
+
+  def is_product(keys, node, num_axes=2):
+    return not is_made(node) and keys[-1].key in ('kernel', 'unembedding') and len(node.shape) == num_axes
 
   def is_packed(keys, node):
     return is_product(keys, node) and node.size >= min(products.LARGE, _LEAST_PACKED) and _is_packed(node)
@@ -292,6 +295,8 @@ def _converted_for_cpu(params: Mapping[str, Any]) -> Mapping[str, Any]:
       return OrderedGain(node.astype(jnp.float32))
     if is_packed(keys, node):
       return _packed(node)
+    if is_product(keys, node, num_axes=3):
+      return packed_experts(node) or node
     if not is_slow(keys, node):
       return node
     return _transposed(node) if not _wants_both(node) else TransposedKernel(node.T, node) if is_doubled else node

@@ -93,3 +93,15 @@ def first_largest(logits: jax.Array) -> jax.Array:
 def _first_largest_in_blocks(logits):  # an argmin over a whole vocabulary is not vectorised on CPU
   largest = jnp.max(logits, axis=-1)
   return jnp.where(jnp.isfinite(largest), jax.vmap(jax.vmap(argmin))(-logits), -1).astype(jnp.int32)
+
+
+@operation
+def shares(logits: jax.Array) -> jax.Array:
+  """The softmax of rows `[N, E]`."""
+  return jax.nn.softmax(logits, axis=-1)
+
+
+@shares.form('cpu', takes=native.takes)
+def _ordered_shares(logits):
+  """Each sum in one order, whatever rows there are beside."""
+  return native.softmax(logits[None], jnp.ones((1, 1), jnp.float32), jnp.zeros((1, 1), bool))[0]

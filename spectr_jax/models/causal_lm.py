@@ -1,4 +1,4 @@
-"""The decoder of all models: of Llama, Mistral, Qwen, Gemma, GPT-NeoX and GPT-2, and of those that are trained here.
+"""The decoder of all models: Llama, Mistral, Qwen, Gemma, GPT-NeoX, GPT-2, mixtures of experts, and those trained here.
 
 `causal_lm_config` has its sizes and parameters, `transformer` trains it. A bias, a gate, an output head or a norm is
 applied where the parameters have it.
@@ -6,6 +6,7 @@ applied where the parameters have it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from spectr_jax.kernels.matrices import JOINED, joined_in_loop, matmul, params_f
 from spectr_jax.kernels.products import accumulation_dtype, rounded, sum_of
 from spectr_jax.kernels.tpu import fused_layers
 from spectr_jax.model import KVCache, Model, ModelOutput, slots_of
-from spectr_jax.models import functions, layers
+from spectr_jax.models import experts, functions, layers
 from spectr_jax.models.causal_lm_config import ACTIVATIONS, CausalLMConfig, Rope, param_shapes
 from spectr_jax.models.causal_lm_config import init_params as init_params
 from spectr_jax.models.causal_lm_config import lm1b_config as lm1b_config
@@ -98,6 +99,8 @@ def project(params, config: CausalLMConfig, x: jax.Array, rotation: Rotation | N
   names = tuple(config.projections)
   heads = [config.num_heads if name == 'q' else config.num_cached_heads for name in names]
   products = linears(params, names, x, [number * config.head_dim for number in heads])
+  if config.has_wide_qk_norm:
+    products[:2] = [_rms_norm(params[f'{name}_norm'], product, config) for name, product in zip('qk', products)]
   query, *others = (product.reshape(*x.shape[:2], -1, config.head_dim) for product in products)
   key, value = (others[0], others[-1]) if others else (None, None)
   if config.has_qk_norm:
@@ -111,27 +114,29 @@ def project(params, config: CausalLMConfig, x: jax.Array, rotation: Rotation | N
   return query, key, value
 
 
-def read_slots(config: CausalLMConfig, layer: int, query, keys, values, visible, cache: KVCache | None) -> jax.Array:
+def read_slots(
+  config: CausalLMConfig, layer: int, query, keys, values, visible, cache: KVCache | None, sinks=None
+) -> jax.Array:
   """The mixed values `[B, N, H, head_dim]` of a layer's pending keys and values, and of its committed ones.
 
   `visible` are the pending tokens, bool `[1 or B, N, M]`, and the slots, bool `[B, 1 or N, S]`, that each token sees,
-  and the tokens' positions, int32 `[B, N]`; None for the slots if there is no cache.
+  and the tokens' positions, int32 `[B, N]`; None for the slots if there is no cache. `sinks` are those of `attend`.
   """
   pending_mask, slots, positions = visible
   prefix = None
   if cache is not None and slots is not None:
     prefix = cache.keys[layer], cache.values[layer], slots, positions
-  options = {'scale': config.query_scale, 'soft_cap': config.attention_soft_cap}
+  options = {'scale': config.query_scale, 'soft_cap': config.attention_soft_cap, 'sinks': sinks}
   return attend(query, keys, values, pending_mask, prefix, **options)
 
 
-def mix(config: CausalLMConfig, layer: int, query, key, value, visible, cache: KVCache | None):
+def mix(config: CausalLMConfig, layer: int, query, key, value, visible, cache: KVCache | None, sinks=None):
   """The mixed values, see `read_slots`, and the layer's pending keys and values."""
   if cache is None:
     keys, values = slots_of(key, value)
   else:
     keys, values = cache.append(layer, key, value, num_pending_slots=visible[0].shape[-1])
-  return read_slots(config, layer, query, keys, values, visible, cache), keys, values
+  return read_slots(config, layer, query, keys, values, visible, cache, sinks), keys, values
 
 
 def attention(
@@ -151,11 +156,12 @@ def attention(
   A layer without keys and values reads the pending ones `shared` and the committed ones of `layer`, another one.
   """
   query, key, value = project(params, config, x, rotation)
+  sinks = {'sinks': params['sinks']} if config.has_sinks else {}
   if shared is None:
-    mixed, keys, values = mix_fn(config, layer, query, key, value, visible, cache)
+    mixed, keys, values = mix_fn(config, layer, query, key, value, visible, cache, **sinks)
   else:
     keys, values = shared
-    mixed = read_slots(config, layer, query, keys, values, visible, cache)
+    mixed = read_slots(config, layer, query, keys, values, visible, cache, **sinks)
   return linear(params['out'], mixed.reshape(*x.shape[:2], -1)), keys, values
 
 
@@ -169,6 +175,8 @@ def activation(config: CausalLMConfig, products: jax.Array) -> jax.Array:
 def mlp(params, config: CausalLMConfig, x: jax.Array) -> jax.Array:
   """The output of a layer's MLP, `[..., embed_dim]`, for `x` of that shape."""
 
+  if config.experts is not None and 'router' in params:
+    return experts.mixture(params, config.experts, functools.partial(activation, config), x)
   if config.is_gated:
     gate, up = linears(params, ('gate', 'up'), x, [config.mlp_dim] * 2)
     hidden = activation(config, gate) * up

@@ -19,8 +19,10 @@ from jax.sharding import AbstractMesh, Mesh
 from spectr_jax.kernels.int8 import CHANNEL_AXES, INT8, Int8Kernel, check_weights, quantized
 from spectr_jax.kernels.products import accumulation_dtype
 from spectr_jax.model import KVCache
+from spectr_jax.models.routing import Experts
 from spectr_jax.sharding import MODEL
 
+_MOST_EXPERTS = 2**17  # of all layers, five times those of any model that there is
 ACTIVATIONS = {
   'silu': jax.nn.silu,
   'gelu': functools.partial(jax.nn.gelu, approximate=False),
@@ -101,6 +103,8 @@ class CausalLMConfig:
     norm_epsilon: Added to variances.
     gain_offset: Added to the gains of root-mean-square norms.
     has_qk_norm: Whether queries and keys are normalized per head.
+    has_wide_qk_norm: Whether they are normalized over all heads together.
+    has_sinks: Whether each head has a learned score that counts in its softmax and mixes no value.
     has_post_norms: Whether the outputs of attention and MLP are normalized.
     is_parallel: Whether attention and MLP of a block both read the block's input.
     has_qkv_bias: Whether queries, keys and values have biases.
@@ -113,6 +117,7 @@ class CausalLMConfig:
     logit_soft_cap: Bound of logits, or None.
     embedding_scale: Factor of embedded tokens.
     is_tied: Whether the embedding is the output head as well.
+    experts: The experts that MLPs are mixtures of, or None.
     kv_copies: How often each head of keys and values is stored, so that a mesh with more devices than heads can shard
       them.
     projections: The products that attention begins with: `qkv`; `qk` where values are the keys before their norm; `q`
@@ -151,6 +156,8 @@ class CausalLMConfig:
   norm_epsilon: float = 1e-6
   gain_offset: float = 0.0
   has_qk_norm: bool = False
+  has_wide_qk_norm: bool = False
+  has_sinks: bool = False
   has_post_norms: bool = False
   is_parallel: bool = False
   has_qkv_bias: bool = False
@@ -163,6 +170,7 @@ class CausalLMConfig:
   logit_soft_cap: float | None = None
   embedding_scale: float = 1.0
   is_tied: bool = False
+  experts: Experts | None = None
   kv_copies: int = 1
   projections: Literal['qkv', 'qk', 'q'] = 'qkv'
   has_value_norm: bool = False
@@ -204,6 +212,10 @@ class CausalLMConfig:
     check_weights(self.weights)
     if len(self.windows) not in (0, self.num_layers):
       raise ValueError(f'windows must be given for all {self.num_layers} layers or none, got {len(self.windows)}')
+    if self.experts is not None and len(self.experts.layers) not in (0, self.num_layers):
+      raise ValueError(f'experts must be said of all {self.num_layers} layers, got {len(self.experts.layers)}')
+    if self.experts is not None and self.num_layers * self.experts.num > _MOST_EXPERTS:
+      raise ValueError(f'{self.num_layers} layers of {self.experts.num} experts are too many; at most {_MOST_EXPERTS}')
     self._check_kinds()
     for rope in () if self._has_kinds else (self.rope, self.window_rope):
       if rope is not None and 2 * len(rope.frequencies) > self.head_dim:
@@ -377,11 +389,11 @@ def param_shapes(config: CausalLMConfig) -> dict[str, Any]:
     if config.weights != INT8:
       return {name: array(*shape)}
     axis = CHANNEL_AXES[name]
-    scale = jax.ShapeDtypeStruct((shape[axis],), accumulation_dtype(config.dtype))
+    scale = jax.ShapeDtypeStruct((*shape[:-2], shape[axis - 2]), accumulation_dtype(config.dtype))
     return {name: Int8Kernel(jax.ShapeDtypeStruct(shape, jnp.int8), scale, axis)}
 
-  def linear(num_in, num_out, has_bias):
-    return matrix('kernel', num_in, num_out) | ({'bias': array(num_out)} if has_bias else {})
+  def linear(num_in, num_out, has_bias, *stack):
+    return matrix('kernel', *stack, num_in, num_out) | ({'bias': array(*stack, num_out)} if has_bias else {})
 
   def gain(width):
     # Gains are multiplied in float32. TPUs would convert them anew in every round.
@@ -392,24 +404,39 @@ def param_shapes(config: CausalLMConfig) -> dict[str, Any]:
 
   width, input_dim = config.embed_dim, config.layer_input_dim
 
-  def block(config):
-    head_dim = config.head_dim
-    query_width, kv_width = config.num_heads * head_dim, config.num_cached_heads * head_dim
-    attention = {'out': linear(query_width, width, config.has_out_bias)}
-    for name in config.projections:
-      attention[name] = linear(width, query_width if name == 'q' else kv_width, config.has_qkv_bias)
-    if config.has_qk_norm:
-      attention |= {f'{name}_norm': gain(head_dim) for name in config.projections if name != 'v'}
+  def mlp(config):
     into = {name: linear(width, config.mlp_dim, config.has_mlp_bias) for name in ('gate', 'up')[not config.is_gated :]}
-    mlp = {**into, 'down': linear(config.mlp_dim, width, config.has_mlp_bias)}
+    return {**into, 'down': linear(config.mlp_dim, width, config.has_mlp_bias)}
+
+  def mixture(experts):
+    router = {'kernel': array(width, experts.num)}
+    router |= {'bias': array(experts.num)} if experts.has_bias else {}
+    router |= {'choice_bias': array(experts.num)} if experts.has_choice_bias else {}
+    into = {name: linear(width, experts.hidden_dim, experts.has_bias, experts.num) for name in ('gate', 'up')}
+    down = linear(experts.hidden_dim, width, experts.has_bias, experts.num)
+    return {'router': router, 'experts': {**into, 'down': down}}
+
+  def block(layer):
+    own = config.of_layer(layer)
+    head_dim = own.head_dim
+    query_width, kv_width = own.num_heads * head_dim, own.num_cached_heads * head_dim
+    attention: dict[str, Any] = {'out': linear(query_width, width, own.has_out_bias)}
+    for name in own.projections:
+      attention[name] = linear(width, query_width if name == 'q' else kv_width, own.has_qkv_bias)
+    if own.has_qk_norm or own.has_wide_qk_norm:
+      widths = {'q': query_width, 'k': kv_width} if own.has_wide_qk_norm else dict.fromkeys('qk', head_dim)
+      attention |= {f'{name}_norm': gain(widths[name]) for name in own.projections if name != 'v'}
+    if own.has_sinks:
+      attention['sinks'] = array(own.num_heads)
+    experts = own.experts if own.experts and own.experts.are_in(layer) else None
     norms = {'attention_norm': norm(), 'mlp_norm': norm()}
-    if config.has_post_norms:
+    if own.has_post_norms:
       norms |= {'attention_post_norm': norm(), 'mlp_post_norm': norm()}
-    own = {'attention': attention, 'mlp': mlp, **norms}
+    params = {'attention': attention, 'mlp': mixture(experts) if experts else mlp(own), **norms}
     if input_dim:
       into, out = linear(width, input_dim, False), linear(input_dim, width, False)
-      own['layer_input'] = {'gate': into, 'out': out, 'norm': norm()}
-    return own | ({'layer_scale': array(1)} if config.has_layer_scale else {})
+      params['layer_input'] = {'gate': into, 'out': out, 'norm': norm()}
+    return params | ({'layer_scale': array(1)} if own.has_layer_scale else {})
 
   shapes = matrix('embedding', config.vocab_size, width) | {'final_norm': norm()}
   if config.rope is None:
@@ -420,7 +447,7 @@ def param_shapes(config: CausalLMConfig) -> dict[str, Any]:
     all_inputs = config.num_layers * input_dim
     table = matrix('embedding', config.layer_vocab_size, all_inputs)
     shapes['per_layer'] = table | {'projection': linear(width, all_inputs, False), 'norm': gain(input_dim)}
-  return shapes | {f'layer_{layer}': block(config.of_layer(layer)) for layer in range(config.num_layers)}
+  return shapes | {f'layer_{layer}': block(layer) for layer in range(config.num_layers)}
 
 
 def init_params(key: jax.Array, config: CausalLMConfig) -> dict[str, Any]:
@@ -428,7 +455,7 @@ def init_params(key: jax.Array, config: CausalLMConfig) -> dict[str, Any]:
   shapes, structure = jax.tree_util.tree_flatten_with_path(param_shapes(dataclasses.replace(config, weights=None)))
 
   def draw(key, path, shape):
-    scale = shape.shape[0] ** -0.5 if path[-1].key in ('kernel', 'unembedding') else shape.shape[-1] ** -0.5
+    scale = shape.shape[-2] ** -0.5 if path[-1].key in ('kernel', 'unembedding') else shape.shape[-1] ** -0.5
     if path[-1].key == 'layer_scale':
       return jnp.full(shape.shape, 0.5, shape.dtype)
     offset = 1.0 - config.gain_offset if path[-1].key == 'gain' else 0.0

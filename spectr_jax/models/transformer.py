@@ -24,7 +24,7 @@ def _draw(key, name: str, shapes: Any, config: CausalLMConfig) -> Any:
     *_, module, leaf = ['', *(part.key for part in path)]
     if leaf in ('gain', 'bias'):
       return jnp.full(shape.shape, 1.0 - config.gain_offset if leaf == 'gain' else 0.0)
-    num_in = shape.shape[1] if leaf == 'embedding' else shape.shape[0]
+    num_in = shape.shape[1] if leaf == 'embedding' else shape.shape[-2]
     scale = 1.0 / (2 * config.num_layers) if module in ('out', 'down') else 1.0  # of what blocks add
     return jax.random.normal(key, shape.shape) * (scale / num_in) ** 0.5
 

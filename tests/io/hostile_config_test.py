@@ -84,12 +84,13 @@ def test_configurations_of_heads(tmp_path, monkeypatch):
 def _header(architecture):
   """A GGUF file's header with tensors of the shapes of a tiny model."""
   stored_name, tensors, offset = gguf_files.stored_names(architecture), {}, 0
-  for name, array in gguf_files.tensors_of(architecture).items():
+  for name, array in gguf_files.with_experts_joined(gguf_files.tensors_of(architecture)).items():
     tensors[stored_name(name)] = StoredTensor(gguf_files.converted(architecture, name, array).shape, 0, offset)
     offset += array.nbytes
   data = np.random.default_rng(0).normal(size=offset // 4).astype(np.float32).view(np.uint8)
   own = gguf_files.SIZES | gguf_files.METADATA[architecture] | _MORE_METADATA.get(architecture, {})
-  metadata = {'general.architecture': architecture} | {f'{architecture}.{key}': x for key, x in own.items()}
+  kind = gguf_files.kind_of(architecture)
+  metadata = {'general.architecture': kind} | {f'{kind}.{key}': x for key, x in own.items()}
   return GgufHeader('there.gguf', metadata, tensors, data)
 
 

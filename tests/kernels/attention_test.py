@@ -42,7 +42,7 @@ def _inputs(
   )
 
 
-def _in_float64(query, new_keys, new_values, mask, prefix, soft_cap):
+def _in_float64(query, new_keys, new_values, mask, prefix, soft_cap, sinks=None):
   query, new_keys, new_values, old_keys, old_values = (
     np.asarray(x, np.float64) for x in (query, new_keys, new_values, *prefix[:2])
   )
@@ -57,8 +57,10 @@ def _in_float64(query, new_keys, new_values, mask, prefix, soft_cap):
     scores = query[row, node, head] @ keys
     if soft_cap is not None:
       scores = soft_cap * np.tanh(scores / soft_cap)
-    weights = np.exp(scores - scores.max())
-    out[row, node, head] = weights @ values / weights.sum()
+    sink = -np.inf if sinks is None else sinks[head]
+    top = max(scores.max(), sink)
+    weights = np.exp(scores - top)
+    out[row, node, head] = weights @ values / (weights.sum() + np.exp(sink - top))
   return out
 
 
@@ -254,6 +256,31 @@ def test_attention_in_c_is_that_of_every_query(forms, sizes, has_window, soft_ca
     np.testing.assert_array_equal(attention.tree_attention(*row[0], row[1], soft_cap=soft_cap), found[1:2])
     num_forms += 1
   assert num_forms
+
+
+@pytest.mark.parametrize('sizes', _SIZES.values(), ids=_SIZES)
+def test_sinks_count_in_the_softmax_and_mix_nothing(forms, sizes):
+  """In every form, large ones and small ones; without a prefix too."""
+  inputs = _inputs(batch_size=3, dtype='float32', cache_dtype='float32', has_window=True, **sizes)
+  sinks = jnp.asarray(np.random.default_rng(1).normal(size=sizes['num_heads']) * 3, jnp.float32)
+  expected = _in_float64(*inputs, None, np.asarray(sinks, np.float64))
+  assert np.abs(expected - _in_float64(*inputs, None)).max() > 0.02
+  options = {'soft_cap': None, 'sinks': sinks}
+  found = [attention.tree_attention.plain(*inputs, **options)]
+  with native.disabled():
+    found.append(attention.tree_attention(*inputs, **options))  # in blocks where there are many queries
+  with tracing_for('gpu'):
+    found.append(attention.tree_attention(*inputs, **options))
+  with tracing_for('tpu'):
+    found.append(attention.tree_attention(*inputs, **options))
+  for _ in forms:
+    found.append(attention.tree_attention(*inputs, **options))
+  for each in found:
+    np.testing.assert_allclose(each, expected, atol=5e-5)
+  *arrays, (keys, values, visible, places) = inputs
+  hidden = keys, values, visible & False, places
+  alone = attention.tree_attention(*arrays, None, **options)
+  np.testing.assert_allclose(alone, _in_float64(*arrays, hidden, None, np.asarray(sinks)), atol=5e-5)
 
 
 @pytest.mark.skipif(native.form() is None, reason=f'no products in C++: {native.why_not()}')

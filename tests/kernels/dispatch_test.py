@@ -115,6 +115,7 @@ def test_the_table_of_the_library():
     'rounded': 'cpu',
     'rows_where_needed': 'cpu',
     'scan_depths': 'cpu gpu',
+    'shares': 'cpu',
     'softmax': 'cpu gpu tpu',
     'solve_gamma': 'cpu',
     'spread': 'tpu',

@@ -39,10 +39,12 @@ def block_config(config, target: CausalLMConfig, *, num_layers: int) -> CausalLM
     raise ValueError('a head has rotary positions like its target; this one has learned ones')
   if target.full_head_dim is not None:
     raise ValueError('a head has layers like its target; those of this one (Gemma 4) differ from each other')
+  if target.has_wide_qk_norm or target.has_sinks:
+    raise ValueError('no head is known that has sinks, or norms of queries and keys over all heads, as this target has')
   mlp_dim = config.mlp_dim or target.mlp_dim
   return dataclasses.replace(
     target, num_layers=num_layers, vocab_size=config.vocab_size, mlp_dim=mlp_dim, dtype=config.dtype, cache_dtype=None,
-    weights=None, kv_copies=1, windows=(), is_tied=False,
+    weights=None, kv_copies=1, windows=(), is_tied=False, experts=None,
   )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from spectr_jax.io.untrusted import (
   shown,
   whole,
 )  # fmt: skip
+from spectr_jax.models.routing import MOST_EXPERTS
 
 # Far above any model that there is, and low enough that numbers and names of that size are made in no time. What they
 # say is compared with the tensors before anything else is made of them.
@@ -33,6 +34,7 @@ BASE = real(above=1)  # of rotary frequencies
 SHARE = real(most=1, above=0)  # of a head
 FACTOR = real(1e-6, 1e6)
 SOFT_CAP = real(above=0, most=1e9)
+EXPERTS = whole(0, MOST_EXPERTS)
 
 _ANY_OBJECT = object_of({})
 
@@ -91,6 +93,12 @@ FIELDS = BLOCK_FIELDS | _fields(
   ('hidden_size_per_layer_input vocab_size_per_layer_input', whole(0, 2**22)),
   ('attention_k_eq_v use_double_wide_mlp enable_moe_block', FLAG),
   ('per_layer_config', map_of(object_of({'head_dim': HEAD_DIM, 'num_key_value_heads': HEADS}))),
+  ('num_experts num_local_experts n_routed_experts moe_num_experts num_experts_per_tok', EXPERTS),
+  ('moe_intermediate_size', WIDTH),
+  ('decoder_sparse_step', LAYERS),
+  ('mlp_only_layers', list_of(whole(0, 10_000), 10_000)),
+  ('norm_topk_prob', FLAG),
+  ('swiglu_limit swiglu_alpha', SOFT_CAP),
 )
 # Fields in which null is a value of its own, another one than the default.
 _NULLABLE = ('num_key_value_heads', 'sliding_window', 'attn_logit_softcapping', 'final_logit_softcapping')

@@ -39,7 +39,7 @@ class Family:
   read_config: Callable[[dict[str, Any]], CausalLMConfig]
   prefix: str  # of all names but the output head's; files of the body alone have none
   blocks: str  # the name of their list
-  modules: Mapping[str, str]  # names by ours; those of blocks stand below `blocks`
+  modules: Mapping[str, str]  # names by ours; those of blocks stand below `blocks`, and {} is the number of an expert
   head_names: tuple[str, ...] = ('lm_head',)  # of the output head, of which a file has one
   # Where the entries of a head of queries, keys or values begin.
   head_start: Callable[[int, np.ndarray, CausalLMConfig], np.ndarray] = _apart
@@ -47,6 +47,7 @@ class Family:
   buffers: tuple[str, ...] = ('rotary_emb.inv_freq',)  # ends of names that are no parameters
   num_layers: str = 'num_hidden_layers'  # what `config.json` calls the number of blocks
   known: tuple[str, ...] = ()  # fields that it reads and other families refuse
+  quantization: str | None = None  # the method of quantized weights that it reads
 
 
 LLAMA_MODULES = {
@@ -78,6 +79,20 @@ _GEMMA4_MODULES = _GEMMA2_MODULES | {
   'per_layer/projection': 'per_layer_model_projection',
   'per_layer/norm': 'per_layer_projection_norm',
 }
+
+
+def _mixture_modules(router, experts, gate='gate_proj', up='up_proj', down='down_proj'):
+  names = {'gate': gate, 'up': up, 'down': down}
+  return {'mlp/router': router} | {f'mlp/experts/{ours}': f'{experts}.{{}}.{name}' for ours, name in names.items()}
+
+
+_MIXTRAL_MODULES = LLAMA_MODULES | _mixture_modules(
+  'block_sparse_moe.gate', 'block_sparse_moe.experts', 'w1', 'w3', 'w2'
+)
+_QWEN_MOE_MODULES = LLAMA_MODULES | _mixture_modules('mlp.gate', 'mlp.experts')
+_GPT_OSS_MODULES = (
+  LLAMA_MODULES | {'attention/sinks': 'self_attn.sinks'} | _mixture_modules('mlp.router', 'mlp.experts')
+)
 _GPT_NEOX_MODULES = {
   'embedding': 'embed_in',
   'final_norm': 'final_layer_norm',
@@ -101,8 +116,8 @@ _GPT2_MODULES = {
 }
 
 
-def _llama_family(model_type, read_config, modules=LLAMA_MODULES, known=()):
-  return Family(model_type, read_config, 'model.', 'layers', modules, known=known)
+def _llama_family(model_type, read_config, modules=LLAMA_MODULES, known=(), **traits):
+  return Family(model_type, read_config, 'model.', 'layers', modules, known=known, **traits)
 
 
 def _gemma4_family(model_type):
@@ -110,6 +125,7 @@ def _gemma4_family(model_type):
   return _llama_family(model_type, gemma4_config.gemma4, _GEMMA4_MODULES, known)
 
 
+_EXPERTS = 'num_experts', 'num_local_experts'
 _GEMMA2_FIELDS = ('query_pre_attn_scalar', 'attn_logit_softcapping', 'final_logit_softcapping')
 OWN = 'SpectrLM1B'  # the architecture of models that are trained here
 FAMILIES = {
@@ -117,6 +133,14 @@ FAMILIES = {
   'MistralForCausalLM': _llama_family('mistral', family_configs.mistral),
   'Qwen2ForCausalLM': _llama_family('qwen2', family_configs.qwen2),
   'Qwen3ForCausalLM': _llama_family('qwen3', family_configs.qwen3, known=('use_qk_norm',)),
+  'MixtralForCausalLM': _llama_family('mixtral', family_configs.mixtral, _MIXTRAL_MODULES, _EXPERTS),
+  'Qwen3MoeForCausalLM': _llama_family(
+    'qwen3_moe', family_configs.qwen3_moe, _QWEN_MOE_MODULES, (*_EXPERTS, 'use_qk_norm')
+  ),
+  'OlmoeForCausalLM': _llama_family('olmoe', family_configs.olmoe, _QWEN_MOE_MODULES, _EXPERTS),
+  'GptOssForCausalLM': _llama_family(
+    'gpt_oss', family_configs.gpt_oss, _GPT_OSS_MODULES, _EXPERTS, quantization='mxfp4'
+  ),
   'GemmaForCausalLM': _llama_family('gemma', family_configs.gemma),
   'Gemma2ForCausalLM': _llama_family('gemma2', family_configs.gemma2, _GEMMA2_MODULES, _GEMMA2_FIELDS),
   'Gemma3ForCausalLM': _llama_family(
@@ -164,9 +188,11 @@ def read_spec(spec: Mapping[str, Any], where: str = 'config.json') -> tuple[Fami
     if spec.get('model_type', family.model_type) != family.model_type:
       raise ValueError(f'model_type {name_shown(spec["model_type"])} is not {family.model_type}, that of {name}')
     quantization = spec.get('quantization_config')
-    if quantization:
-      kind = name_shown(str(quantization.get('quant_method', 'an unnamed method')))
-      raise ValueError(f'weights quantized by {kind} are not read; known are unquantized weights and .gguf files')
+    method = str(quantization.get('quant_method', 'an unnamed method')) if quantization else None
+    if method not in (None, family.quantization):
+      known = f'{family.quantization}, ' if family.quantization else ''
+      known += 'unquantized weights and .gguf files'
+      raise ValueError(f'weights quantized by {name_shown(method)} are not read; known are {known}')
     check_requests(spec, known=family.known)
     try:
       return family, family.read_config(spec)
@@ -183,6 +209,9 @@ def spec_of_layers(spec: Mapping[str, Any], layers: Sequence[int]) -> dict[str, 
   if config.windows or spec.get('layer_types'):
     kinds = ('full_attention' if config.window(layer) is None else 'sliding_attention' for layer in layers)
     fewer['layer_types'] = list(kinds)
+  if config.experts and config.experts.layers:
+    fewer['decoder_sparse_step'] = 1
+    fewer['mlp_only_layers'] = [i for i, layer in enumerate(layers) if not config.experts.are_in(layer)]
   return fewer
 
 
@@ -193,14 +222,22 @@ _LEAVES = {'kernel': 'weight', 'gain': 'weight', 'embedding': 'weight', 'bias': 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-  """The tensor, or the part of one, that a parameter is read from."""
+  """The tensor, or the part of one, that a parameter is read from; or a tensor for each expert."""
 
-  name: str
-  shape: tuple[int, ...]  # of the tensor
+  name: str  # of experts with {} for the number
+  shape: tuple[int, ...]  # of a tensor
   is_transposed: bool  # whether the parameter is its transpose
   part: int | None  # 0, 1, 2 for queries, keys, values, whose heads may lie anywhere along the outputs; else None
   family: Family
   config: CausalLMConfig
+  num_experts: int | None = None  # that the parameter is stacked of; None for one tensor
+
+  @property
+  def names(self) -> list[str]:
+    """The names of the tensors."""
+    return (
+      [self.name] if self.num_experts is None else [self.name.replace('{}', str(i)) for i in range(self.num_experts)]
+    )
 
   def ranges(self, outputs: slice) -> Iterator[slice]:
     """Ranges of the tensor's outputs that, joined, are a range of the parameter's; neighbors are one."""
@@ -250,11 +287,20 @@ def source_of(path: str, shape: tuple[int, ...], family: Family, config: CausalL
   if not modules:
     return Source(f'{prefix}{family.modules[leaf]}', shape, False, None, family, config)  # a number beside modules
   module = '/'.join(modules)
-  part = 'qkv'.index(module[-1]) if module in ('attention/q', 'attention/k', 'attention/v') else None
+  if f'{module}/{leaf}' in family.modules:  # a parameter that is no module's
+    return Source(f'{prefix}{family.modules[f"{module}/{leaf}"]}', shape, False, None, family, config)
+  num_experts = None
+  if module.startswith('mlp/experts/'):
+    num_experts, shape = shape[0], shape[1:]
+  is_key_norm = module == 'attention/k_norm' and config.has_wide_qk_norm  # has the copies that keys have
+  part = 1 if is_key_norm else None
+  if module in ('attention/q', 'attention/k', 'attention/v'):
+    part = 'qkv'.index(module[-1])
   if part is not None:
     num_heads = config.num_heads if part == 0 else config.num_kv_heads
     is_fused = len({family.modules[f'attention/{name}'] for name in 'qkv'}) == 1
     shape = *shape[:-1], (3 if is_fused else 1) * num_heads * config.head_dim
   is_transposed = family.is_transposed and leaf == 'kernel'
   name = f'{prefix}{family.modules[module]}.{_LEAVES[leaf]}'
-  return Source(name, shape[::-1] if is_transposed else shape, is_transposed, part, family, config)
+  shape = shape[::-1] if is_transposed else shape
+  return Source(name, shape, is_transposed, part, family, config, num_experts)

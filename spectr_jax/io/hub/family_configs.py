@@ -11,6 +11,7 @@ from typing import Any
 from spectr_jax.io.hub.rope import context_length, read_rope, rope_parameters
 from spectr_jax.io.untrusted import shown
 from spectr_jax.models.causal_lm_config import CausalLMConfig, lm1b_config
+from spectr_jax.models.routing import Experts
 
 _ACTIVATIONS = {
   'silu': 'silu',
@@ -136,10 +137,14 @@ def mistral(spec: dict[str, Any]) -> CausalLMConfig:
   return llama_config(spec, windows=layer_windows(spec, lambda layer: True, 4096))
 
 
+def _qwen_window(spec):
+  return spec.get('sliding_window', 4096) if spec.get('use_sliding_window', False) else None
+
+
 def _qwen_windows(spec):
-  has_windows = spec.get('use_sliding_window', False)
-  size = spec.get('sliding_window', 4096) if has_windows else None
-  return layer_windows({**spec, 'sliding_window': size}, lambda layer: layer >= spec.get('max_window_layers', 28))
+  return layer_windows(
+    {**spec, 'sliding_window': _qwen_window(spec)}, lambda layer: layer >= spec.get('max_window_layers', 28)
+  )
 
 
 def qwen2(spec: dict[str, Any]) -> CausalLMConfig:
@@ -261,3 +266,68 @@ def gpt2(spec: dict[str, Any]) -> CausalLMConfig:
     activation=_activation(spec.get('activation_function', 'gelu_new')),
     is_tied=spec.get('tie_word_embeddings', True),
   )
+
+
+# Mixtures of experts.
+
+
+def _experts(spec: Mapping[str, Any], hidden_dim: int, num: int, num_chosen: int, **traits: Any) -> Experts:
+  """The experts, whose number files of one family have by two names, or do not have: then it is `num`."""
+  numbers = {name: spec[name] for name in ('num_experts', 'num_local_experts') if name in spec}
+  if len(set(numbers.values())) > 1:
+    raise ValueError(f'{" and ".join(numbers)} contradict each other')
+  num = next(iter(numbers.values()), num)
+  return Experts(num, spec.get('num_experts_per_tok', num_chosen), hidden_dim, **traits)
+
+
+def mixtral(spec: dict[str, Any]) -> CausalLMConfig:
+  spec = {'num_key_value_heads': 8, 'rope_theta': 1e6, 'rms_norm_eps': 1e-5, **spec}
+  experts = _experts(spec, spec['intermediate_size'], 8, 2)
+  return llama_config(spec, experts=experts, windows=layer_windows(spec, lambda layer: True))
+
+
+def qwen3_moe(spec: dict[str, Any]) -> CausalLMConfig:
+  spec = {'num_key_value_heads': 4, **spec}
+  step, dense = spec.get('decoder_sparse_step', 1), set(spec.get('mlp_only_layers', []))
+  layers = tuple(i not in dense and (i + 1) % step == 0 for i in range(spec['num_hidden_layers']))
+  experts = _experts(
+    spec,
+    spec.get('moe_intermediate_size', 768),
+    128,
+    8,
+    layers=() if all(layers) else layers,
+    is_normalized=spec.get('norm_topk_prob', False),
+  )
+  windows = layer_windows({**spec, 'sliding_window': _qwen_window(spec)}, lambda layer: True)
+  return llama_config(spec, experts=experts, has_qk_norm=True, windows=windows)
+
+
+def olmoe(spec: dict[str, Any]) -> CausalLMConfig:
+  spec = {'rms_norm_eps': 1e-5, 'max_position_embeddings': 4096, **spec}
+  experts = _experts(spec, spec['intermediate_size'], 64, 8, is_normalized=spec.get('norm_topk_prob', False))
+  return llama_config(spec, experts=experts, has_wide_qk_norm=True, windows=layer_windows(spec))
+
+
+_GPT_OSS_ROPE = {
+  'rope_type': 'yarn', 'factor': 32.0, 'beta_fast': 32.0, 'beta_slow': 1.0, 'truncate': False,
+  'original_max_position_embeddings': 4096,
+}  # fmt: skip
+
+
+def gpt_oss(spec: dict[str, Any]) -> CausalLMConfig:
+  spec = {'rms_norm_eps': 1e-5, 'rope_theta': 150000.0, 'attention_bias': True, 'head_dim': 64, **spec}
+  if not spec.get('rope_scaling') and not spec.get('rope_parameters'):
+    spec['rope_parameters'] = _GPT_OSS_ROPE
+  experts = _experts(
+    spec,
+    spec['intermediate_size'],
+    128,
+    4,
+    is_chosen_first=True,
+    is_normalized=False,
+    has_bias=True,
+    limit=spec.get('swiglu_limit', 7.0),
+    gate_factor=spec.get('swiglu_alpha', 1.702),
+  )
+  windows = layer_windows(spec, lambda layer: layer % 2 == 0, 128)
+  return llama_config(spec, experts=experts, has_sinks=True, windows=windows)

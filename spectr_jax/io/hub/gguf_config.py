@@ -19,6 +19,9 @@ _ARCHITECTURES = {
   'llama': 'LlamaForCausalLM',
   'qwen2': 'Qwen2ForCausalLM',
   'qwen3': 'Qwen3ForCausalLM',
+  'qwen3moe': 'Qwen3MoeForCausalLM',
+  'olmoe': 'OlmoeForCausalLM',
+  'gpt-oss': 'GptOssForCausalLM',
   'gemma': 'GemmaForCausalLM',
   'gemma2': 'Gemma2ForCausalLM',
   'gemma3': 'Gemma3ForCausalLM',
@@ -27,11 +30,14 @@ _ARCHITECTURES = {
 }
 # Layers of the one size of a family that scales queries by the width per head and not by the head's.
 _SCALED_BY_WIDTH = {'gemma2': 46, 'gemma3': 62}
+# Whether the weights of a token's experts are divided by their sum, which llama.cpp knows by the architecture.
+_NORMALIZED = {'llama': True, 'qwen3moe': True, 'olmoe': False, 'gpt-oss': False}
 # Every n-th layer attends to everything, unless the metadata says otherwise.
 _WINDOW_PATTERN = {'gemma2': 2, 'gemma3': 6}
 # Llama 3.1 scales RoPE like this in all sizes; the files have the divisors that follow from it.
 _LLAMA3_ROPE = {'low_freq_factor': 1.0, 'high_freq_factor': 4.0, 'original_max_position_embeddings': 8192}
 ROPE_FREQS = 'rope_freqs.weight'
+_MIXTURES = 'Qwen3MoeForCausalLM', 'OlmoeForCausalLM', 'GptOssForCausalLM'
 _PLAIN_TYPES = {0: 'float32', 1: 'float16', 30: 'bfloat16'}
 
 _MOST = 2**64 - 1
@@ -40,7 +46,7 @@ _POSITIVE = Kind('a positive number', either(whole(1, _MOST), list_of(whole(1, _
 _SIZES = {
   'block_count': config_fields.LAYERS,
   'context_length': config_fields.LENGTH,
-  **dict.fromkeys(('embedding_length', 'feed_forward_length'), config_fields.WIDTH),
+  **dict.fromkeys(('embedding_length', 'feed_forward_length', 'expert_feed_forward_length'), config_fields.WIDTH),
   **dict.fromkeys(('attention.head_count', 'attention.head_count_kv'), config_fields.HEADS),
   **dict.fromkeys(('attention.key_length', 'attention.value_length', 'rope.dimension_count'), config_fields.HEAD_DIM),
 }
@@ -49,7 +55,8 @@ _OTHERS = {
   **dict.fromkeys(('attention.sliding_window', 'rope.scaling.original_context_length'), config_fields.LENGTH),
   'attention.sliding_window_pattern': either(config_fields.LAYERS, list_of(FLAG, 10_000)),
   **dict.fromkeys(('attn_logit_softcapping', 'final_logit_softcapping'), config_fields.SOFT_CAP),
-  'expert_count': whole(),
+  **dict.fromkeys(('expert_count', 'expert_used_count'), config_fields.EXPERTS),
+  'expert_weights_norm': FLAG,
   'use_parallel_residual': FLAG,
   **dict.fromkeys(('rope.freq_base', 'rope.freq_base_swa'), config_fields.BASE),
   'rope.scaling.type': TEXT,
@@ -61,6 +68,8 @@ _OTHERS = {
 _OFF = {
   'attention.causal': (True,),
   'rope.scaling.attn_factor': (1,),
+  **dict.fromkeys(('expert_shared_count', 'leading_dense_block_count', 'expert_shared_feed_forward_length'), (0,)),
+  **dict.fromkeys(('expert_weights_scale', 'expert_group_count', 'expert_group_used_count'), (0, 1)),
   **dict.fromkeys(('attention.scale', 'attention.clamp_kqv', 'attention.max_alibi_bias'), (0,)),
   **dict.fromkeys(('attention.shared_kv_layers', 'attention.temperature_scale'), (0,)),
   **dict.fromkeys(('rope.scaling.alpha', 'rope.scaling.yarn_log_multiplier'), (0,)),
@@ -135,10 +144,13 @@ def hub_config(header: GgufHeader) -> dict[str, Any]:
   """The configuration of a model with the names that the hub has for its fields."""
   check_metadata(header)
   metadata = _Metadata(header)
-  if metadata.get('expert_count', 0):
-    raise metadata.refusal('a mixture of experts, which no known architecture is')
   name = _ARCHITECTURES[metadata.architecture]
-  if metadata.architecture == 'llama' and metadata.get('attention.sliding_window'):
+  is_mixture = bool(metadata.get('expert_count', 0))
+  if is_mixture and metadata.architecture not in _NORMALIZED:
+    raise metadata.refusal(f'a mixture of experts, which {metadata.architecture} is not')
+  if is_mixture and metadata.architecture == 'llama':
+    name = 'MixtralForCausalLM'
+  if metadata.architecture == 'llama' and metadata.get('attention.sliding_window') and not is_mixture:
     name = 'MistralForCausalLM'
   config = {'architectures': [name], 'model_type': FAMILIES[name].model_type, **_common(header)}
   if metadata.architecture == 'gpt2':
@@ -150,11 +162,11 @@ def hub_config(header: GgufHeader) -> dict[str, Any]:
   config |= _rms_decoder(metadata, config)
   if metadata.architecture.startswith('gemma'):
     config |= _gemma(metadata, config)
-  elif name == 'MistralForCausalLM':
+  elif name in ('MistralForCausalLM', 'MixtralForCausalLM', 'GptOssForCausalLM'):
     config['sliding_window'] = metadata.get('attention.sliding_window')
   elif metadata.architecture.startswith('qwen'):
     config['use_sliding_window'] = False
-  return config
+  return config | _experts(metadata, config) if is_mixture or name in _MIXTURES else config
 
 
 def stop_ids(header: GgufHeader) -> tuple[int, ...]:
@@ -226,6 +238,27 @@ def _gemma(metadata: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
     'sliding_window': window,
     'layer_types': ['sliding_attention' if slide else 'full_attention' for slide in slides],
   }
+
+
+def _experts(metadata: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
+  architecture, is_normalized = metadata.architecture, _NORMALIZED[metadata.architecture]
+  if metadata.get('expert_weights_norm', is_normalized) != is_normalized:
+    raise metadata.refusal(f'{architecture}.expert_weights_norm must be {is_normalized}')
+  hidden = metadata.size('expert_feed_forward_length', config['intermediate_size'])
+  fields = {
+    'num_experts': metadata.required('expert_count'),
+    'num_experts_per_tok': metadata.required('expert_used_count'),
+    'moe_intermediate_size': hidden,
+    'norm_topk_prob': is_normalized,
+  }
+  if architecture == 'qwen3moe':
+    return fields
+  fields['intermediate_size'] = hidden
+  if architecture == 'gpt-oss':
+    # llama.cpp rounds the ends of YaRN's ramp; the model was trained without this.
+    scaling = config.pop('rope_scaling')
+    fields['rope_parameters'] = {'rope_type': 'default'} if scaling is None else {**scaling, 'truncate': False}
+  return fields
 
 
 def _gpt_neox(metadata: _Metadata, config: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from spectr_jax.io import untrusted
 from spectr_jax.io.hub.families import FAMILIES
 from spectr_jax.io.hub.gguf_config import ROPE_FREQS
 from spectr_jax.io.hub.gguf_header import GgufHeader, StoredTensor
-from spectr_jax.io.hub.tensors import Tensors
+from spectr_jax.io.hub.tensors import Tensors, check_number
 
 _FREQUENCIES = re.compile(r'blk\.(\d+)\.attn_rot_embd(?:\.weight)?', re.ASCII)
 _MOST_AT_ONCE = 2**22  # numbers dequantized together
@@ -54,13 +54,16 @@ class GgufTensors(Tensors):
         continue
       with untrusted.named(f'{header.path}: tensor {untrusted.name_shown(name)}'):
         hub_name = _hub_name(name, config['architectures'][0], architecture)
-        source = _source(name, stored, header, config, architecture)
+        num_experts = config['num_experts'] if '{}' in hub_name else None
+        source = _source(name, stored, header, config, architecture, is_stacked=num_experts is not None)
         if stored.offset < end:
           raise ValueError('begins within another tensor')
-        if hub_name in self._sources:
-          raise ValueError('is there under another name as well')
         end = stored.offset + source.stored.nbytes
-        self._sources[hub_name] = source
+        sources = {hub_name: source} if num_experts is None else _by_expert(hub_name, source, num_experts)
+        if not self._sources.keys().isdisjoint(sources):
+          raise ValueError('is there under another name as well')
+        self._sources |= sources
+        check_number(len(self._sources))
 
   def names(self) -> set[str]:
     return set(self._sources)
@@ -91,6 +94,19 @@ class GgufTensors(Tensors):
     return np.concatenate(parts) if len(parts) > 1 else parts[0], source.quantization.name
 
 
+def _by_expert(hub_name: str, source: _Source, num_experts: int) -> dict[str, _Source]:
+  """The tensors that one of all experts is made of."""
+  shape = source.shape[1:]
+  if source.shape[0] != num_experts:
+    raise ValueError(f'it has {source.shape[0]} experts, and the metadata {num_experts}')
+  if source.quantization is not None and len(shape) != 2:
+    raise ValueError('a bias in blocks')
+  return {
+    hub_name.replace('{}', str(i)): dataclasses.replace(source, stored=one, shape=shape)
+    for i, one in enumerate(source.stored)
+  }
+
+
 @functools.cache
 def _module_names(family_name: str, architecture: str) -> dict[str, str]:
   """The hub's names of modules by llama.cpp's, as the package `gguf` converts them; `blk.0.` for the first block."""
@@ -101,7 +117,7 @@ def _module_names(family_name: str, architecture: str) -> dict[str, str]:
   hub_names, stored_name = {'output': family.head_names[0]}, gguf.get_tensor_name_map(kind, 1).get_name
   for module in family.modules.values():
     for name in (f'{family.prefix}{module}', f'{family.prefix}{family.blocks}.0.{module}'):
-      if stored := stored_name(name):
+      if stored := stored_name(name.replace('.{}', '')):
         hub_names[stored] = name
   return hub_names
 
@@ -115,11 +131,14 @@ def _hub_name(name: str, family_name: str, architecture: str) -> str:
   module = _module_names(family_name, architecture).get(part if layer is None else f'blk.0.{part}')
   if module is None:
     raise ValueError('unknown for this architecture')
-  return f'{module}.{kind}'.replace(f'{family.blocks}.0.', f'{family.blocks}.{layer}.', 1)
+  name = module if module.endswith('.sinks') else f'{module}.{kind}'
+  return name.replace(f'{family.blocks}.0.', f'{family.blocks}.{layer}.', 1)
 
 
-def _source(name: str, tensor: StoredTensor, header: GgufHeader, config: dict[str, Any], architecture: str) -> _Source:
-  stored, quantization = _stored(tensor, header)
+def _source(
+  name: str, tensor: StoredTensor, header: GgufHeader, config: dict[str, Any], architecture: str, *, is_stacked: bool
+) -> _Source:
+  stored, quantization = _stored(tensor, header, (2, 3) if is_stacked else (1, 2))
   part = name.split('.')[-2]
   row_axes = None
   if architecture == 'llama' and part in ('attn_q', 'attn_k'):
@@ -143,12 +162,12 @@ def _source(name: str, tensor: StoredTensor, header: GgufHeader, config: dict[st
   )
 
 
-def _stored(tensor: StoredTensor, header: GgufHeader) -> tuple[np.ndarray, Any]:
+def _stored(tensor: StoredTensor, header: GgufHeader, allowed_axes: tuple[int, int]) -> tuple[np.ndarray, Any]:
   """The data of a tensor as it is in the file, and the type of its blocks if it has any."""
   import gguf
 
-  if len(tensor.shape) not in (1, 2):
-    raise ValueError(f'{len(tensor.shape)} axes, expected 1 or 2')
+  if len(tensor.shape) not in allowed_axes:
+    raise ValueError(f'{len(tensor.shape)} axes, expected {" or ".join(map(str, allowed_axes))}')
   kind, dtype = _known_type(tensor.type_id)
   block_size, block_bytes = gguf.GGML_QUANT_SIZES[kind]
   *rows, columns = tensor.shape
@@ -211,6 +230,8 @@ def _dequantized(source: _Source, rows: slice | np.ndarray, columns: slice) -> n
   step = max(1, _MOST_AT_ONCE // (blocks.shape[1] * size))
   for start in range(0, len(blocks), step):
     some = np.ascontiguousarray(blocks[start : start + step])
+    if source.quantization.name == 'MXFP4' and (some[..., 0] == 255).any():
+      raise ValueError('a scale of MXFP4 blocks is 255, which is no number')
     numbers = gguf.quants.dequantize(some.reshape(len(some), -1), source.quantization)
     values[start : start + step] = numbers[:, first % size :][:, : values.shape[1]]
   return values

@@ -13,6 +13,7 @@ from etils import epath
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from spectr_jax.io.hub.families import Source, is_unread, read_spec, source_of, telling_names
+from spectr_jax.io.hub.fused_experts import split_experts
 from spectr_jax.io.hub.gguf_tensors import GgufTensors
 from spectr_jax.io.hub.redundant import check_model_buffers, settle_head
 from spectr_jax.io.hub.tensors import SafetensorsFolder, Tensors, check_tensors
@@ -35,11 +36,21 @@ _ReadPart: TypeAlias = Callable[[Any], np.ndarray]
 
 
 def _read(index, *, shape, tensors: Tensors, source: Source, dtype: Any) -> np.ndarray:
+  if source.num_experts is None:
+    return _read_one(index, shape, tensors, source, source.name, dtype)
+  sizes = [len(range(*part.indices(size))) for part, size in zip(index, shape, strict=True)]
+  stacked = np.empty(sizes, dtype)
+  for place, name in zip(stacked, source.names[index[0]], strict=True):
+    place[...] = _read_one(index[1:], shape[1:], tensors, source, name, dtype)
+  return stacked
+
+
+def _read_one(index, shape, tensors: Tensors, source: Source, name: str, dtype: Any) -> np.ndarray:
   *inputs, outputs = (slice(*part.indices(size)[:2]) for part, size in zip(index, shape, strict=True))
   parts = []
   for rows in source.ranges(outputs):
     where = (rows, *inputs) if source.is_transposed else (*inputs, rows)
-    part = tensors.read(source.name, where).astype(dtype, copy=False)
+    part = tensors.read(name, where).astype(dtype, copy=False)
     parts.append(part.T if source.is_transposed else part)
   return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
 
@@ -50,6 +61,8 @@ def _quantized_reads(read: _ReadPart, kernel: Int8Kernel) -> tuple[_ReadPart, _R
   A scale belongs to a whole channel, so whole channels are read, some at a time, also for a device that holds only some
   of their inputs. They stay here in int8 until the functions go, so that all devices and both functions share a read.
   """
+  if len(kernel.shape) == 3:
+    return _quantized_experts(read, kernel)
   axis = kernel.channel_axis
   num_channels, num_inputs = kernel.shape[axis], kernel.shape[1 - axis]
   step = max(1, _MOST_AT_ONCE // num_inputs)
@@ -78,10 +91,29 @@ def _quantized_reads(read: _ReadPart, kernel: Int8Kernel) -> tuple[_ReadPart, _R
   return values, scale
 
 
+def _quantized_experts(read: _ReadPart, kernel: Int8Kernel) -> tuple[_ReadPart, _ReadPart]:
+  """`_quantized_reads` of kernels `[E, in, out]`, one by one."""
+  num_experts, num_inputs, num_channels = kernel.shape
+
+  @functools.cache
+  def quantized(first, last, start, stop):
+    values = np.empty((last - first, num_inputs, stop - start), np.int8)
+    scale = np.empty((last - first, stop - start), kernel.scale.dtype)
+    for i in range(first, last):
+      numbers = read((slice(i, i + 1), slice(0, num_inputs), slice(start, stop)))
+      values[i - first], scale[i - first] = quantize(numbers[0], 1)
+    return values, scale
+
+  def of(index):
+    return quantized(*index[0].indices(num_experts)[:2], *index[-1].indices(num_channels)[:2])
+
+  return lambda index: of(index)[0][:, index[1]], lambda index: of(index)[1]
+
+
 def _in_blocks(keys, shape, tensors: Tensors, source: Source) -> BlockKernel | None:
-  """A matrix in the blocks of its file; None for other parameters, and for blocks of another type."""
+  """A matrix in the blocks of its file; None for other parameters, for experts, and for blocks of another type."""
   name = keys[-1].key
-  if name not in CHANNEL_AXES or not isinstance(tensors, GgufTensors):
+  if name not in CHANNEL_AXES or not isinstance(tensors, GgufTensors) or source.num_experts is not None:
     return None
   outputs = slice(0, shape[0] if name == 'embedding' else shape[1])
   blocks = tensors.blocks(source.name, list(source.ranges(outputs)))
@@ -132,6 +164,10 @@ def make_model(
   names = tensors.names()
   if config.num_layers > len(names):
     raise ValueError(f'the configuration has {config.num_layers} layers, but the checkpoint {len(names)} tensors')
+  num_experts = sum(map(config.experts.are_in, range(config.num_layers))) * config.experts.num if config.experts else 0
+  tensors = split_experts(tensors, config)
+  if num_experts > len(tensors.names()):
+    raise ValueError(f'the configuration has {num_experts} experts, but the checkpoint {len(names)} tensors')
   shapes, names = param_shapes(config), telling_names(family, names)
 
   def path_of(keys):
@@ -142,7 +178,7 @@ def make_model(
     for keys, leaf in jax.tree_util.tree_leaves_with_path(shapes, is_leaf=is_int8)
   }
   heads = [f'{name}.weight' for name in family.head_names]  # `settle_head` has compared them
-  wanted = {source.name: source.shape for source in sources.values()}
+  wanted = {name: source.shape for source in sources.values() for name in source.names}
   check_tensors(
     tensors, wanted, lambda name: name in heads or name.endswith(family.buffers) or is_unread(name, family, config)
   )

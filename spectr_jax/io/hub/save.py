@@ -33,12 +33,13 @@ def _tensors(params: Mapping[str, Any], family: Family, config: CausalLMConfig, 
   for keys, leaf in jax.tree_util.tree_leaves_with_path(params):
     path = jax.tree_util.keystr(keys, simple=True, separator='/')
     source, values = source_of(path, leaf.shape, family, config, {family.prefix}), np.asarray(leaf).astype(dtype)
-    tensor = tensors.setdefault(source.name, np.empty(source.shape, dtype))  # queries, keys and values may share one
-    at = 0
-    for outputs in source.ranges(slice(0, values.shape[-1])):
-      part = values[..., at : at + outputs.stop - outputs.start]
-      tensor[outputs if source.is_transposed else (..., outputs)] = part.T if source.is_transposed else part
-      at += part.shape[-1]
+    for name, one in zip(source.names, [values] if source.num_experts is None else values, strict=True):
+      tensor = tensors.setdefault(name, np.empty(source.shape, dtype))  # queries, keys and values may share one
+      at = 0
+      for outputs in source.ranges(slice(0, one.shape[-1])):
+        part = one[..., at : at + outputs.stop - outputs.start]
+        tensor[outputs if source.is_transposed else (..., outputs)] = part.T if source.is_transposed else part
+        at += part.shape[-1]
   return tensors
 
 
@@ -118,6 +119,8 @@ def save_hub_model(
   check_savable(model.params)
   family, described = read_spec(spec)
   is_own = isinstance(tokenizer, Tokenizer)
+  if family.quantization:
+    raise ValueError(f'a model of the family {family.model_type} is not saved')
   types = {'dtype': config.dtype, 'cache_dtype': config.cache_dtype}
   if dataclasses.replace(described, **types) != config:
     raise ValueError('config.json would describe another model than the one to save')

@@ -21,6 +21,7 @@ _DTYPES = {
 }  # fmt: skip
 _MOST_AXES = 8
 _MOST_NUMBERS = 2**48
+_MOST_OF_EXPERTS = 2**20  # tensors that those of all experts are made into
 _MOST_AT_ONCE = 2**22  # numbers compared together
 _INDEX = 'model.safetensors.index.json'
 
@@ -41,6 +42,12 @@ class Tensors(Protocol):
   def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
     """A part of a tensor, by slices of step 1, without reading the rest where the format allows it."""
     ...
+
+
+def check_number(num: int) -> None:
+  """Checks how many tensors those of all experts become."""
+  if num > _MOST_OF_EXPERTS:
+    raise ValueError(f'more than {_MOST_OF_EXPERTS:,} tensors of experts')
 
 
 def check_shape(shape: tuple[int, ...]) -> None:

@@ -33,9 +33,10 @@ WIDEST_HEAD = 512  # numbers of a head of attention, as there
 _TOGETHER = {jnp.dtype(jnp.float32): 1, jnp.dtype(jnp.bfloat16): 2, jnp.dtype(jnp.int8): 4}
 _TARGET, _BLOCK_TARGET, _ATTENTION_TARGET = 'spectr_product', 'spectr_block_product', 'spectr_attention'
 _NORM_TARGET, _TOTALS_TARGET, _SOFTMAX_TARGET = 'spectr_norm', 'spectr_totals', 'spectr_softmax'
-_DRAW_TARGET, _WRITE_TARGET = 'spectr_draw', 'spectr_write'
+_DRAW_TARGET, _WRITE_TARGET, _EXPERT_TARGET = 'spectr_draw', 'spectr_write', 'spectr_expert_product'
 _TARGETS = (
-  _TARGET, _BLOCK_TARGET, _ATTENTION_TARGET, _NORM_TARGET, _TOTALS_TARGET, _SOFTMAX_TARGET, _DRAW_TARGET, _WRITE_TARGET
+  _TARGET, _BLOCK_TARGET, _EXPERT_TARGET, _ATTENTION_TARGET, _NORM_TARGET, _TOTALS_TARGET, _SOFTMAX_TARGET,
+  _DRAW_TARGET, _WRITE_TARGET,
 )  # fmt: skip
 # Of queries, keys and values that are compared: heads of the greatest width, so that no older library is used.
 _ATTENTION_SHAPES = (1, 3, 1, WIDEST_HEAD), (1, 1, WIDEST_HEAD, 6), (1, 1, 6, WIDEST_HEAD)
@@ -95,6 +96,7 @@ def _check_products() -> None:
   @jax.jit
   def compute(packed):
     products = [product(rows, panels, 40) for rows, panels in packed]
+    products += [expert_product(rows, panels[None], 40, jnp.zeros(3, jnp.int32)) for rows, panels in packed]
     operands = query, keys[..., :2], values[:, :, :2], masks[0], keys, values, masks[1], np.full((1, 3), 6, np.int32)
     return products, attention(*map(jnp.asarray, operands)), round_parts(jnp.asarray(logits))
 
@@ -108,7 +110,7 @@ def _check_products() -> None:
       outputs, mixed, (probs, token, written) = jax.device_get(compute(packed))
   except Exception as error:  # of any kind: XLA refuses a call in its own ways
     raise _UnavailableError(f'XLA refuses it: {error}') from None
-  for (rows, kernel), products in zip(operands, outputs):
+  for (rows, kernel), products in zip(2 * operands, outputs):
     rows, kernel = rows.astype(np.float64), kernel.astype(np.float64)
     if not np.allclose(products, rows @ kernel, rtol=0, atol=1e-6 * np.abs(kernel).max() * len(kernel)):
       raise _UnavailableError('its products differ from those of NumPy')
@@ -159,8 +161,8 @@ def use_form(name: str) -> bool:
 
 
 def packs(kernel: jax.Array) -> bool:
-  """Whether a kernel `[in, out]` can be packed: float32, an even number of bfloat16 inputs, or 4 n inputs in int8."""
-  return kernel.dtype in _TOGETHER and kernel.shape[0] % _TOGETHER[kernel.dtype] == 0
+  """Whether a kernel `[..., in, out]` can be packed: float32, an even number of bfloat16 inputs, or 4 n in int8."""
+  return kernel.dtype in _TOGETHER and kernel.shape[-2] % _TOGETHER[kernel.dtype] == 0
 
 
 def pack(kernel: ArrayLike) -> jax.Array:
@@ -178,6 +180,26 @@ def pack(kernel: ArrayLike) -> jax.Array:
   panels = padded.reshape(num_in // together, together, -1, PANEL).transpose(2, 0, 3, 1)
   panels = np.ascontiguousarray(panels if together > 1 else panels[..., 0])
   return jax.device_put(panels.view(dtype), place)
+
+
+def pack_experts(kernels: ArrayLike) -> jax.Array:
+  """Kernels `[E, in, out]` as `pack` has them, `[E, ...]`, packed one by one."""
+  place = kernels.sharding if isinstance(kernels, jax.Array) and kernels.committed else None
+  kernels = np.asarray(kernels)
+  first = np.asarray(pack(kernels[0]))
+  panels = np.empty((len(kernels), *first.shape), first.dtype)
+  for i, kernel in enumerate(kernels):
+    panels[i] = pack(kernel)
+  return jax.device_put(panels, place)
+
+
+def expert_product(rows: jax.Array, panels: jax.Array, num_out: int, experts: jax.Array) -> jax.Array:
+  """`product` of each of the rows `[N, in]` and the kernel of its expert, of which `experts`, integers `[N]`, has the
+  number and `pack_experts` returned all. RuntimeError as for `product`.
+  """
+  _load()
+  out = jax.ShapeDtypeStruct((rows.shape[0], num_out), jnp.float32)
+  return jax.ffi.ffi_call(_EXPERT_TARGET, out, vmap_method='sequential')(rows, experts.astype(jnp.int32), panels)
 
 
 def product(rows: jax.Array, panels: jax.Array, num_out: int) -> jax.Array:
@@ -210,6 +232,7 @@ def attention(
   visible: jax.Array,
   places: jax.Array,
   *,
+  sinks: jax.Array | None = None,
   soft_cap: float | None = None,
 ) -> jax.Array:
   """`attention.tree_attention` on a CPU, float32 `[B, N, H, head_dim]`, added in the order of the text.
@@ -223,6 +246,7 @@ def attention(
     mask: The pending tokens that each query sees.
     visible: The slots that each query sees.
     places: int32 `[B, N]`, the slot that each query's own token will take.
+    sinks: float32 `[H]`, scores of what is mixed with no value; None for none.
     soft_cap: The bound of scores; None for none.
 
   Raises:
@@ -231,8 +255,8 @@ def attention(
   _load()
   out = jax.ShapeDtypeStruct(query.shape, jnp.float32)
   call = jax.ffi.ffi_call(_ATTENTION_TARGET, out, vmap_method='sequential')
-  cap = np.float32(soft_cap or 0)
-  return call(query, new_keys, new_values, mask, keys, values, visible, places.astype(jnp.int32), soft_cap=cap)
+  cap, sinks = np.float32(soft_cap or 0), jnp.zeros(0, jnp.float32) if sinks is None else sinks
+  return call(query, new_keys, new_values, mask, keys, values, visible, places.astype(jnp.int32), sinks, soft_cap=cap)
 
 
 def norm(rows: jax.Array, gain: jax.Array, bias: jax.Array | None, *, epsilon: float) -> jax.Array:

@@ -267,8 +267,9 @@ void AttendOf(const Attention& attention, int64_t first, int64_t last) {
         item.query[r * width + d] = attention.query[at[r] + d];
         item.mixed[r * width + d] = 0;
       }
-      item.top[r] = kHidden;
-      item.total[r] = 0;
+      // A sink is the first that a row adds.
+      item.top[r] = attention.sinks == nullptr ? kHidden : attention.sinks[own];
+      item.total[r] = attention.sinks == nullptr ? 0 : 1;
       item.seen[r] =
           attention.visible + (batch * attention.num_visible_rows + node % attention.num_visible_rows) * num_slots;
       item.pending[r] = attention.mask + (batch % attention.num_mask_rows * attention.num_queries + node) * num_new;

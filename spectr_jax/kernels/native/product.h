@@ -49,6 +49,7 @@ struct Attention {
   const uint8_t* visible;   // [batch, num_visible_rows, num_slots]
   const int64_t* num_seen;  // [batch], slots up to the last that a query sees
   const int32_t* places;    // [batch, num_queries], the slot that each query's own token will take
+  const float* sinks;       // [num_heads], scores that count in a softmax and mix no value; or null
   float* out;               // like `query`
   int64_t num_queries, num_heads, num_kv_heads, width, num_new, num_slots, num_mask_rows, num_visible_rows;
   float soft_cap;  // the bound of scores; 0 for none

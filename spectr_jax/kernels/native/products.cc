@@ -103,6 +103,83 @@ ffi::Error Multiply(ffi::ThreadPool pool, ffi::AnyBuffer rows, ffi::AnyBuffer ke
   return ffi::Error::Success();
 }
 
+// Products of rows and the kernels of some experts.
+struct ExpertProduct {
+  Panels* compute;
+  std::vector<Product> products;  // one for each expert that has rows
+  int64_t num_panels;             // of a kernel
+};
+
+void MultiplyByExperts(const ExpertProduct& all, int64_t first, int64_t last) {
+  for (int64_t end; first < last; first += end) {
+    const int64_t panel = first % all.num_panels;
+    end = std::min(last - first, all.num_panels - panel);
+    all.compute(all.products[first / all.num_panels], panel, panel + end);
+  }
+}
+
+// As `Multiply`, each row by the kernel of its expert, of which only those that have rows are read.
+ffi::Error MultiplyExperts(ffi::ThreadPool pool, ffi::AnyBuffer rows, ffi::Buffer<ffi::S32> experts, ffi::AnyBuffer kernels,
+                           ffi::Result<ffi::Buffer<ffi::F32>> out) {
+  const Form* form = CurrentForm();
+  if (form == nullptr) return ffi::Error::Internal("this processor has neither AVX2 nor AVX-512");
+  const auto row_sizes = rows.dimensions(), sizes = kernels.dimensions(), out_sizes = out->dimensions();
+  const bool is_bfloat16 = kernels.element_type() == ffi::BF16, is_int8 = kernels.element_type() == ffi::S8;
+  const int64_t num_together = is_int8 ? 4 : is_bfloat16 ? 2 : 1;  // inputs of a step
+  const bool has_bfloat16_rows = rows.element_type() == ffi::BF16;
+  const auto misfit = ffi::Error::InvalidArgument("rows, experts, kernels and result do not fit each other");
+  if (!(is_int8 || is_bfloat16 || kernels.element_type() == ffi::F32) ||
+      !(has_bfloat16_rows || rows.element_type() == ffi::F32) || row_sizes.size() != 2 || out_sizes.size() != 2 ||
+      sizes.size() != (num_together > 1 ? 5u : 4u) || (num_together > 1 && sizes[4] != num_together) ||
+      sizes[3] != kPanel || row_sizes[0] != out_sizes[0] || row_sizes[1] != num_together * sizes[2] ||
+      experts.element_count() != static_cast<size_t>(row_sizes[0]) || (out_sizes[1] + kPanel - 1) / kPanel != sizes[1])
+    return misfit;
+  const int64_t num_rows = row_sizes[0], num_in = row_sizes[1], num_out = out_sizes[1];
+  if (num_rows == 0 || num_out == 0) return ffi::Error::Success();
+
+  std::vector<int64_t> ends(sizes[0], 0);  // at first the numbers of rows, then where those of each expert end
+  for (int64_t row = 0; row < num_rows; ++row) {
+    const int32_t expert = experts.typed_data()[row];
+    if (expert < 0 || expert >= sizes[0]) return misfit;
+    ++ends[expert];
+  }
+  auto work = std::make_shared<Work<ExpertProduct>>();
+  const bool is_paired = has_bfloat16_rows && is_bfloat16 && form->of_pairs != nullptr;
+  const int64_t entry = is_paired ? sizeof(uint16_t) : sizeof(float);
+  work->owned.resize(num_rows * (num_in * entry + num_out * sizeof(float)));
+  auto* results = reinterpret_cast<float*>(work->owned.data());
+  char* inputs = work->owned.data() + num_rows * num_out * sizeof(float);
+  work->product.compute = is_paired ? form->of_pairs : is_int8 ? form->of_int8 : is_bfloat16 ? form->of_bfloat16 : form->of_float32;
+  work->product.num_panels = sizes[1];
+  const int64_t kernel_bytes = kernels.size_bytes() / sizes[0];
+  int64_t begin = 0;
+  for (int64_t expert = 0; expert < sizes[0]; ++expert) {
+    const int64_t count = ends[expert];
+    if (count > 0)
+      work->product.products.push_back({inputs + begin * num_in * entry,
+                                        static_cast<const char*>(kernels.untyped_data()) + expert * kernel_bytes,
+                                        results + begin * num_out, count, sizes[2], num_out});
+    ends[expert] = begin;
+    begin += count;
+  }
+  std::vector<int64_t> places(num_rows);
+  const auto* from = static_cast<const char*>(rows.untyped_data());
+  for (int64_t row = 0; row < num_rows; ++row) {
+    const int64_t place = places[row] = ends[experts.typed_data()[row]]++;
+    char* to = inputs + place * num_in * entry;
+    if (has_bfloat16_rows && !is_paired)
+      Widen(from + row * num_in * sizeof(uint16_t), num_in, reinterpret_cast<float*>(to));
+    else
+      std::memcpy(to, from + row * num_in * entry, num_in * entry);
+  }
+  work->compute = MultiplyByExperts;
+  const int64_t num_products = work->product.products.size();
+  RunOnThreads(pool, work, num_products * sizes[1], num_products * kernel_bytes);
+  for (int64_t row = 0; row < num_rows; ++row)
+    std::memcpy(out->typed_data() + row * num_out, results + places[row] * num_out, num_out * sizeof(float));
+  return ffi::Error::Success();
+}
+
 // As `Multiply`, by a kernel in blocks: weights [panels][blocks][lines][16][4] with their scales [panels][blocks][16], and
 // in 4 bits what is added to each, of the same shape.
 ffi::Error MultiplyBlocks(ffi::ThreadPool pool, ffi::AnyBuffer rows, ffi::AnyBuffer weights, ffi::AnyBuffer scales,
@@ -169,8 +246,8 @@ int64_t NumSeen(const uint8_t* visible, int64_t num_rows, int64_t num_slots) {
 
 ffi::Error Attend(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::Buffer<ffi::F32> new_keys,
                   ffi::Buffer<ffi::F32> new_values, ffi::Buffer<ffi::PRED> mask, ffi::Buffer<ffi::F32> keys,
-                  ffi::Buffer<ffi::F32> values, ffi::Buffer<ffi::PRED> visible, ffi::Buffer<ffi::S32> places, float soft_cap,
-                  ffi::Result<ffi::Buffer<ffi::F32>> out) {
+                  ffi::Buffer<ffi::F32> values, ffi::Buffer<ffi::PRED> visible, ffi::Buffer<ffi::S32> places,
+                  ffi::Buffer<ffi::F32> sinks, float soft_cap, ffi::Result<ffi::Buffer<ffi::F32>> out) {
   const Form* form = CurrentForm();
   if (form == nullptr) return ffi::Error::Internal("this processor has neither AVX2 nor AVX-512");
   const auto sizes = query.dimensions(), new_sizes = new_keys.dimensions(), old_sizes = keys.dimensions(),
@@ -189,7 +266,8 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::Buffer<ffi::F
       !(seen_sizes[1] == 1 || seen_sizes[1] == num_queries) ||
       new_values.element_count() != new_keys.element_count() || values.element_count() != keys.element_count() ||
       out->element_count() != query.element_count() ||
-      places.element_count() != static_cast<size_t>(batch * num_queries))
+      places.element_count() != static_cast<size_t>(batch * num_queries) ||
+      (sinks.element_count() != 0 && sinks.element_count() != static_cast<size_t>(num_heads)))
     return misfit;
   if (query.element_count() == 0) return ffi::Error::Success();
 
@@ -210,7 +288,8 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::Buffer<ffi::F
   }
   work->product = {queries, new_keys.typed_data(), new_values.typed_data(),
                    reinterpret_cast<const uint8_t*>(mask.typed_data()), keys.typed_data(), values.typed_data(), seen,
-                   num_seen, places.typed_data(), out->typed_data(), num_queries, num_heads, num_kv_heads, width, num_new, num_slots,
+                   num_seen, places.typed_data(), sinks.element_count() == 0 ? nullptr : sinks.typed_data(),
+                   out->typed_data(), num_queries, num_heads, num_kv_heads, width, num_new, num_slots,
                    mask_sizes[0], seen_sizes[1], soft_cap};
   work->compute = form->attention;
   const int64_t num_rows = num_queries * (num_heads / num_kv_heads);
@@ -322,6 +401,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(spectr_attention, spectr::Attend,
                                   .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
                                   .Arg<xla::ffi::Buffer<xla::ffi::PRED>>()
                                   .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
                                   .Attr<float>("soft_cap")
                                   .Ret<xla::ffi::Buffer<xla::ffi::F32>>());
 
@@ -331,6 +411,14 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(spectr_product, spectr::Multiply,
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .Ret<xla::ffi::AnyBuffer>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(spectr_expert_product, spectr::MultiplyExperts,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(spectr_block_product, spectr::MultiplyBlocks,
                               xla::ffi::Ffi::Bind()

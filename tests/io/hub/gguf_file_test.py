@@ -349,7 +349,9 @@ def test_missing_empty_and_truncated_files_are_refused(tmp_path):
 @pytest.mark.parametrize(
   ('metadata', 'problem'),
   [
-    ({'llama.expert_count': 8}, 'a mixture of experts'),
+    ({'llama.expert_count': 8}, 'the metadata has no llama.expert_used_count'),
+    ({'llama.expert_count': 10**9}, 'llama.expert_count must be'),
+    ({'llama.expert_count': 8, 'llama.expert_shared_count': 1}, 'llama.expert_shared_count 1 is not supported'),
     ({'llama.block_count': None}, 'the metadata has no llama.block_count'),
     ({'llama.rope.scaling.type': 'longrope'}, "unknown RoPE scaling 'longrope'; known are none, linear"),
     ({'llama.rope.dimension_count': 8, 'llama.attention.key_length': 16}, 'RoPE of 8 of 16 dimensions'),
@@ -391,7 +393,10 @@ def test_metadata_that_is_refused(metadata, problem, tmp_path):
 @pytest.mark.parametrize(
   ('changes', 'problem'),
   [
-    ({'architecture': 'mamba', 'tensors': {}}, "unknown architecture 'mamba'; known are llama, qwen2, qwen3, gemma,"),
+    (
+      {'architecture': 'mamba', 'tensors': {}},
+      "unknown architecture 'mamba'; known are llama, qwen2, qwen3,",
+    ),
     ({'tensors': {}}, 'no tensor token_embd.weight'),
     ({'extra': [('blk.0.up.weight', np.zeros((2, 2), np.float32), Type.F32)]}, 'blk.0.up.weight: unknown for this'),
     (

@@ -26,7 +26,7 @@ def tokenizer():
   )
 
 
-@pytest.mark.parametrize('name', SPECS)
+@pytest.mark.parametrize('name', [name for name in SPECS if name != 'gpt_oss'])  # which is not saved
 def test_tensors_are_those_that_were_read(name, tokenizer, tmp_path):
   spec = SPECS[name]
   model = load_hub_model(tiny_hub.write_model(tmp_path / 'read', spec))
@@ -77,7 +77,10 @@ def test_some_layers_of_a_model(name):
   config, layers = read_spec(spec)[1], (0, 3, 5)
   fewer = read_spec(spec_of_layers(spec, layers))[1]
   windows = tuple(config.window(layer) for layer in layers) if config.windows else ()
-  assert fewer == dataclasses.replace(config, num_layers=3, windows=windows)
+  experts = config.experts
+  if experts is not None and experts.layers:
+    experts = dataclasses.replace(experts, layers=(False, True, True))
+  assert fewer == dataclasses.replace(config, num_layers=3, windows=windows, experts=experts)
   if name == 'gemma3':
     assert windows == (4, None, None)
     assert read_spec(spec_of_layers(spec, (1, 3)))[1].windows == ()
