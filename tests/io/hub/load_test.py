@@ -113,7 +113,8 @@ def test_dtypes(tmp_path):
   tensors = {name: x.astype(ml_dtypes.bfloat16) for name, x in _llama_tensors().items()}
   folder = _save(tmp_path, tensors, {**SPECS['llama'], 'torch_dtype': 'bfloat16'})
   model = load_hub_model(folder)
-  assert {leaf.dtype for leaf in jax.tree.leaves(model.params)} == {jnp.dtype('bfloat16')}
+  for keys, leaf in jax.tree_util.tree_leaves_with_path(model.params):
+    assert leaf.dtype == ('float32' if keys[-1].key == 'gain' else 'bfloat16')
   wide = load_hub_model(folder, dtype='float32', mesh=make_mesh({}, jax.devices()[:1]))
   assert config_of(wide).dtype == 'float32'
   np.testing.assert_array_equal(wide.params['embedding'], tensors['model.embed_tokens.weight'].astype(np.float32))
@@ -318,7 +319,7 @@ def test_quantized_weights_of_bfloat16_and_those_that_cannot_be(tmp_path):
   expected = make_model(SPECS['llama'], Recorded(tensors), weights='int8').params
   found = model.params['layer_1']['attention']['out']['kernel']
   jax.tree.map(np.testing.assert_array_equal, found, expected['layer_1']['attention']['out']['kernel'])
-  assert model.params['final_norm']['gain'].dtype == jnp.bfloat16
+  assert model.params['embedding'].scale.dtype == model.params['final_norm']['gain'].dtype == jnp.float32
   assert read_hub_config(folder, weights='int8').weights == 'int8'
   tensors['model.layers.1.mlp.up_proj.weight'][2, 3] = np.nan
   with pytest.raises(ValueError, match='^tensor model.layers.1.mlp.up_proj.weight: weights that are not finite'):

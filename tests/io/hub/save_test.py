@@ -70,7 +70,7 @@ def test_a_tokenizer_is_the_same_again(backend, parts, add_bos, tmp_path):
     assert read.encode_chat(messages) == written.encode_chat(messages)
 
 
-@pytest.mark.parametrize('name', SPECS)
+@pytest.mark.parametrize('name', [name for name in SPECS if 'gemma4' not in name])  # whose layers need each other
 def test_some_layers_of_a_model(name):
   num_layers = {'n_layer': 6} if name == 'gpt2' else {'num_hidden_layers': 6}
   spec = SPECS[name] | num_layers
