@@ -521,6 +521,7 @@ _NOT_RECORDED = {
   '--mesh=data:8,model:2 --output': 'needs a pod',
   '--config=configs/NAME.py': 'shows the form of others',
   '--target=MODEL': 'shows the form of others',
+  'train.convert': 'needs a folder of a former version',
   'ORG/': 'shows the form of others',
   'train.head': 'its run is described beside the head: pretrained/README.md',
   'benchmarks.auto': 'decodes whole grids, for up to an hour',

@@ -21,7 +21,6 @@ from spectr_jax.models.causal_lm import causal_lm
 from spectr_jax.models.causal_lm_config import ACTIVATIONS, init_params, param_shapes
 from spectr_jax.models.routing import Experts
 from spectr_jax.tree import TokenTree
-from tests.slow import slow_but
 
 pytestmark = pytest.mark.usefixtures('highest')
 
@@ -207,7 +206,8 @@ def test_models_for_decoding_have_the_same_logits(name, weights):
       np.testing.assert_allclose(_plain(model.for_decoding(), tokens), expected, atol=1e-4)
 
 
-@pytest.mark.parametrize('name', slow_but(['gpt_oss'], NAMES))
+@pytest.mark.slow
+@pytest.mark.parametrize('name', NAMES)
 def test_meshes_decode_like_one_device(name, tmp_path):
   options = {'cwd': pathlib.Path(__file__).parent, 'num_devices': 4, 'JAX_DEFAULT_MATMUL_PRECISION': 'highest'}
   arrays = {key: x / 2 if x.ndim == 2 else x for key, x in tiny_hub.tensors_of(SPECS[name]).items()}

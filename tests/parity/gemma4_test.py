@@ -49,7 +49,7 @@ def case(request, tmp_path_factory):
 
 
 def _near(found, reference, texts):
-  families_test._assert_near(found, families_test._reference_logits(reference, texts), 'float32')
+  families_test._assert_near(found, families_test._reference_logits(reference, texts), reference, 'float32')
 
 
 @pytest.mark.parametrize('chunk', [1, 3, 8, 32])
@@ -142,7 +142,7 @@ def test_folders_of_multimodal_classes(name, tmp_path):
   output = jax.jit(Model.apply)(model, texts, positions, jnp.tril(jnp.ones((16, 16), bool)), model.init_cache_fn(2, 1))
   with torch.no_grad():
     expected = whole(input_ids=torch.tensor(texts)).logits.float().numpy()
-  families_test._assert_near(output.logits, expected, 'float32')
+  families_test._assert_near(output.logits, expected, whole, 'float32')
 
 
 def test_two_devices_write_the_text_of_one(tmp_path):
