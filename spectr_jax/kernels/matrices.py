@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 
 from spectr_jax.kernels import native, products
@@ -108,9 +109,17 @@ def _side_by_side(kernels: Sequence[Any]):
   if is_in_blocks(kernels[0]):
     return side_by_side(kernels)
   if not is_int8(kernels[0]):
-    return jnp.concatenate(kernels, axis=-1)
+    return _concatenated(kernels)
   values, scales = zip(*((kernel.values, kernel.scale) for kernel in kernels), strict=True)
-  return Int8Kernel(jnp.concatenate(values, axis=-1), jnp.concatenate(scales), kernels[0].channel_axis)
+  return Int8Kernel(_concatenated(values), _concatenated(scales), kernels[0].channel_axis)
+
+
+def _concatenated(arrays: Sequence[jax.Array]) -> jax.Array:
+  """Arrays as one, along their last axis. NumPy joins those of a CPU: it needs no program for their shapes."""
+  first = arrays[0]
+  if isinstance(first, Tracer) or [device.platform for device in first.devices()] != ['cpu']:
+    return jnp.concatenate(arrays, axis=-1)
+  return jax.device_put(np.concatenate(arrays, axis=-1), first.sharding if first.committed else None)
 
 
 @operation

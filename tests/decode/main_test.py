@@ -102,11 +102,10 @@ def test_the_table_and_the_progress_are_plain_lines(grid):
 @pytest.mark.parametrize(
   ('options', 'most'),
   [
-    # Casts, joined kernels, the check of products in C++, keys, prefills, the first state, the loop; of bfloat16 the
-    # output heads, too.
+    # Casts, the check of products in C++, keys, prefills, the first state, the loop; of bfloat16 the output heads, too.
     (['--method=block', '--dtype=bfloat16'], 12),
     slow(['--method=block'], 10),
-    slow(['--method=autoregressive,block', '--num_samples=2', '--top_p=0.9', '--stop=the'], 18),
+    slow(['--method=autoregressive,block', '--num_samples=2', '--top_p=0.9', '--stop=the'], 17),
   ],
 )
 def test_a_command_compiles_few_modules(pair, prompt_file, options, most):
