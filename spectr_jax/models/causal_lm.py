@@ -6,6 +6,7 @@ applied where the parameters have it.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -176,7 +177,11 @@ def mlp(params, config: CausalLMConfig, x: jax.Array) -> jax.Array:
   """The output of a layer's MLP, `[..., embed_dim]`, for `x` of that shape."""
 
   if config.experts is not None and 'router' in params:
-    return experts.mixture(params, config.experts, functools.partial(activation, config), x)
+    out = experts.mixture(params, config.experts, functools.partial(activation, config), x)
+    if 'shared' not in params:
+      return out
+    own = dataclasses.replace(config, experts=None, mlp_dim=config.experts.shared_dim)
+    return sum_of(out, mlp(params['shared'], own, x))
   if config.is_gated:
     gate, up = linears(params, ('gate', 'up'), x, [config.mlp_dim] * 2)
     hidden = activation(config, gate) * up

@@ -411,10 +411,12 @@ def param_shapes(config: CausalLMConfig) -> dict[str, Any]:
   def mixture(experts):
     router = {'kernel': array(width, experts.num)}
     router |= {'bias': array(experts.num)} if experts.has_bias else {}
-    router |= {'choice_bias': array(experts.num)} if experts.has_choice_bias else {}
+    if experts.has_choice_bias:  # small differences of large numbers
+      router['choice_bias'] = jax.ShapeDtypeStruct((experts.num,), accumulation_dtype(config.dtype))
     into = {name: linear(width, experts.hidden_dim, experts.has_bias, experts.num) for name in ('gate', 'up')}
     down = linear(experts.hidden_dim, width, experts.has_bias, experts.num)
-    return {'router': router, 'experts': {**into, 'down': down}}
+    shared = {'shared': mlp(dataclasses.replace(config, mlp_dim=experts.shared_dim))} if experts.shared_dim else {}
+    return {'router': router, 'experts': {**into, 'down': down}, **shared}
 
   def block(layer):
     own = config.of_layer(layer)

@@ -10,7 +10,7 @@ import numpy as np
 
 from spectr_jax.io.hub import family_configs, gemma4_config
 from spectr_jax.io.hub.config_fields import FIELDS, check_requests, checked
-from spectr_jax.io.untrusted import name_shown, named
+from spectr_jax.io.untrusted import name_shown, named, shown
 from spectr_jax.models.causal_lm_config import CausalLMConfig
 
 # Where the entries of heads begin along the outputs of the hub's tensor. Parts 0, 1, 2 are queries, keys and values.
@@ -48,6 +48,8 @@ class Family:
   num_layers: str = 'num_hidden_layers'  # what `config.json` calls the number of blocks
   known: tuple[str, ...] = ()  # fields that it reads and other families refuse
   quantization: str | None = None  # the method of quantized weights that it reads
+  dense_layers: str = 'mlp_only_layers'  # the field for layers without experts: their numbers, or how many come first
+  more_layers: str | None = None  # the field for the number of layers after the last that guess, which are not read
 
 
 LLAMA_MODULES = {
@@ -90,6 +92,10 @@ _MIXTRAL_MODULES = LLAMA_MODULES | _mixture_modules(
   'block_sparse_moe.gate', 'block_sparse_moe.experts', 'w1', 'w3', 'w2'
 )
 _QWEN_MOE_MODULES = LLAMA_MODULES | _mixture_modules('mlp.gate', 'mlp.experts')
+_GLM_MOE_MODULES = _QWEN_MOE_MODULES | {
+  'mlp/router/choice_bias': 'mlp.gate.e_score_correction_bias',
+  **{f'mlp/shared/{name}': f'mlp.shared_experts.{name}_proj' for name in ('gate', 'up', 'down')},
+}
 _GPT_OSS_MODULES = (
   LLAMA_MODULES | {'attention/sinks': 'self_attn.sinks'} | _mixture_modules('mlp.router', 'mlp.experts')
 )
@@ -138,6 +144,14 @@ FAMILIES = {
     'qwen3_moe', family_configs.qwen3_moe, _QWEN_MOE_MODULES, (*_EXPERTS, 'use_qk_norm')
   ),
   'OlmoeForCausalLM': _llama_family('olmoe', family_configs.olmoe, _QWEN_MOE_MODULES, _EXPERTS),
+  'Glm4MoeForCausalLM': _llama_family(
+    'glm4_moe',
+    family_configs.glm4_moe,
+    _GLM_MOE_MODULES,
+    ('num_local_experts', 'n_routed_experts', 'use_qk_norm'),
+    dense_layers='first_k_dense_replace',
+    more_layers='num_nextn_predict_layers',
+  ),
   'GptOssForCausalLM': _llama_family(
     'gpt_oss', family_configs.gpt_oss, _GPT_OSS_MODULES, _EXPERTS, quantization='mxfp4'
   ),
@@ -172,6 +186,8 @@ FAMILIES = {
   ),
   OWN: _llama_family('spectr_lm1b', family_configs.lm1b),
 }
+# Of multi-head latent attention.
+_LATENT = ('DeepseekV2ForCausalLM', 'DeepseekV3ForCausalLM', 'DeepseekV32ForCausalLM', 'Glm4MoeLiteForCausalLM')
 
 
 def read_spec(spec: Mapping[str, Any], where: str = 'config.json') -> tuple[Family, CausalLMConfig]:
@@ -182,6 +198,8 @@ def read_spec(spec: Mapping[str, Any], where: str = 'config.json') -> tuple[Fami
   with named(where):
     spec = checked(spec, FIELDS, where)
     name = [*spec.get('architectures', []), 'none'][0]
+    if name in _LATENT:
+      raise ValueError(f'{name} has multi-head latent attention (MLA), which is not read')
     if name not in FAMILIES:
       raise ValueError(f'architecture {name_shown(name)} is unknown; known are {", ".join(FAMILIES)}')
     family = FAMILIES[name]
@@ -210,8 +228,12 @@ def spec_of_layers(spec: Mapping[str, Any], layers: Sequence[int]) -> dict[str, 
     kinds = ('full_attention' if config.window(layer) is None else 'sliding_attention' for layer in layers)
     fewer['layer_types'] = list(kinds)
   if config.experts and config.experts.layers:
-    fewer['decoder_sparse_step'] = 1
-    fewer['mlp_only_layers'] = [i for i, layer in enumerate(layers) if not config.experts.are_in(layer)]
+    dense = [i for i, layer in enumerate(layers) if not config.experts.are_in(layer)]
+    if family.dense_layers == 'mlp_only_layers':
+      return fewer | {'decoder_sparse_step': 1, 'mlp_only_layers': dense}
+    if dense != list(range(len(dense))):
+      raise ValueError(f'layers {shown(layers)}: those without experts come first in this family')
+    fewer[family.dense_layers] = len(dense)
   return fewer
 
 
@@ -250,13 +272,23 @@ class Source:
       yield slice(int(each[0]), int(each[-1]) + 1)
 
 
-def is_unread(name: str, family: Family, config: CausalLMConfig) -> bool:
-  """Whether a tensor belongs to keys and values that a layer has no use for, since it shares those of another one."""
+def num_more_layers(family: Family, spec: Mapping[str, Any]) -> int:
+  """How many layers of a checkpoint come after the last of its model; one where `config.json` does not say."""
+  number = spec.get(family.more_layers) if family.more_layers else 0
+  return 1 if number is None else number
+
+
+def is_unread(name: str, family: Family, config: CausalLMConfig, num_more: int = 0) -> bool:
+  """Whether a tensor belongs to keys and values that a layer has no use for, since it shares those of another one, or
+  to one of `num_more` layers after the last.
+  """
   stem, _, rest = name.partition(f'{family.blocks}.')
   layer, _, module = rest.partition('.')
+  if stem not in ('', family.prefix) or not (layer.isascii() and layer.isdecimal()) or len(layer) > 5:
+    return False
   unread = tuple(f'{family.modules[f"attention/{part}"]}.' for part in ('k', 'v', 'k_norm') if config.num_shared_layers)
-  is_shared = layer.isdecimal() and len(layer) < 6 and config.num_own_layers <= int(layer) < config.num_layers
-  return stem in ('', family.prefix) and is_shared and module.startswith(unread)
+  is_shared = config.num_own_layers <= int(layer) < config.num_layers
+  return is_shared and module.startswith(unread) or 0 <= int(layer) - config.num_layers < num_more
 
 
 def telling_names(family: Family, names: Collection[str]) -> set[str]:

@@ -12,7 +12,7 @@ import numpy as np
 from etils import epath
 from jax.sharding import Mesh, SingleDeviceSharding
 
-from spectr_jax.io.hub.families import Source, is_unread, read_spec, source_of, telling_names
+from spectr_jax.io.hub.families import Source, is_unread, num_more_layers, read_spec, source_of, telling_names
 from spectr_jax.io.hub.fused_experts import split_experts
 from spectr_jax.io.hub.gguf_tensors import GgufTensors
 from spectr_jax.io.hub.redundant import check_model_buffers, settle_head
@@ -178,9 +178,12 @@ def make_model(
     for keys, leaf in jax.tree_util.tree_leaves_with_path(shapes, is_leaf=is_int8)
   }
   heads = [f'{name}.weight' for name in family.head_names]  # `settle_head` has compared them
+  num_more = num_more_layers(family, spec)
   wanted = {name: source.shape for source in sources.values() for name in source.names}
   check_tensors(
-    tensors, wanted, lambda name: name in heads or name.endswith(family.buffers) or is_unread(name, family, config)
+    tensors,
+    wanted,
+    lambda name: name in heads or name.endswith(family.buffers) or is_unread(name, family, config, num_more),
   )
   check_model_buffers(spec, tensors, where)
   if mesh is None:
@@ -196,7 +199,7 @@ def make_model(
         return kernel
     part = functools.partial(_read, shape=leaf.shape, tensors=tensors, source=source)
     if not is_int8(leaf):
-      return jax.make_array_from_callback(leaf.shape, place, functools.partial(part, dtype=config.dtype))
+      return jax.make_array_from_callback(leaf.shape, place, functools.partial(part, dtype=leaf.dtype))
     reads = _quantized_reads(functools.partial(part, dtype=accumulation_dtype(config.dtype)), leaf)
     with named(f'tensor {source.name}'):
       values, scale = (
@@ -221,8 +224,10 @@ def read_json(folder: epath.PathLike) -> dict[str, Any]:
 
 def read_folder(folder: epath.PathLike) -> tuple[dict[str, Any], Tensors]:
   """The content of a folder's `config.json`, and its tensors; those of the text model, if it is multimodal."""
-  spec = read_json(folder)
-  return text_spec(spec, f'{folder}/config.json'), text_tensors(spec, SafetensorsFolder(folder))
+  spec, where = read_json(folder), f'{folder}/config.json'
+  text = text_spec(spec, where)
+  read_spec(text, where)  # what is refused is refused before a file of tensors is opened
+  return text, text_tensors(spec, SafetensorsFolder(folder))
 
 
 def read_hub_config(folder: epath.PathLike, *, dtype: str | None = None, weights: str | None = None) -> CausalLMConfig:
