@@ -10,6 +10,7 @@ import numpy as np
 
 from spectr_jax.io.hub import family_configs, gemma4_config
 from spectr_jax.io.hub.config_fields import FIELDS, check_requests, checked
+from spectr_jax.io.hub.scaled_tensors import METHODS, block_of
 from spectr_jax.io.untrusted import name_shown, named, shown
 from spectr_jax.models.causal_lm_config import CausalLMConfig
 
@@ -207,10 +208,11 @@ def read_spec(spec: Mapping[str, Any], where: str = 'config.json') -> tuple[Fami
       raise ValueError(f'model_type {name_shown(spec["model_type"])} is not {family.model_type}, that of {name}')
     quantization = spec.get('quantization_config')
     method = str(quantization.get('quant_method', 'an unnamed method')) if quantization else None
-    if method not in (None, family.quantization):
-      known = f'{family.quantization}, ' if family.quantization else ''
-      known += 'unquantized weights and .gguf files'
-      raise ValueError(f'weights quantized by {name_shown(method)} are not read; known are {known}')
+    if quantization and method in METHODS:
+      block_of(quantization)
+    elif method not in (None, family.quantization):
+      known = ', '.join((*([family.quantization] if family.quantization else []), *METHODS, 'unquantized weights'))
+      raise ValueError(f'weights quantized by {name_shown(method)} are not read; known are {known} and .gguf files')
     check_requests(spec, known=family.known)
     try:
       return family, family.read_config(spec)

@@ -16,6 +16,7 @@ from spectr_jax.io.hub.families import Source, is_unread, num_more_layers, read_
 from spectr_jax.io.hub.fused_experts import split_experts
 from spectr_jax.io.hub.gguf_tensors import GgufTensors
 from spectr_jax.io.hub.redundant import check_model_buffers, settle_head
+from spectr_jax.io.hub.scaled_tensors import with_scales
 from spectr_jax.io.hub.tensors import SafetensorsFolder, Tensors, check_tensors
 from spectr_jax.io.hub.text_part import text_spec, text_tensors, warn_of_left_out
 from spectr_jax.io.untrusted import named, read_object
@@ -227,7 +228,7 @@ def read_folder(folder: epath.PathLike) -> tuple[dict[str, Any], Tensors]:
   spec, where = read_json(folder), f'{folder}/config.json'
   text = text_spec(spec, where)
   read_spec(text, where)  # what is refused is refused before a file of tensors is opened
-  return text, text_tensors(spec, SafetensorsFolder(folder))
+  return text, text_tensors(spec, with_scales(SafetensorsFolder(folder), text.get('quantization_config')))
 
 
 def read_hub_config(folder: epath.PathLike, *, dtype: str | None = None, weights: str | None = None) -> CausalLMConfig:

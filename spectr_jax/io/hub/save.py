@@ -126,7 +126,11 @@ def save_hub_model(
   if dataclasses.replace(described, **types) != config:
     raise ValueError('config.json would describe another model than the one to save')
   layers.check_params(model.params, param_shapes(config))
-  spec = {name: value for name, value in spec.items() if name not in ('torch_dtype', 'transformers_version')}
+  spec = {
+    name: value
+    for name, value in spec.items()
+    if name not in ('torch_dtype', 'transformers_version', 'quantization_config')
+  }
   spec |= {
     'dtype': config.dtype if is_own else param_dtype,
     'bos_token_id': tokenizer.bos_id,

@@ -193,7 +193,11 @@ def test_fused_tensors_that_are_refused(name, change, problem):
     ('glm4_moe', {'routed_scaling_factor': float('nan')}, 'routed_scaling_factor must be'),
     ('glm4_moe', {'num_nextn_predict_layers': 10**9}, 'num_nextn_predict_layers must be'),
     ('glm4_moe', {'num_local_experts': 4}, 'num_local_experts and n_routed_experts contradict each other'),
-    ('gpt_oss', {'quantization_config': {'quant_method': 'fp8'}}, 'quantized by fp8 are not read; known are mxfp4,'),
+    (
+      'gpt_oss',
+      {'quantization_config': {'quant_method': 'gptq'}},
+      'quantized by gptq are not read; known are mxfp4, fp8,',
+    ),
     ('llama', {'num_experts': 8}, 'num_experts 8 is not supported'),
     ('llama', {'quantization_config': {'quant_method': 'mxfp4'}}, 'quantized by mxfp4 are not read'),
   ],
