@@ -20,7 +20,7 @@ from spectr_jax.io.hub.scaled_tensors import with_scales
 from spectr_jax.io.hub.tensors import SafetensorsFolder, Tensors, check_tensors
 from spectr_jax.io.hub.text_part import text_spec, text_tensors, warn_of_left_out
 from spectr_jax.io.untrusted import named, read_object
-from spectr_jax.kernels.block_kernel import KINDS, BlockKernel, is_in_blocks, packed
+from spectr_jax.kernels.block_kernel import KINDS, BlockKernel, is_in_blocks, packed, packed_experts
 from spectr_jax.kernels.cache_writes import fastest_cache_dtype
 from spectr_jax.kernels.dispatch import tracing_for
 from spectr_jax.kernels.int8 import BLOCKS, CHANNEL_AXES, Int8Kernel, is_int8, quantize
@@ -112,16 +112,19 @@ def _quantized_experts(read: _ReadPart, kernel: Int8Kernel) -> tuple[_ReadPart, 
 
 
 def _in_blocks(keys, shape, tensors: Tensors, source: Source) -> BlockKernel | None:
-  """A matrix in the blocks of its file; None for other parameters, for experts, and for blocks of another type."""
+  """A matrix, or those of experts, in the blocks of its file; None for other parameters and blocks of another type."""
   name = keys[-1].key
-  if name not in CHANNEL_AXES or not isinstance(tensors, GgufTensors) or source.num_experts is not None:
+  if name not in CHANNEL_AXES or not isinstance(tensors, GgufTensors):
     return None
-  outputs = slice(0, shape[0] if name == 'embedding' else shape[1])
-  blocks = tensors.blocks(source.name, list(source.ranges(outputs)))
-  if blocks is None or blocks[1] not in KINDS:
+  ranges = list(source.ranges(slice(0, shape[0] if name == 'embedding' else shape[-1])))
+  first = tensors.blocks(source.names[0], ranges)
+  if first is None or first[1] not in KINDS:
     return None
   with named(f'tensor {source.name}'):
-    return packed(*blocks)
+    if source.num_experts is None:
+      return packed(*first)
+    each = (blocks[0] for name in source.names if (blocks := tensors.blocks(name, ranges)))
+    return packed_experts(each, source.num_experts, first[1])
 
 
 def for_platform(config: CausalLMConfig, mesh: Mesh | None) -> CausalLMConfig:
