@@ -211,7 +211,8 @@ def block(
   """
 
   def post(part, out):
-    return drop_fn(part, norm(params[f'{part}_post_norm'], out, config) if config.has_post_norms else out)
+    out = norm(params[f'{part}_post_norm'], out, config) if config.has_post_norms else out
+    return drop_fn(part, out if config.residual_scale == 1 else _times(out, config.residual_scale))
 
   normed = norm(params['attention_norm'], x, config)
   attended, keys, values = attention(
@@ -261,8 +262,9 @@ def _embed(params, tokens, *, config):
 
 
 def _unembed(params, features, *, config):
-  logits = layers.unembed(params, features)
-  cap = config.logit_soft_cap
+  logits, cap = layers.unembed(params, features), config.logit_soft_cap
+  if config.logit_scale != 1:
+    logits = rounded(logits * config.logit_scale, logits.dtype)
   return logits if cap is None else rounded(cap * jnp.tanh(logits / cap), logits.dtype)
 
 

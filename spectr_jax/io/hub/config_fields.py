@@ -101,6 +101,7 @@ FIELDS = BLOCK_FIELDS | _fields(
   ('decoder_sparse_step', LAYERS),
   ('mlp_only_layers', list_of(whole(0, 10_000), 10_000)),
   ('norm_topk_prob', FLAG),
+  ('attention_multiplier embedding_multiplier residual_multiplier logits_scaling', FACTOR),
   ('swiglu_limit swiglu_alpha', SOFT_CAP),
 )
 # Fields in which null is a value of its own, another one than the default.

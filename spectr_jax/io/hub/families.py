@@ -50,6 +50,7 @@ class Family:
   known: tuple[str, ...] = ()  # fields that it reads and other families refuse
   quantization: str | None = None  # the method of quantized weights that it reads
   dense_layers: str = 'mlp_only_layers'  # the field for layers without experts: their numbers, or how many come first
+  is_saved: bool = True  # whether models are written as their files are, which have all experts in one tensor otherwise
   more_layers: str | None = None  # the field for the number of layers after the last that guess, which are not read
 
 
@@ -97,6 +98,7 @@ _GLM_MOE_MODULES = _QWEN_MOE_MODULES | {
   'mlp/router/choice_bias': 'mlp.gate.e_score_correction_bias',
   **{f'mlp/shared/{name}': f'mlp.shared_experts.{name}_proj' for name in ('gate', 'up', 'down')},
 }
+_GRANITE_MOE_MODULES = LLAMA_MODULES | _mixture_modules('block_sparse_moe.router.layer', 'block_sparse_moe.experts')
 _GPT_OSS_MODULES = (
   LLAMA_MODULES | {'attention/sinks': 'self_attn.sinks'} | _mixture_modules('mlp.router', 'mlp.experts')
 )
@@ -133,6 +135,7 @@ def _gemma4_family(model_type):
 
 
 _EXPERTS = 'num_experts', 'num_local_experts'
+_GRANITE_FIELDS = 'attention_multiplier', 'embedding_multiplier', 'residual_multiplier', 'logits_scaling'
 _GEMMA2_FIELDS = ('query_pre_attn_scalar', 'attn_logit_softcapping', 'final_logit_softcapping')
 OWN = 'SpectrLM1B'  # the architecture of models that are trained here
 FAMILIES = {
@@ -154,7 +157,15 @@ FAMILIES = {
     more_layers='num_nextn_predict_layers',
   ),
   'GptOssForCausalLM': _llama_family(
-    'gpt_oss', family_configs.gpt_oss, _GPT_OSS_MODULES, _EXPERTS, quantization='mxfp4'
+    'gpt_oss', family_configs.gpt_oss, _GPT_OSS_MODULES, _EXPERTS, quantization='mxfp4', is_saved=False
+  ),
+  'GraniteForCausalLM': _llama_family('granite', family_configs.granite, known=_GRANITE_FIELDS),
+  'GraniteMoeForCausalLM': _llama_family(
+    'granitemoe',
+    family_configs.granitemoe,
+    _GRANITE_MOE_MODULES,
+    (*_EXPERTS, *_GRANITE_FIELDS),
+    is_saved=False,
   ),
   'GemmaForCausalLM': _llama_family('gemma', family_configs.gemma),
   'Gemma2ForCausalLM': _llama_family('gemma2', family_configs.gemma2, _GEMMA2_MODULES, _GEMMA2_FIELDS),

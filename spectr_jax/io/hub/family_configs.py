@@ -268,6 +268,18 @@ def gpt2(spec: dict[str, Any]) -> CausalLMConfig:
   )
 
 
+def granite(spec: dict[str, Any], **differences: Any) -> CausalLMConfig:
+  return llama_config(
+    spec,
+    windows=layer_windows(spec),
+    query_scale=spec.get('attention_multiplier', 1.0),
+    embedding_scale=spec.get('embedding_multiplier', 1.0),
+    residual_scale=spec.get('residual_multiplier', 1.0),
+    logit_scale=1 / spec.get('logits_scaling', 1.0),
+    **differences,
+  )
+
+
 # Mixtures of experts.
 
 
@@ -359,4 +371,10 @@ def glm4_moe(spec: dict[str, Any]) -> CausalLMConfig:
     has_out_bias=False,
     has_qk_norm=spec.get('use_qk_norm', False),
     windows=layer_windows(spec),
+  )
+
+
+def granitemoe(spec: dict[str, Any]) -> CausalLMConfig:
+  return granite(
+    spec, experts=_experts(spec, spec['intermediate_size'], 8, 2, is_chosen_first=True, is_normalized=False)
   )

@@ -120,7 +120,7 @@ def save_hub_model(
   check_savable(model.params)
   family, described = read_spec(spec)
   is_own = isinstance(tokenizer, Tokenizer)
-  if family.quantization:
+  if not family.is_saved:
     raise ValueError(f'a model of the family {family.model_type} is not saved')
   types = {'dtype': config.dtype, 'cache_dtype': config.cache_dtype}
   if dataclasses.replace(described, **types) != config:
