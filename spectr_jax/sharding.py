@@ -53,9 +53,9 @@ CAUSAL_LM_RULES = (
   *_EXPERTS,
   (r'attention/sinks', (MODEL,)),
   (r'position_embedding', (None, DATA)),
-  *_matrix('(attention/(qkv|[qkv])|mlp/(gate_up|gate|up))/kernel', (DATA, MODEL)),
-  (r'(attention/(qkv|[qkv])|mlp/(gate_up|gate|up))/bias', (MODEL,)),
-  *_matrix('(attention/out|mlp/down)/kernel', (MODEL, DATA)),
+  *_matrix('(attention/(qkv|[qkv])|(mlp|shared)/(gate_up|gate|up))/kernel', (DATA, MODEL)),
+  (r'(attention/(qkv|[qkv])|(mlp|shared)/(gate_up|gate|up))/bias', (MODEL,)),
+  *_matrix('(attention/out|(mlp|shared)/down)/kernel', (MODEL, DATA)),
   *_matrix('(per_layer/projection|layer_input/(gate|out))/kernel', (DATA, None)),
   (r'(gain(/values)?|bias|layer_scale)', ()),
 )

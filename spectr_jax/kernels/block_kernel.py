@@ -9,7 +9,9 @@ may go the other way: results are equal up to the rounding of inputs, not of flo
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -101,10 +103,32 @@ def _native(rows, weights, scales, least, num_out):
   return native.block_product(rows, weights, scales, least, num_out)
 
 
+@operation
+def expert_block_product(
+  rows: jax.Array, experts: jax.Array, weights: jax.Array, scales: jax.Array, least: jax.Array | None, num_out: int
+) -> jax.Array:
+  """`block_product` of each row and the kernel of its expert, whose number `experts` has, integers `[N]`; the kernels
+  have a first axis E.
+  """
+
+  def one(of_row):  # one after the other: to gather the kernels of all rows could take more than the model
+    row, expert = of_row
+    lowest = None if least is None else least[expert]
+    return block_product(row[None], weights[expert], scales[expert], lowest, num_out)[0]
+
+  return jax.lax.map(one, (rows, experts))
+
+
+@expert_block_product.form('cpu', takes=lambda *operands: native.form() is not None)
+def _native_by_experts(rows, experts, weights, scales, least, num_out):
+  return native.block_product(rows, weights, scales, least, num_out, experts)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BlockKernel:
-  """A kernel `[in, out]` in panels of 16 outputs, each of which has blocks of 32 or 16 inputs.
+  """A kernel `[in, out]` in panels of 16 outputs, each of which has blocks of 32 or 16 inputs; or those of experts,
+  with a first axis E of all arrays.
 
   A weight is `scale * value`, with the value from -128 to 127, or in 4 bits `scale * value + least`, from 0 to 15.
 
@@ -127,19 +151,23 @@ class BlockKernel:
     return 8 if self.least is None else 4
 
   @property
-  def shape(self) -> tuple[int, int]:
-    """`(in, out)`."""
-    _, num_blocks, num_lines, _, _ = self.weights.shape
-    return num_blocks * num_lines * 32 // self.num_bits, self.num_out
+  def shape(self) -> tuple[int, ...]:
+    """`(in, out)`, or `(E, in, out)`."""
+    *experts, _, num_blocks, num_lines, _, _ = self.weights.shape
+    return *experts, num_blocks * num_lines * 32 // self.num_bits, self.num_out
 
   @property
   def size(self) -> int:
     """The number of weights."""
-    return self.shape[0] * self.num_out
+    return math.prod(self.shape)
 
   def product(self, rows: jax.Array) -> jax.Array:
     """The product of rows `[N, in]`, rounded to 8 bits, and the kernel; float32 `[N, out]`."""
     return block_product(rows, self.weights, self.scales, self.least, self.num_out)
+
+  def expert_product(self, rows: jax.Array, experts: jax.Array) -> jax.Array:
+    """Likewise of each row and the kernel of its expert, integers `[N]`."""
+    return expert_block_product(rows, experts, self.weights, self.scales, self.least, self.num_out)
 
   def columns(self, outputs: jax.Array) -> jax.Array:
     """The weights of some outputs, exact: rows of an embedding whose output head this is.
@@ -242,12 +270,22 @@ def _blocks(parts: np.ndarray, size: int) -> np.ndarray:
   return parts.reshape(len(parts), -1, size)
 
 
+def _mxfp4(stored):
+  """Numbers of 4 bits without even steps, as twice their value in 8 bits; scales are powers of two."""
+  exponents = stored[..., :1].astype(np.int32)
+  scales = np.where(exponents < 255, np.ldexp(np.float32(1), exponents - 128), np.float32(np.nan))
+  values = np.concatenate([stored[..., 1:] & 15, stored[..., 1:] >> 4], axis=-1)
+  return _TWICE[values].view(np.uint8), scales, None
+
+
+_TWICE = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
 KINDS: dict[str, Callable[[np.ndarray], tuple[np.ndarray, np.ndarray, np.ndarray | None]]] = {
   'Q4_0': _q4_0,
   'Q4_1': _q4_1,
   'Q8_0': _q8_0,
   'Q4_K': _q4_k,
   'Q6_K': _q6_k,
+  'MXFP4': _mxfp4,
 }
 
 
@@ -267,6 +305,17 @@ def rounded_to_blocks(kernel: np.ndarray) -> BlockKernel:
   values = np.divide(blocks, steps, out=np.zeros_like(blocks), where=np.isfinite(steps) & (steps > 0))
   values = values.round().clip(-_LARGEST, _LARGEST).astype(np.int8)
   return packed(np.concatenate([scales.view(np.uint8), values.view(np.uint8)], axis=-1), 'Q8_0')
+
+
+def packed_experts(each: Iterable[np.ndarray], num: int, kind: str) -> BlockKernel:
+  """The kernels of `num` experts from what `packed` takes of each."""
+  kernels = (packed(stored, kind) for stored in each)
+  leaves, structure = jax.tree.flatten(next(kernels))
+  arrays = [np.empty((num, *leaf.shape), leaf.dtype) for leaf in leaves]
+  for i, own in enumerate(itertools.chain([leaves], map(jax.tree.leaves, kernels))):
+    for place, leaf in zip(arrays, own, strict=True):
+      place[i] = leaf
+  return jax.tree.unflatten(structure, map(jnp.asarray, arrays))
 
 
 def packed(stored: np.ndarray, kind: str) -> BlockKernel:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from spectr_jax.kernels import native
+from spectr_jax.kernels.block_kernel import BlockKernel
 from spectr_jax.kernels.int8 import Int8Kernel
 from spectr_jax.kernels.products import accumulation_dtype, rounded
 from spectr_jax.model import static_field
@@ -31,7 +32,7 @@ class PackedExperts:
   scale: jax.Array | None = None  # `[E, out]`, the scales of kernels in int8; None for others
 
 
-ExpertKernel: TypeAlias = jax.Array | Int8Kernel | PackedExperts
+ExpertKernel: TypeAlias = jax.Array | Int8Kernel | PackedExperts | BlockKernel
 
 
 def packed_experts(kernel: Any) -> PackedExperts | None:
@@ -57,6 +58,8 @@ def expert_product(rows: jax.Array, kernel: ExpertKernel, experts: jax.Array) ->
   Returns:
     `[N, out]`, multiplied in the rows' dtype, accumulated in float32 or wider.
   """
+  if isinstance(kernel, BlockKernel):
+    return kernel.expert_product(rows, experts)
   if isinstance(kernel, PackedExperts):
     products, scale = native.expert_product(rows, kernel.panels, kernel.num_out, experts), kernel.scale
   elif isinstance(kernel, Int8Kernel):

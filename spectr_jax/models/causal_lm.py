@@ -6,6 +6,7 @@ applied where the parameters have it.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -176,7 +177,11 @@ def mlp(params, config: CausalLMConfig, x: jax.Array) -> jax.Array:
   """The output of a layer's MLP, `[..., embed_dim]`, for `x` of that shape."""
 
   if config.experts is not None and 'router' in params:
-    return experts.mixture(params, config.experts, functools.partial(activation, config), x)
+    out = experts.mixture(params, config.experts, functools.partial(activation, config), x)
+    if 'shared' not in params:
+      return out
+    own = dataclasses.replace(config, experts=None, mlp_dim=config.experts.shared_dim)
+    return sum_of(out, mlp(params['shared'], own, x))
   if config.is_gated:
     gate, up = linears(params, ('gate', 'up'), x, [config.mlp_dim] * 2)
     hidden = activation(config, gate) * up
@@ -206,7 +211,8 @@ def block(
   """
 
   def post(part, out):
-    return drop_fn(part, norm(params[f'{part}_post_norm'], out, config) if config.has_post_norms else out)
+    out = norm(params[f'{part}_post_norm'], out, config) if config.has_post_norms else out
+    return drop_fn(part, out if config.residual_scale == 1 else _times(out, config.residual_scale))
 
   normed = norm(params['attention_norm'], x, config)
   attended, keys, values = attention(
@@ -256,8 +262,9 @@ def _embed(params, tokens, *, config):
 
 
 def _unembed(params, features, *, config):
-  logits = layers.unembed(params, features)
-  cap = config.logit_soft_cap
+  logits, cap = layers.unembed(params, features), config.logit_soft_cap
+  if config.logit_scale != 1:
+    logits = rounded(logits * config.logit_scale, logits.dtype)
   return logits if cap is None else rounded(cap * jnp.tanh(logits / cap), logits.dtype)
 
 

@@ -116,6 +116,8 @@ class CausalLMConfig:
     attention_soft_cap: Bound of attention's scores, or None.
     logit_soft_cap: Bound of logits, or None.
     embedding_scale: Factor of embedded tokens.
+    residual_scale: Factor of what attention and MLP add to the stream.
+    logit_scale: Factor of logits.
     is_tied: Whether the embedding is the output head as well.
     experts: The experts that MLPs are mixtures of, or None.
     kv_copies: How often each head of keys and values is stored, so that a mesh with more devices than heads can shard
@@ -169,6 +171,8 @@ class CausalLMConfig:
   attention_soft_cap: float | None = None
   logit_soft_cap: float | None = None
   embedding_scale: float = 1.0
+  residual_scale: float = 1.0
+  logit_scale: float = 1.0
   is_tied: bool = False
   experts: Experts | None = None
   kv_copies: int = 1
@@ -188,7 +192,8 @@ class CausalLMConfig:
     sizes = ('vocab_size', 'embed_dim', 'num_layers', 'num_heads', 'num_kv_heads', 'head_dim', 'mlp_dim')
     check_sizes(self, *sizes, 'kv_copies')
     check_sizes(self, 'context_length', most=2**31 - 1)  # positions are int32
-    for name in ('query_scale', 'attention_soft_cap', 'logit_soft_cap', 'embedding_scale'):
+    scales = ('query_scale', 'embedding_scale', 'residual_scale', 'logit_scale')
+    for name in (*scales, 'attention_soft_cap', 'logit_soft_cap'):
       value = getattr(self, name)
       if value is not None and not 0 < value < math.inf:
         raise ValueError(f'{name} must be finite and above 0, got {value!r}')
@@ -411,10 +416,12 @@ def param_shapes(config: CausalLMConfig) -> dict[str, Any]:
   def mixture(experts):
     router = {'kernel': array(width, experts.num)}
     router |= {'bias': array(experts.num)} if experts.has_bias else {}
-    router |= {'choice_bias': array(experts.num)} if experts.has_choice_bias else {}
+    if experts.has_choice_bias:  # small differences of large numbers
+      router['choice_bias'] = jax.ShapeDtypeStruct((experts.num,), accumulation_dtype(config.dtype))
     into = {name: linear(width, experts.hidden_dim, experts.has_bias, experts.num) for name in ('gate', 'up')}
     down = linear(experts.hidden_dim, width, experts.has_bias, experts.num)
-    return {'router': router, 'experts': {**into, 'down': down}}
+    shared = {'shared': mlp(dataclasses.replace(config, mlp_dim=experts.shared_dim))} if experts.shared_dim else {}
+    return {'router': router, 'experts': {**into, 'down': down}, **shared}
 
   def block(layer):
     own = config.of_layer(layer)

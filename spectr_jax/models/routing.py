@@ -38,6 +38,7 @@ class Experts:
     limit: Bound of hidden units, whose gate then is `(up + 1) * gate * sigmoid(gate_factor * gate)` (gpt-oss); None for
       the decoder's activation.
     gate_factor: See `limit`.
+    shared_dim: Hidden width of an MLP that every token goes through beside its experts; 0 for none.
 
   Raises:
     ValueError: A number is beyond its range, or numbers do not fit each other.
@@ -57,6 +58,7 @@ class Experts:
   has_bias: bool = False
   limit: float | None = None
   gate_factor: float = 1.702
+  shared_dim: int = 0
 
   def __post_init__(self):
     for name, most in (
@@ -69,6 +71,8 @@ class Experts:
       value = getattr(self, name)
       if type(value) is not int or not 1 <= value <= most:
         raise ValueError(f'{name} of experts must be from 1 to {most}, got {value!r}')
+    if type(self.shared_dim) is not int or not 0 <= self.shared_dim < 2**31:
+      raise ValueError(f'shared_dim of experts must be from 0 to {2**31 - 1}, got {self.shared_dim!r}')
     if self.num % self.num_groups:
       raise ValueError(f'{self.num} experts do not divide into {self.num_groups} groups')
     group = self.num // self.num_groups

@@ -13,12 +13,20 @@ from spectr_jax.kernels.block_kernel import (
   block_product,
   fit_side_by_side,
   packed,
+  packed_experts,
   rounded_inputs,
   rounded_to_blocks,
   side_by_side,
 )
 
-_HALVES = {'Q4_0': (0,), 'Q4_1': (0, 2), 'Q8_0': (0,), 'Q4_K': (0, 2), 'Q6_K': (208,)}  # where a block has float16
+_HALVES = {
+  'MXFP4': (),
+  'Q4_0': (0,),
+  'Q4_1': (0, 2),
+  'Q8_0': (0,),
+  'Q4_K': (0, 2),
+  'Q6_K': (208,),
+}  # where a block has float16
 
 
 def _stored(kind, num_out, num_in, seed=0):
@@ -26,6 +34,8 @@ def _stored(kind, num_out, num_in, seed=0):
   rng = np.random.default_rng(seed)
   size, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
   stored = rng.integers(0, 256, (num_out, num_in // size, num_bytes), dtype=np.uint8)
+  if kind == 'MXFP4':  # whose scales are powers of two, of every size that files have
+    stored[..., 0] = rng.integers(90, 140, stored.shape[:2])
   for at in _HALVES[kind]:
     halves = rng.normal(size=stored.shape[:2]) * 10.0 ** rng.integers(-3, 0, stored.shape[:2])
     stored[..., at : at + 2] = halves.astype(np.float16)[..., None].view(np.uint8)
@@ -112,6 +122,43 @@ def test_every_form_is_the_plain_one(kind, forms):
   assert num_forms
 
 
+def _experts(kind, num_rows):
+  """Kernels of experts, those of each, and rows of which one expert has most, and two have none."""
+  each = [_stored(kind, 40, 512, seed) for seed in range(6)]
+  rng = np.random.default_rng(3)
+  chosen = np.where(rng.random(num_rows) < 0.6, 3, rng.integers(0, 4, num_rows))
+  kernel = packed_experts(iter(each), 6, kind)
+  return kernel, [packed(stored, kind) for stored in each], _rows(num_rows, 512), jnp.asarray(chosen)
+
+
+@pytest.mark.parametrize('kind', KINDS)
+@pytest.mark.parametrize('num_rows', [0, 1, 5, 33])
+def test_products_by_experts_are_those_of_single_kernels(kind, num_rows, forms):
+  """Bit for bit, in every form and in both types of inputs."""
+  kernel, each, rows, chosen = _experts(kind, num_rows)
+  assert kernel.shape == (6, 512, 40)
+  with native.disabled():
+    expected = [each[expert].product(rows[i : i + 1]) for i, expert in enumerate(chosen)]
+    np.testing.assert_allclose(
+      kernel.expert_product(rows, chosen), np.reshape(expected, (-1, 40)), rtol=1e-5, atol=1e-5
+    )
+  for _ in forms:
+    for dtype in (jnp.float32, jnp.bfloat16):
+      own = rows.astype(dtype)
+      expected = [each[expert].product(own[i : i + 1]) for i, expert in enumerate(chosen)]
+      np.testing.assert_array_equal(kernel.expert_product(own, chosen), np.reshape(expected, (-1, 40)))
+
+
+@pytest.mark.skipif(native.form() is None, reason=f'no products in C++: {native.why_not()}')
+def test_experts_that_are_none_are_refused():
+  kernel, _, rows, _ = _experts('Q8_0', 3)
+  for wrong in (6, -1):
+    with pytest.raises(Exception, match='do not fit each other'):
+      jax.block_until_ready(kernel.expert_product(rows, jnp.array([0, wrong, 1])))
+  with pytest.raises(Exception, match='do not fit each other'):
+    jax.block_until_ready(kernel.expert_product(rows, jnp.array([0, 1])))
+
+
 @pytest.mark.parametrize('kind', ['Q4_1', 'Q6_K'])
 @pytest.mark.parametrize('bad', [np.nan, np.inf])
 def test_inputs_that_are_not_finite_give_nan(kind, bad):
@@ -148,6 +195,10 @@ def test_scales_that_are_not_finite_are_refused():
   stored[2, 1, :2] = np.array([np.inf], np.float16).view(np.uint8)
   with pytest.raises(ValueError, match='a scale of its Q8_0 blocks is not finite'):
     packed(stored, 'Q8_0')
+  stored = _stored('MXFP4', 4, 64)
+  stored[2, 1, 0] = 255
+  with pytest.raises(ValueError, match='a scale of its MXFP4 blocks is not finite'):
+    packed(stored, 'MXFP4')
 
 
 def test_a_kernel_is_data_of_a_program():

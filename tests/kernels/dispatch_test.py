@@ -93,6 +93,7 @@ def test_the_table_of_the_library():
     'block_product': 'cpu',
     'draw_several': 'cpu tpu',
     'entries_of': 'tpu',
+    'expert_block_product': 'cpu',
     'fastest_cache_dtype': 'cpu',
     'first_above': 'tpu',
     'first_kept': 'tpu',

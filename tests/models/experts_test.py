@@ -25,7 +25,7 @@ from spectr_jax.tree import TokenTree
 pytestmark = pytest.mark.usefixtures('highest')
 
 NUM, WIDTH, HIDDEN = 8, 16, 12
-NAMES = 'mixtral', 'qwen3_moe', 'olmoe', 'gpt_oss'
+NAMES = 'mixtral', 'qwen3_moe', 'olmoe', 'gpt_oss', 'glm4_moe'
 
 
 def _softmax(x):
@@ -151,7 +151,9 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(form):
 
 
 @pytest.mark.skipif(native.form() is None, reason='needs products in C++')
-@pytest.mark.parametrize(('name', 'dtype'), [('qwen3_moe', 'float32'), ('gpt_oss', 'bfloat16'), ('olmoe', 'float32')])
+@pytest.mark.parametrize(
+  ('name', 'dtype'), [('qwen3_moe', 'float32'), ('gpt_oss', 'bfloat16'), ('olmoe', 'float32'), ('glm4_moe', 'float32')]
+)
 def test_logits_depend_on_the_text_alone_to_the_bit(name, dtype, monkeypatch):
   """Of a prompt in chunks, a ragged batch, and a tree."""
   monkeypatch.setattr('spectr_jax.kernels.matrices._LEAST_PACKED', 1)
@@ -224,6 +226,7 @@ def test_meshes_decode_like_one_device(name, tmp_path):
     ({'num_groups': 3}, '8 experts do not divide into 3 groups'),
     ({'num_groups': 4, 'num_chosen': 3}, '1 groups of 2 experts are too few to choose 3'),
     ({'scores': 'relu'}, "scores of experts must be softmax or sigmoid, got 'relu'"),
+    ({'shared_dim': -1}, 'shared_dim of experts must be from 0 to 2147483647, got -1'),
     ({'scale': float('inf')}, 'scale of experts must be finite and above 0, got inf'),
     ({'is_chosen_first': True, 'has_choice_bias': True}, 'neither groups nor a bias'),
   ],

@@ -1,10 +1,12 @@
-"""The routing of DeepSeek and the numbers of MXFP4 beside `transformers`."""
+"""The routing of DeepSeek, and numbers of MXFP4 and of 8 bits in blocks, beside `transformers`."""
 
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
 from spectr_jax.io.hub.fused_experts import FusedExperts
+from spectr_jax.io.hub.scaled_tensors import ScaledTensors
 from spectr_jax.models.routing import Experts, route
 
 torch = pytest.importorskip('torch', reason='needs the extra parity')
@@ -72,3 +74,15 @@ def test_numbers_of_mxfp4():
       found = tensors.read(own, (slice(0, 3), slice(0, 96)))
       np.testing.assert_array_equal(found, expected[expert, :, place::2].numpy().T)
       np.testing.assert_array_equal(tensors.read(own, (slice(1, 3), slice(7, 70))), found[1:3, 7:70])
+
+
+def test_numbers_of_8_bits_in_blocks():
+  from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+  rng, name = np.random.default_rng(0), 'model.layers.0.mlp.down_proj.weight'
+  values = rng.normal(size=(256, 384)).astype(ml_dtypes.float8_e4m3fn)
+  scales = rng.uniform(0.1, 3, (2, 3)).astype(np.float32)
+  theirs = torch.from_numpy(values.view(np.uint8)).view(torch.float8_e4m3fn)
+  expected = Fp8Dequantize(None)._dequantize_one(theirs, torch.from_numpy(scales), torch.float32)
+  tensors = ScaledTensors(_Stored({name: values, f'{name}_scale_inv': scales}), '_scale_inv', (128, 128))
+  np.testing.assert_array_equal(tensors.read(name, (slice(0, 256), slice(0, 384))), expected.numpy())

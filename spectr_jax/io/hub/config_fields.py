@@ -94,10 +94,14 @@ FIELDS = BLOCK_FIELDS | _fields(
   ('attention_k_eq_v use_double_wide_mlp enable_moe_block', FLAG),
   ('per_layer_config', map_of(object_of({'head_dim': HEAD_DIM, 'num_key_value_heads': HEADS}))),
   ('num_experts num_local_experts n_routed_experts moe_num_experts num_experts_per_tok', EXPERTS),
+  ('n_shared_experts n_group topk_group', EXPERTS),
+  ('routed_scaling_factor', FACTOR),
+  ('first_k_dense_replace num_nextn_predict_layers', whole(0, 10_000)),
   ('moe_intermediate_size', WIDTH),
   ('decoder_sparse_step', LAYERS),
   ('mlp_only_layers', list_of(whole(0, 10_000), 10_000)),
   ('norm_topk_prob', FLAG),
+  ('attention_multiplier embedding_multiplier residual_multiplier logits_scaling', FACTOR),
   ('swiglu_limit swiglu_alpha', SOFT_CAP),
 )
 # Fields in which null is a value of its own, another one than the default.

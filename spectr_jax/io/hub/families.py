@@ -10,7 +10,8 @@ import numpy as np
 
 from spectr_jax.io.hub import family_configs, gemma4_config
 from spectr_jax.io.hub.config_fields import FIELDS, check_requests, checked
-from spectr_jax.io.untrusted import name_shown, named
+from spectr_jax.io.hub.scaled_tensors import METHODS, block_of
+from spectr_jax.io.untrusted import name_shown, named, shown
 from spectr_jax.models.causal_lm_config import CausalLMConfig
 
 # Where the entries of heads begin along the outputs of the hub's tensor. Parts 0, 1, 2 are queries, keys and values.
@@ -48,6 +49,9 @@ class Family:
   num_layers: str = 'num_hidden_layers'  # what `config.json` calls the number of blocks
   known: tuple[str, ...] = ()  # fields that it reads and other families refuse
   quantization: str | None = None  # the method of quantized weights that it reads
+  dense_layers: str = 'mlp_only_layers'  # the field for layers without experts: their numbers, or how many come first
+  is_saved: bool = True  # whether models are written as their files are, which have all experts in one tensor otherwise
+  more_layers: str | None = None  # the field for the number of layers after the last that guess, which are not read
 
 
 LLAMA_MODULES = {
@@ -90,6 +94,11 @@ _MIXTRAL_MODULES = LLAMA_MODULES | _mixture_modules(
   'block_sparse_moe.gate', 'block_sparse_moe.experts', 'w1', 'w3', 'w2'
 )
 _QWEN_MOE_MODULES = LLAMA_MODULES | _mixture_modules('mlp.gate', 'mlp.experts')
+_GLM_MOE_MODULES = _QWEN_MOE_MODULES | {
+  'mlp/router/choice_bias': 'mlp.gate.e_score_correction_bias',
+  **{f'mlp/shared/{name}': f'mlp.shared_experts.{name}_proj' for name in ('gate', 'up', 'down')},
+}
+_GRANITE_MOE_MODULES = LLAMA_MODULES | _mixture_modules('block_sparse_moe.router.layer', 'block_sparse_moe.experts')
 _GPT_OSS_MODULES = (
   LLAMA_MODULES | {'attention/sinks': 'self_attn.sinks'} | _mixture_modules('mlp.router', 'mlp.experts')
 )
@@ -126,6 +135,7 @@ def _gemma4_family(model_type):
 
 
 _EXPERTS = 'num_experts', 'num_local_experts'
+_GRANITE_FIELDS = 'attention_multiplier', 'embedding_multiplier', 'residual_multiplier', 'logits_scaling'
 _GEMMA2_FIELDS = ('query_pre_attn_scalar', 'attn_logit_softcapping', 'final_logit_softcapping')
 OWN = 'SpectrLM1B'  # the architecture of models that are trained here
 FAMILIES = {
@@ -138,8 +148,24 @@ FAMILIES = {
     'qwen3_moe', family_configs.qwen3_moe, _QWEN_MOE_MODULES, (*_EXPERTS, 'use_qk_norm')
   ),
   'OlmoeForCausalLM': _llama_family('olmoe', family_configs.olmoe, _QWEN_MOE_MODULES, _EXPERTS),
+  'Glm4MoeForCausalLM': _llama_family(
+    'glm4_moe',
+    family_configs.glm4_moe,
+    _GLM_MOE_MODULES,
+    ('num_local_experts', 'n_routed_experts', 'use_qk_norm'),
+    dense_layers='first_k_dense_replace',
+    more_layers='num_nextn_predict_layers',
+  ),
   'GptOssForCausalLM': _llama_family(
-    'gpt_oss', family_configs.gpt_oss, _GPT_OSS_MODULES, _EXPERTS, quantization='mxfp4'
+    'gpt_oss', family_configs.gpt_oss, _GPT_OSS_MODULES, _EXPERTS, quantization='mxfp4', is_saved=False
+  ),
+  'GraniteForCausalLM': _llama_family('granite', family_configs.granite, known=_GRANITE_FIELDS),
+  'GraniteMoeForCausalLM': _llama_family(
+    'granitemoe',
+    family_configs.granitemoe,
+    _GRANITE_MOE_MODULES,
+    (*_EXPERTS, *_GRANITE_FIELDS),
+    is_saved=False,
   ),
   'GemmaForCausalLM': _llama_family('gemma', family_configs.gemma),
   'Gemma2ForCausalLM': _llama_family('gemma2', family_configs.gemma2, _GEMMA2_MODULES, _GEMMA2_FIELDS),
@@ -172,6 +198,8 @@ FAMILIES = {
   ),
   OWN: _llama_family('spectr_lm1b', family_configs.lm1b),
 }
+# Of multi-head latent attention.
+_LATENT = ('DeepseekV2ForCausalLM', 'DeepseekV3ForCausalLM', 'DeepseekV32ForCausalLM', 'Glm4MoeLiteForCausalLM')
 
 
 def read_spec(spec: Mapping[str, Any], where: str = 'config.json') -> tuple[Family, CausalLMConfig]:
@@ -182,6 +210,8 @@ def read_spec(spec: Mapping[str, Any], where: str = 'config.json') -> tuple[Fami
   with named(where):
     spec = checked(spec, FIELDS, where)
     name = [*spec.get('architectures', []), 'none'][0]
+    if name in _LATENT:
+      raise ValueError(f'{name} has multi-head latent attention (MLA), which is not read')
     if name not in FAMILIES:
       raise ValueError(f'architecture {name_shown(name)} is unknown; known are {", ".join(FAMILIES)}')
     family = FAMILIES[name]
@@ -189,10 +219,11 @@ def read_spec(spec: Mapping[str, Any], where: str = 'config.json') -> tuple[Fami
       raise ValueError(f'model_type {name_shown(spec["model_type"])} is not {family.model_type}, that of {name}')
     quantization = spec.get('quantization_config')
     method = str(quantization.get('quant_method', 'an unnamed method')) if quantization else None
-    if method not in (None, family.quantization):
-      known = f'{family.quantization}, ' if family.quantization else ''
-      known += 'unquantized weights and .gguf files'
-      raise ValueError(f'weights quantized by {name_shown(method)} are not read; known are {known}')
+    if quantization and method in METHODS:
+      block_of(quantization)
+    elif method not in (None, family.quantization):
+      known = ', '.join((*([family.quantization] if family.quantization else []), *METHODS, 'unquantized weights'))
+      raise ValueError(f'weights quantized by {name_shown(method)} are not read; known are {known} and .gguf files')
     check_requests(spec, known=family.known)
     try:
       return family, family.read_config(spec)
@@ -210,8 +241,12 @@ def spec_of_layers(spec: Mapping[str, Any], layers: Sequence[int]) -> dict[str, 
     kinds = ('full_attention' if config.window(layer) is None else 'sliding_attention' for layer in layers)
     fewer['layer_types'] = list(kinds)
   if config.experts and config.experts.layers:
-    fewer['decoder_sparse_step'] = 1
-    fewer['mlp_only_layers'] = [i for i, layer in enumerate(layers) if not config.experts.are_in(layer)]
+    dense = [i for i, layer in enumerate(layers) if not config.experts.are_in(layer)]
+    if family.dense_layers == 'mlp_only_layers':
+      return fewer | {'decoder_sparse_step': 1, 'mlp_only_layers': dense}
+    if dense != list(range(len(dense))):
+      raise ValueError(f'layers {shown(layers)}: those without experts come first in this family')
+    fewer[family.dense_layers] = len(dense)
   return fewer
 
 
@@ -250,13 +285,23 @@ class Source:
       yield slice(int(each[0]), int(each[-1]) + 1)
 
 
-def is_unread(name: str, family: Family, config: CausalLMConfig) -> bool:
-  """Whether a tensor belongs to keys and values that a layer has no use for, since it shares those of another one."""
+def num_more_layers(family: Family, spec: Mapping[str, Any]) -> int:
+  """How many layers of a checkpoint come after the last of its model; one where `config.json` does not say."""
+  number = spec.get(family.more_layers) if family.more_layers else 0
+  return 1 if number is None else number
+
+
+def is_unread(name: str, family: Family, config: CausalLMConfig, num_more: int = 0) -> bool:
+  """Whether a tensor belongs to keys and values that a layer has no use for, since it shares those of another one, or
+  to one of `num_more` layers after the last.
+  """
   stem, _, rest = name.partition(f'{family.blocks}.')
   layer, _, module = rest.partition('.')
+  if stem not in ('', family.prefix) or not (layer.isascii() and layer.isdecimal()) or len(layer) > 5:
+    return False
   unread = tuple(f'{family.modules[f"attention/{part}"]}.' for part in ('k', 'v', 'k_norm') if config.num_shared_layers)
-  is_shared = layer.isdecimal() and len(layer) < 6 and config.num_own_layers <= int(layer) < config.num_layers
-  return stem in ('', family.prefix) and is_shared and module.startswith(unread)
+  is_shared = config.num_own_layers <= int(layer) < config.num_layers
+  return is_shared and module.startswith(unread) or 0 <= int(layer) - config.num_layers < num_more
 
 
 def telling_names(family: Family, names: Collection[str]) -> set[str]:

@@ -268,12 +268,27 @@ def gpt2(spec: dict[str, Any]) -> CausalLMConfig:
   )
 
 
+def granite(spec: dict[str, Any], **differences: Any) -> CausalLMConfig:
+  return llama_config(
+    spec,
+    windows=layer_windows(spec),
+    query_scale=spec.get('attention_multiplier', 1.0),
+    embedding_scale=spec.get('embedding_multiplier', 1.0),
+    residual_scale=spec.get('residual_multiplier', 1.0),
+    logit_scale=1 / spec.get('logits_scaling', 1.0),
+    **differences,
+  )
+
+
 # Mixtures of experts.
 
 
+_NUMBERS = 'num_experts', 'num_local_experts', 'n_routed_experts'
+
+
 def _experts(spec: Mapping[str, Any], hidden_dim: int, num: int, num_chosen: int, **traits: Any) -> Experts:
-  """The experts, whose number files of one family have by two names, or do not have: then it is `num`."""
-  numbers = {name: spec[name] for name in ('num_experts', 'num_local_experts') if name in spec}
+  """The experts, whose number files of one family have by several names, or do not have: then it is `num`."""
+  numbers = {name: spec[name] for name in _NUMBERS if name in spec}
   if len(set(numbers.values())) > 1:
     raise ValueError(f'{" and ".join(numbers)} contradict each other')
   num = next(iter(numbers.values()), num)
@@ -331,3 +346,35 @@ def gpt_oss(spec: dict[str, Any]) -> CausalLMConfig:
   )
   windows = layer_windows(spec, lambda layer: layer % 2 == 0, 128)
   return llama_config(spec, experts=experts, has_sinks=True, windows=windows)
+
+
+def glm4_moe(spec: dict[str, Any]) -> CausalLMConfig:
+  spec = {'num_key_value_heads': 8, 'partial_rotary_factor': 0.5, 'rms_norm_eps': 1e-5, **spec}
+  hidden_dim, num_dense = spec.get('moe_intermediate_size', 1408), spec.get('first_k_dense_replace', 1)
+  experts = _experts(
+    spec,
+    hidden_dim,
+    128,
+    8,
+    layers=tuple(layer >= num_dense for layer in range(spec['num_hidden_layers'])) if num_dense else (),
+    scores='sigmoid',
+    is_normalized=spec.get('norm_topk_prob', True),
+    scale=spec.get('routed_scaling_factor', 1.0),
+    num_groups=spec.get('n_group', 1),
+    num_chosen_groups=spec.get('topk_group', 1),
+    has_choice_bias=True,
+    shared_dim=hidden_dim * spec.get('n_shared_experts', 1),
+  )
+  return llama_config(
+    spec,
+    experts=experts,
+    has_out_bias=False,
+    has_qk_norm=spec.get('use_qk_norm', False),
+    windows=layer_windows(spec),
+  )
+
+
+def granitemoe(spec: dict[str, Any]) -> CausalLMConfig:
+  return granite(
+    spec, experts=_experts(spec, spec['intermediate_size'], 8, 2, is_chosen_first=True, is_normalized=False)
+  )

@@ -1,8 +1,8 @@
-"""Files with all experts of a layer in one tensor, as gpt-oss has them, read as files with a tensor for each expert.
+"""Files with all experts of a layer in one tensor, read as files with a tensor for each expert.
 
-Gate and up take turns in `gate_up_proj`. It is `[E, D, 2 F]` in floating point numbers, and in MXFP4 (Open Compute
-Project 2023) `_blocks`, uint8 `[E, 2 F, D / 32, 16]`, with `_scales`, `[E, 2 F, D / 32]`: numbers of 4 bits, the lower
-half of a byte first, times 2^(scale - 127).
+In gpt-oss gate and up take turns in `gate_up_proj`. It is `[E, D, 2 F]` in floating point numbers, and in MXFP4 (Open
+Compute Project 2023) `_blocks`, uint8 `[E, 2 F, D / 32, 16]`, with `_scales`, `[E, 2 F, D / 32]`: numbers of 4 bits, the
+lower half of a byte first, times 2^(scale - 127). Granite's `input_linear` is `[E, 2 F, D]`, all gates first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from spectr_jax.io.untrusted import name_shown
 from spectr_jax.models.causal_lm_config import CausalLMConfig
 
 _FUSED = re.compile(r'(.+\.mlp\.experts)\.(gate_up|down)_proj(|_bias|_blocks|_scales)')
-_PARTS = {'gate_up': (('gate', slice(0, None, 2)), ('up', slice(1, None, 2))), 'down': (('down', slice(None)),)}
+_LINEAR = re.compile(r'(.+\.block_sparse_moe)\.(input|output)_linear(\.weight)')
 _BLOCK = 32  # numbers with one scale
 _NUMBERS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _VALUES = np.concatenate([_NUMBERS, -_NUMBERS])  # of 4 bits
@@ -32,6 +32,19 @@ class _Place(NamedTuple):
   kind: str  # what the name ends with
 
 
+def _match(name: str) -> re.Match[str] | None:
+  return _FUSED.fullmatch(name) or _LINEAR.fullmatch(name)
+
+
+def _parts(matrix: str, num_outputs: int) -> dict[str, slice]:
+  """The outputs of each matrix that a tensor has."""
+  if matrix == 'gate_up':
+    return {'gate': slice(0, None, 2), 'up': slice(1, None, 2)}
+  if matrix == 'input':
+    return {'gate': slice(0, num_outputs // 2), 'up': slice(num_outputs // 2, None)}
+  return {'down': slice(None)}
+
+
 class FusedExperts(Tensors):
   """The tensors of a file, with those of experts for each expert. Reading a part reads no more than twice as much."""
 
@@ -39,7 +52,7 @@ class FusedExperts(Tensors):
     self._tensors, self._others = tensors, tensors.names()
     self._places: dict[str, _Place] = {}
     for name in sorted(self._others):
-      match = _FUSED.fullmatch(name)
+      match = _match(name)
       if match is None:
         continue
       self._others.discard(name)
@@ -51,16 +64,18 @@ class FusedExperts(Tensors):
         continue
       if kind == '_blocks':
         self._check_blocks(name, shape)
-      elif len(shape) != (num_axes := 2 if kind else 3):
+      elif len(shape) != (num_axes := 2 if kind == '_bias' else 3):
         raise ValueError(f'tensor {name_shown(name)} has {len(shape)} axes, expected {num_axes}')
       if shape[0] != num_experts:
         raise ValueError(f'tensor {name_shown(name)} has {shape[0]} experts, the configuration {num_experts}')
       check_number(len(self._places))
-      if matrix == 'gate_up' and shape[{'': 2}.get(kind, 1)] % 2:
+      num_outputs = shape[2 if kind == '' else 1]
+      if matrix in ('gate_up', 'input') and num_outputs % 2:
         raise ValueError(f'tensor {name_shown(name)} has gates without an up: its shape is {shape}')
-      for ours, part in _PARTS[matrix]:
+      of_experts = f'{module}.experts' if kind == '.weight' else module
+      for ours, part in _parts(matrix, num_outputs).items():
         for expert in range(num_experts):
-          own = f'{module}.{expert}.{ours}_proj.{"bias" if kind == "_bias" else "weight"}'
+          own = f'{of_experts}.{expert}.{ours}_proj.{"bias" if kind == "_bias" else "weight"}'
           if own in self._others or own in self._places:
             raise ValueError(f'tensor {name_shown(own)} is there as a part of {name_shown(name)} as well')
           self._places[own] = _Place(name, expert, part, kind)
@@ -103,13 +118,14 @@ class FusedExperts(Tensors):
       return self._tensors.read(name, index)
     fused, expert, part, kind = self._places[name]
     rows, *columns = (slice(*each.indices(size)[:2]) for each, size in zip(index, self.shape(name), strict=True))
-    step = part.step or 1
-    outputs, some, own = slice(step * rows.start, step * rows.stop), part, slice(expert, expert + 1)
+    num_outputs = self._tensors.shape(fused)[2 if kind == '' else 1]
+    picked = range(num_outputs)[part][rows]
+    outputs, own = slice(picked.start, min(picked.stop, num_outputs)), slice(expert, expert + 1)
     if kind == '_blocks':
-      return self._dequantized(fused, own, outputs, columns[0])[some]
-    if kind == '_bias':
-      return self._tensors.read(fused, (own, outputs))[0, some]
-    return self._tensors.read(fused, (own, columns[0], outputs))[0, :, some].T
+      return self._dequantized(fused, own, outputs, columns[0])[:: picked.step]
+    if kind == '':
+      return self._tensors.read(fused, (own, columns[0], outputs))[0, :, :: picked.step].T
+    return self._tensors.read(fused, (own, outputs, *columns))[0, :: picked.step]
 
   def _dequantized(self, name: str, expert: slice, rows: slice, columns: slice) -> np.ndarray:
     blocks = slice(columns.start // _BLOCK, -(-columns.stop // _BLOCK))
@@ -126,6 +142,6 @@ class FusedExperts(Tensors):
 
 def split_experts(tensors: Any, config: CausalLMConfig) -> Tensors:
   """The tensors of a checkpoint with a tensor for each expert; as they are where there are no others."""
-  if config.experts is None or not any(map(_FUSED.fullmatch, tensors.names())):
+  if config.experts is None or not any(map(_match, tensors.names())):
     return tensors
   return FusedExperts(tensors, config.experts.num)

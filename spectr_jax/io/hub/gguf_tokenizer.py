@@ -31,6 +31,17 @@ _LLAMA3_WORDS = (
   r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS"
   r'| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+'
 )
+# GPT-4o's (o200k) end words where small letters are followed by large ones. Letters without a case are both.
+_LARGE, _SMALL = r'[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]', r'[\p{Ll}\p{Lm}\p{Lo}\p{M}]'
+_O200K_WORDS = '|'.join(
+  (
+    *(
+      rf"[^\r\n\p{{L}}\p{{N}}]?{letters}(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+      for letters in (f'{_LARGE}*{_SMALL}+', f'{_LARGE}+{_SMALL}*')
+    ),
+    r'\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+',
+  )
+)
 # Marks belong to the letters that they stand on.
 _QWEN35_WORDS = (
   r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
@@ -72,6 +83,7 @@ WORDS = {
   **dict.fromkeys(('llama-bpe', 'llama3', 'llama-v3', 'falcon3'), _LLAMA3),
   'smaug-bpe': Words(_LLAMA3.patterns),
   **dict.fromkeys(('qwen2', 'deepseek-r1-qwen', 'megrez'), _QWEN2),
+  'gpt-4o': Words((_O200K_WORDS,)),
   'qwen35': Words((_QWEN35_WORDS,)),  # without NFC in llama.cpp's tests
   'deepseek-coder': Words(('[\r\n]', r'\s?\p{L}+', r'\s?\p{P}+', _CHINESE, r'\p{N}')),
   'deepseek-llm': Words(('[\r\n]', rf'\s?{_CASED}+', r'\s?[!-/:-~！-／：-～‘-‟　-。]+', r'\s+$', _CHINESE, r'\p{N}+')),

@@ -12,14 +12,15 @@ import numpy as np
 from etils import epath
 from jax.sharding import Mesh, SingleDeviceSharding
 
-from spectr_jax.io.hub.families import Source, is_unread, read_spec, source_of, telling_names
+from spectr_jax.io.hub.families import Source, is_unread, num_more_layers, read_spec, source_of, telling_names
 from spectr_jax.io.hub.fused_experts import split_experts
 from spectr_jax.io.hub.gguf_tensors import GgufTensors
 from spectr_jax.io.hub.redundant import check_model_buffers, settle_head
+from spectr_jax.io.hub.scaled_tensors import with_scales
 from spectr_jax.io.hub.tensors import SafetensorsFolder, Tensors, check_tensors
 from spectr_jax.io.hub.text_part import text_spec, text_tensors, warn_of_left_out
 from spectr_jax.io.untrusted import named, read_object
-from spectr_jax.kernels.block_kernel import KINDS, BlockKernel, is_in_blocks, packed
+from spectr_jax.kernels.block_kernel import KINDS, BlockKernel, is_in_blocks, packed, packed_experts
 from spectr_jax.kernels.cache_writes import fastest_cache_dtype
 from spectr_jax.kernels.dispatch import tracing_for
 from spectr_jax.kernels.int8 import BLOCKS, CHANNEL_AXES, Int8Kernel, is_int8, quantize
@@ -111,16 +112,19 @@ def _quantized_experts(read: _ReadPart, kernel: Int8Kernel) -> tuple[_ReadPart, 
 
 
 def _in_blocks(keys, shape, tensors: Tensors, source: Source) -> BlockKernel | None:
-  """A matrix in the blocks of its file; None for other parameters, for experts, and for blocks of another type."""
+  """A matrix, or those of experts, in the blocks of its file; None for other parameters and blocks of another type."""
   name = keys[-1].key
-  if name not in CHANNEL_AXES or not isinstance(tensors, GgufTensors) or source.num_experts is not None:
+  if name not in CHANNEL_AXES or not isinstance(tensors, GgufTensors):
     return None
-  outputs = slice(0, shape[0] if name == 'embedding' else shape[1])
-  blocks = tensors.blocks(source.name, list(source.ranges(outputs)))
-  if blocks is None or blocks[1] not in KINDS:
+  ranges = list(source.ranges(slice(0, shape[0] if name == 'embedding' else shape[-1])))
+  first = tensors.blocks(source.names[0], ranges)
+  if first is None or first[1] not in KINDS:
     return None
   with named(f'tensor {source.name}'):
-    return packed(*blocks)
+    if source.num_experts is None:
+      return packed(*first)
+    each = (blocks[0] for name in source.names if (blocks := tensors.blocks(name, ranges)))
+    return packed_experts(each, source.num_experts, first[1])
 
 
 def for_platform(config: CausalLMConfig, mesh: Mesh | None) -> CausalLMConfig:
@@ -178,9 +182,12 @@ def make_model(
     for keys, leaf in jax.tree_util.tree_leaves_with_path(shapes, is_leaf=is_int8)
   }
   heads = [f'{name}.weight' for name in family.head_names]  # `settle_head` has compared them
+  num_more = num_more_layers(family, spec)
   wanted = {name: source.shape for source in sources.values() for name in source.names}
   check_tensors(
-    tensors, wanted, lambda name: name in heads or name.endswith(family.buffers) or is_unread(name, family, config)
+    tensors,
+    wanted,
+    lambda name: name in heads or name.endswith(family.buffers) or is_unread(name, family, config, num_more),
   )
   check_model_buffers(spec, tensors, where)
   if mesh is None:
@@ -196,7 +203,7 @@ def make_model(
         return kernel
     part = functools.partial(_read, shape=leaf.shape, tensors=tensors, source=source)
     if not is_int8(leaf):
-      return jax.make_array_from_callback(leaf.shape, place, functools.partial(part, dtype=config.dtype))
+      return jax.make_array_from_callback(leaf.shape, place, functools.partial(part, dtype=leaf.dtype))
     reads = _quantized_reads(functools.partial(part, dtype=accumulation_dtype(config.dtype)), leaf)
     with named(f'tensor {source.name}'):
       values, scale = (
@@ -221,8 +228,10 @@ def read_json(folder: epath.PathLike) -> dict[str, Any]:
 
 def read_folder(folder: epath.PathLike) -> tuple[dict[str, Any], Tensors]:
   """The content of a folder's `config.json`, and its tensors; those of the text model, if it is multimodal."""
-  spec = read_json(folder)
-  return text_spec(spec, f'{folder}/config.json'), text_tensors(spec, SafetensorsFolder(folder))
+  spec, where = read_json(folder), f'{folder}/config.json'
+  text = text_spec(spec, where)
+  read_spec(text, where)  # what is refused is refused before a file of tensors is opened
+  return text, text_tensors(spec, with_scales(SafetensorsFolder(folder), text.get('quantization_config')))
 
 
 def read_hub_config(folder: epath.PathLike, *, dtype: str | None = None, weights: str | None = None) -> CausalLMConfig:

@@ -32,9 +32,10 @@ def _tensors(params: Mapping[str, Any], family: Family, config: CausalLMConfig, 
   tensors: dict[str, np.ndarray] = {}
   for keys, leaf in jax.tree_util.tree_leaves_with_path(params):
     path = jax.tree_util.keystr(keys, simple=True, separator='/')
-    source, values = source_of(path, leaf.shape, family, config, {family.prefix}), np.asarray(leaf).astype(dtype)
+    kind = np.float32 if keys[-1].key == 'choice_bias' else dtype  # small differences of large numbers
+    source, values = source_of(path, leaf.shape, family, config, {family.prefix}), np.asarray(leaf).astype(kind)
     for name, one in zip(source.names, [values] if source.num_experts is None else values, strict=True):
-      tensor = tensors.setdefault(name, np.empty(source.shape, dtype))  # queries, keys and values may share one
+      tensor = tensors.setdefault(name, np.empty(source.shape, kind))  # queries, keys and values may share one
       at = 0
       for outputs in source.ranges(slice(0, one.shape[-1])):
         part = one[..., at : at + outputs.stop - outputs.start]
@@ -119,13 +120,17 @@ def save_hub_model(
   check_savable(model.params)
   family, described = read_spec(spec)
   is_own = isinstance(tokenizer, Tokenizer)
-  if family.quantization:
+  if not family.is_saved:
     raise ValueError(f'a model of the family {family.model_type} is not saved')
   types = {'dtype': config.dtype, 'cache_dtype': config.cache_dtype}
   if dataclasses.replace(described, **types) != config:
     raise ValueError('config.json would describe another model than the one to save')
   layers.check_params(model.params, param_shapes(config))
-  spec = {name: value for name, value in spec.items() if name not in ('torch_dtype', 'transformers_version')}
+  spec = {
+    name: value
+    for name, value in spec.items()
+    if name not in ('torch_dtype', 'transformers_version', 'quantization_config')
+  }
   spec |= {
     'dtype': config.dtype if is_own else param_dtype,
     'bos_token_id': tokenizer.bos_id,

@@ -17,7 +17,7 @@ from spectr_jax.io import untrusted
 
 _DTYPES = {
   'F64': np.float64, 'F32': np.float32, 'F16': np.float16, 'BF16': ml_dtypes.bfloat16,
-  'I64': np.int64, 'I32': np.int32, 'U8': np.uint8, 'BOOL': np.bool_,
+  'F8_E4M3': ml_dtypes.float8_e4m3fn, 'I64': np.int64, 'I32': np.int32, 'U8': np.uint8, 'BOOL': np.bool_,
 }  # fmt: skip
 _MOST_AXES = 8
 _MOST_NUMBERS = 2**48
@@ -83,6 +83,8 @@ def check_tensors(
     kind, numbers = (np.integer, 'integers') if name in integers else (np.floating, 'floating point numbers')
     if not jnp.issubdtype(tensors.dtype(name), kind):
       raise ValueError(f'tensor {name} must hold {numbers}, got {tensors.dtype(name)}')
+    if kind is np.floating and tensors.dtype(name).itemsize == 1:
+      raise ValueError(f'tensor {name} is of {tensors.dtype(name)} without scales that the configuration announces')
 
 
 def row_ranges(num_rows: int, row_size: int) -> Iterator[slice]:
@@ -123,6 +125,7 @@ class SafetensorsFolder(Tensors):
     else:
       raise ValueError(f'no weights in {folder}: {untrusted.gguf_files(folder)}expected {file_name} or {_INDEX}')
     self._files: dict[str, tuple[epath.Path, Any]] = {}
+    self._begins: dict[epath.Path, dict[str, int]] = {}  # where tensors begin in a file
     for name_of_file, listed in wanted.items():
       path = folder / name_of_file
       file, names = _open(path)
@@ -152,9 +155,20 @@ class SafetensorsFolder(Tensors):
     if 0 in shape:  # the library has no empty parts
       return np.empty(shape, self.dtype(name))
     try:
-      return stored[index]
+      return self._bytes(name)[index].view(self.dtype(name)) if stored.get_dtype() == 'F8_E4M3' else stored[index]
     except (safetensors.SafetensorError, OSError) as error:
       raise self._fault(name, f'is not read: {untrusted.first_line(error)}') from error
+
+  def _bytes(self, name: str) -> np.ndarray:
+    """The bytes of a tensor whose type the library cannot give to NumPy, mapped to memory."""
+    path = self._files[name][0]
+    if path not in self._begins:
+      with untrusted.open_file(path) as file:
+        size = int.from_bytes(file.read(8), 'little')
+        header = untrusted.parse_json(file.read(size).decode(), str(path))  # which the library has checked
+      header.pop('__metadata__', None)
+      self._begins[path] = {name: 8 + size + entry['data_offsets'][0] for name, entry in header.items()}
+    return np.memmap(path, np.uint8, 'r', self._begins[path][name], self.shape(name))
 
   def _fault(self, name: str, problem: str) -> ValueError:
     return ValueError(f'{self._files[name][0]}: tensor {untrusted.name_shown(name)} {problem}')

@@ -31,7 +31,7 @@ PANEL = 16  # outputs of a panel, as in product.h
 WIDEST_HEAD = 512  # numbers of a head of attention, as there
 # Inputs that stand beside each other in a panel, by the kernel's type.
 _TOGETHER = {jnp.dtype(jnp.float32): 1, jnp.dtype(jnp.bfloat16): 2, jnp.dtype(jnp.int8): 4}
-_TARGET, _BLOCK_TARGET, _ATTENTION_TARGET = 'spectr_product', 'spectr_block_product', 'spectr_attention'
+_TARGET, _BLOCK_TARGET, _ATTENTION_TARGET = 'spectr_product', 'spectr_block_products', 'spectr_attention'
 _NORM_TARGET, _TOTALS_TARGET, _SOFTMAX_TARGET = 'spectr_norm', 'spectr_totals', 'spectr_softmax'
 _DRAW_TARGET, _WRITE_TARGET, _EXPERT_TARGET = 'spectr_draw', 'spectr_write', 'spectr_expert_product'
 _TARGETS = (
@@ -213,13 +213,25 @@ def product(rows: jax.Array, panels: jax.Array, num_out: int) -> jax.Array:
 
 
 def block_product(
-  rows: jax.Array, weights: jax.Array, scales: jax.Array, least: jax.Array | None, num_out: int
+  rows: jax.Array,
+  weights: jax.Array,
+  scales: jax.Array,
+  least: jax.Array | None,
+  num_out: int,
+  experts: jax.Array | None = None,
 ) -> jax.Array:
-  """`block_products.block_product` on a CPU; RuntimeError if there is no library, or none for this processor."""
+  """`block_kernel.block_product` on a CPU, or with `experts` `block_kernel.expert_block_product`; RuntimeError if there
+  is no library, or none for this processor.
+  """
   _load()
   out = jax.ShapeDtypeStruct((rows.shape[0], num_out), jnp.float32)
-  least = jnp.zeros(0, scales.dtype) if least is None else least
-  return jax.ffi.ffi_call(_BLOCK_TARGET, out, vmap_method='sequential')(rows, weights, scales, least)
+  call, least = (
+    jax.ffi.ffi_call(_BLOCK_TARGET, out, vmap_method='sequential'),
+    jnp.zeros(0, scales.dtype) if least is None else least,
+  )
+  if experts is None:
+    return call(rows, jnp.zeros(0, jnp.int32), *(kernel[None] for kernel in (weights, scales, least)))
+  return call(rows, experts.astype(jnp.int32), weights, scales, least)
 
 
 def attention(

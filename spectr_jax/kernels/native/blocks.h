@@ -188,7 +188,8 @@ void BlocksOf(const BlockProduct& product, int64_t first, int64_t last) {
   else if (product.block_size == 16)
     ComputeBlocks<V, 8, 16, float>(product, first, last);
   else
-    ComputeBlocks<V, 8, 32, Half>(product, first, last);
+    product.has_wide_scales ? ComputeBlocks<V, 8, 32, float>(product, first, last)
+                            : ComputeBlocks<V, 8, 32, Half>(product, first, last);
 }
 
 // Vectors of AVX2. Products of pairs are summed in 16 bits: eight times 2 * 15 * 127 fit.

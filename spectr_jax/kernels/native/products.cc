@@ -104,18 +104,55 @@ ffi::Error Multiply(ffi::ThreadPool pool, ffi::AnyBuffer rows, ffi::AnyBuffer ke
 }
 
 // Products of rows and the kernels of some experts.
+template <class AnyProduct>
 struct ExpertProduct {
-  Panels* compute;
-  std::vector<Product> products;  // one for each expert that has rows
-  int64_t num_panels;             // of a kernel
+  void (*compute)(const AnyProduct&, int64_t first, int64_t last);
+  std::vector<AnyProduct> products;  // one for each expert that has rows
+  int64_t num_panels;                // of a kernel
 };
 
-void MultiplyByExperts(const ExpertProduct& all, int64_t first, int64_t last) {
+template <class AnyProduct>
+void MultiplyByExperts(const ExpertProduct<AnyProduct>& all, int64_t first, int64_t last) {
   for (int64_t end; first < last; first += end) {
     const int64_t panel = first % all.num_panels;
     end = std::min(last - first, all.num_panels - panel);
     all.compute(all.products[first / all.num_panels], panel, panel + end);
   }
+}
+
+// Rows in the order of their experts.
+struct Order {
+  std::vector<int64_t> places;  // of each row
+  std::vector<int64_t> begins;  // of each expert's rows, and where the last ones end
+};
+
+// False if a number is no expert's. Without numbers all rows are of the first one.
+bool Sort(const ffi::Buffer<ffi::S32>& experts, int64_t num_rows, int64_t num_experts, Order& order) {
+  order.begins.assign(num_experts + 1, 0);
+  order.places.resize(num_rows);
+  if (experts.element_count() == 0) {
+    for (int64_t row = 0; row < num_rows; ++row) order.places[row] = row;
+    std::fill(order.begins.begin() + 1, order.begins.end(), num_rows);
+    return num_rows == 0 || num_experts == 1;
+  }
+  if (experts.element_count() != static_cast<size_t>(num_rows)) return false;
+  const int32_t* numbers = experts.typed_data();
+  for (int64_t row = 0; row < num_rows; ++row) {
+    if (numbers[row] < 0 || numbers[row] >= num_experts) return false;
+    ++order.begins[numbers[row] + 1];
+  }
+  for (int64_t expert = 0; expert < num_experts; ++expert) order.begins[expert + 1] += order.begins[expert];
+  std::vector<int64_t> next(order.begins.begin(), order.begins.end() - 1);
+  for (int64_t row = 0; row < num_rows; ++row) order.places[row] = next[numbers[row]]++;
+  return true;
+}
+
+// Calls `add(expert, begin, count)` for each expert that has rows.
+template <class Add>
+void ForEachExpert(const Order& order, Add add) {
+  for (size_t expert = 0; expert + 1 < order.begins.size(); ++expert)
+    if (const int64_t begin = order.begins[expert], count = order.begins[expert + 1] - begin; count > 0)
+      add(expert, begin, count);
 }
 
 // As `Multiply`, each row by the kernel of its expert, of which only those that have rows are read.
@@ -127,111 +164,129 @@ ffi::Error MultiplyExperts(ffi::ThreadPool pool, ffi::AnyBuffer rows, ffi::Buffe
   const bool is_bfloat16 = kernels.element_type() == ffi::BF16, is_int8 = kernels.element_type() == ffi::S8;
   const int64_t num_together = is_int8 ? 4 : is_bfloat16 ? 2 : 1;  // inputs of a step
   const bool has_bfloat16_rows = rows.element_type() == ffi::BF16;
-  const auto misfit = ffi::Error::InvalidArgument("rows, experts, kernels and result do not fit each other");
+  Order order;
   if (!(is_int8 || is_bfloat16 || kernels.element_type() == ffi::F32) ||
       !(has_bfloat16_rows || rows.element_type() == ffi::F32) || row_sizes.size() != 2 || out_sizes.size() != 2 ||
       sizes.size() != (num_together > 1 ? 5u : 4u) || (num_together > 1 && sizes[4] != num_together) ||
       sizes[3] != kPanel || row_sizes[0] != out_sizes[0] || row_sizes[1] != num_together * sizes[2] ||
-      experts.element_count() != static_cast<size_t>(row_sizes[0]) || (out_sizes[1] + kPanel - 1) / kPanel != sizes[1])
-    return misfit;
+      (out_sizes[1] + kPanel - 1) / kPanel != sizes[1] || !Sort(experts, row_sizes[0], sizes[0], order))
+    return ffi::Error::InvalidArgument("rows, experts, kernels and result do not fit each other");
   const int64_t num_rows = row_sizes[0], num_in = row_sizes[1], num_out = out_sizes[1];
   if (num_rows == 0 || num_out == 0) return ffi::Error::Success();
 
-  std::vector<int64_t> ends(sizes[0], 0);  // at first the numbers of rows, then where those of each expert end
-  for (int64_t row = 0; row < num_rows; ++row) {
-    const int32_t expert = experts.typed_data()[row];
-    if (expert < 0 || expert >= sizes[0]) return misfit;
-    ++ends[expert];
-  }
-  auto work = std::make_shared<Work<ExpertProduct>>();
+  auto work = std::make_shared<Work<ExpertProduct<Product>>>();
   const bool is_paired = has_bfloat16_rows && is_bfloat16 && form->of_pairs != nullptr;
   const int64_t entry = is_paired ? sizeof(uint16_t) : sizeof(float);
   work->owned.resize(num_rows * (num_in * entry + num_out * sizeof(float)));
   auto* results = reinterpret_cast<float*>(work->owned.data());
   char* inputs = work->owned.data() + num_rows * num_out * sizeof(float);
-  work->product.compute = is_paired ? form->of_pairs : is_int8 ? form->of_int8 : is_bfloat16 ? form->of_bfloat16 : form->of_float32;
-  work->product.num_panels = sizes[1];
-  const int64_t kernel_bytes = kernels.size_bytes() / sizes[0];
-  int64_t begin = 0;
-  for (int64_t expert = 0; expert < sizes[0]; ++expert) {
-    const int64_t count = ends[expert];
-    if (count > 0)
-      work->product.products.push_back({inputs + begin * num_in * entry,
-                                        static_cast<const char*>(kernels.untyped_data()) + expert * kernel_bytes,
-                                        results + begin * num_out, count, sizes[2], num_out});
-    ends[expert] = begin;
-    begin += count;
-  }
-  std::vector<int64_t> places(num_rows);
   const auto* from = static_cast<const char*>(rows.untyped_data());
   for (int64_t row = 0; row < num_rows; ++row) {
-    const int64_t place = places[row] = ends[experts.typed_data()[row]]++;
-    char* to = inputs + place * num_in * entry;
+    char* to = inputs + order.places[row] * num_in * entry;
     if (has_bfloat16_rows && !is_paired)
       Widen(from + row * num_in * sizeof(uint16_t), num_in, reinterpret_cast<float*>(to));
     else
       std::memcpy(to, from + row * num_in * entry, num_in * entry);
   }
-  work->compute = MultiplyByExperts;
-  const int64_t num_products = work->product.products.size();
+  const int64_t kernel_bytes = kernels.size_bytes() / sizes[0];
+  auto& all = work->product;
+  all.compute = is_paired ? form->of_pairs : is_int8 ? form->of_int8 : is_bfloat16 ? form->of_bfloat16 : form->of_float32;
+  all.num_panels = sizes[1];
+  ForEachExpert(order, [&](int64_t expert, int64_t begin, int64_t count) {
+    all.products.push_back({inputs + begin * num_in * entry,
+                            static_cast<const char*>(kernels.untyped_data()) + expert * kernel_bytes,
+                            results + begin * num_out, count, sizes[2], num_out});
+  });
+  work->compute = MultiplyByExperts<Product>;
+  const int64_t num_products = all.products.size();
   RunOnThreads(pool, work, num_products * sizes[1], num_products * kernel_bytes);
   for (int64_t row = 0; row < num_rows; ++row)
-    std::memcpy(out->typed_data() + row * num_out, results + places[row] * num_out, num_out * sizeof(float));
+    std::memcpy(out->typed_data() + row * num_out, results + order.places[row] * num_out, num_out * sizeof(float));
   return ffi::Error::Success();
 }
 
-// As `Multiply`, by a kernel in blocks: weights [panels][blocks][lines][16][4] with their scales [panels][blocks][16], and
-// in 4 bits what is added to each, of the same shape.
-ffi::Error MultiplyBlocks(ffi::ThreadPool pool, ffi::AnyBuffer rows, ffi::AnyBuffer weights, ffi::AnyBuffer scales,
-                          ffi::AnyBuffer least, ffi::Result<ffi::AnyBuffer> out) {
+// As `MultiplyExperts`, by kernels in blocks: weights [experts][panels][blocks][lines][16][4] with their scales
+// [experts][panels][blocks][16], and in 4 bits what is added to each, of the same shape. Without experts there is one kernel.
+ffi::Error MultiplyBlocks(ffi::ThreadPool pool, ffi::AnyBuffer rows, ffi::Buffer<ffi::S32> experts, ffi::AnyBuffer weights,
+                          ffi::AnyBuffer scales, ffi::AnyBuffer least, ffi::Result<ffi::Buffer<ffi::F32>> out) {
   const Form* form = CurrentForm();
   if (form == nullptr) return ffi::Error::Internal("this processor has neither AVX2 nor AVX-512");
   const auto row_sizes = rows.dimensions(), sizes = weights.dimensions(), scale_sizes = scales.dimensions(),
              out_sizes = out->dimensions();
   const bool is_wide = scales.element_type() == ffi::F32, has_bfloat16_rows = rows.element_type() == ffi::BF16;
-  const auto misfit = ffi::Error::InvalidArgument("rows, kernel and result do not fit each other");
-  if (row_sizes.size() != 2 || sizes.size() != 5 || scale_sizes.size() != 3 || out_sizes.size() != 2 ||
-      weights.element_type() != ffi::U8 || out->element_type() != ffi::F32 ||
-      !(is_wide || scales.element_type() == ffi::F16) || !(has_bfloat16_rows || rows.element_type() == ffi::F32) ||
-      sizes[3] != kPanel || sizes[4] != 4 || scale_sizes[0] != sizes[0] || scale_sizes[1] != sizes[1] ||
-      scale_sizes[2] != kPanel || row_sizes[0] != out_sizes[0] || (out_sizes[1] + kPanel - 1) / kPanel != sizes[0] ||
-      sizes[1] == 0 || row_sizes[1] % sizes[1] != 0)
+  const auto misfit = ffi::Error::InvalidArgument("rows, experts, kernel and result do not fit each other");
+  Order order;
+  if (row_sizes.size() != 2 || sizes.size() != 6 || scale_sizes.size() != 4 || out_sizes.size() != 2 ||
+      weights.element_type() != ffi::U8 || !(is_wide || scales.element_type() == ffi::F16) ||
+      !(has_bfloat16_rows || rows.element_type() == ffi::F32) || sizes[4] != kPanel || sizes[5] != 4 ||
+      scale_sizes[0] != sizes[0] || scale_sizes[1] != sizes[1] || scale_sizes[2] != sizes[2] ||
+      scale_sizes[3] != kPanel || row_sizes[0] != out_sizes[0] || (out_sizes[1] + kPanel - 1) / kPanel != sizes[1] ||
+      sizes[2] == 0 || row_sizes[1] % sizes[2] != 0 || !Sort(experts, row_sizes[0], sizes[0], order))
     return misfit;
-  const int64_t num_rows = row_sizes[0], num_blocks = sizes[1], block_size = row_sizes[1] / num_blocks;
-  const bool is_4 = sizes[2] * 8 == block_size, is_8 = sizes[2] * 4 == block_size;
+  const int64_t num_rows = row_sizes[0], num_in = row_sizes[1], num_out = out_sizes[1];
+  const int64_t num_blocks = sizes[2], block_size = num_in / num_blocks;
+  const bool is_4 = sizes[3] * 8 == block_size, is_8 = sizes[3] * 4 == block_size;
   const bool has_least = least.element_count() == scales.element_count() && least.element_type() == scales.element_type();
-  if (!(is_4 && block_size == 32 && has_least) && !(is_8 && block_size == 32 && !is_wide) &&
-      !(is_8 && block_size == 16 && is_wide))
+  if (!(is_4 && block_size == 32 && has_least) && !(is_8 && block_size == 32) && !(is_8 && block_size == 16 && is_wide))
     return misfit;
+  if (num_rows == 0 || num_out == 0) return ffi::Error::Success();
 
-  auto work = std::make_shared<Work<BlockProduct>>();
-  const int64_t num_inputs = num_rows * row_sizes[1], num_of_blocks = num_rows * num_blocks;
-  work->owned.resize(num_inputs + 2 * num_of_blocks * sizeof(float));
+  auto work = std::make_shared<Work<ExpertProduct<BlockProduct>>>();
+  const bool is_sorted = experts.element_count() == 0;  // so that rows and results stay where they are
+  const int64_t num_inputs = num_rows * num_in, num_of_blocks = num_rows * num_blocks;
+  work->owned.resize(num_inputs + (2 * num_of_blocks + (is_sorted ? 0 : num_rows * num_out)) * sizeof(float));
   auto* values = reinterpret_cast<int8_t*>(work->owned.data());
   auto* input_scales = reinterpret_cast<float*>(values + num_inputs);  // inputs are a multiple of 16
-  work->product = {values,
-                   input_scales,
-                   input_scales + num_of_blocks,
-                   static_cast<const uint8_t*>(weights.untyped_data()),
-                   scales.untyped_data(),
-                   least.untyped_data(),
-                   static_cast<float*>(out->untyped_data()),
-                   num_rows,
-                   num_blocks,
-                   out_sizes[1],
-                   block_size,
-                   is_4 ? 4 : 8,
-                   is_wide};
+  float* results = is_sorted ? out->typed_data() : input_scales + 2 * num_of_blocks;
   const auto* inputs = static_cast<const float*>(rows.untyped_data());
-  std::vector<float> widened;
-  if (has_bfloat16_rows) {
-    widened.resize(num_inputs);
-    Widen(inputs, num_inputs, widened.data());
-    inputs = widened.data();
+  std::vector<float> moved;
+  if (has_bfloat16_rows || !is_sorted) {
+    moved.resize(num_inputs);
+    for (int64_t row = 0; row < num_rows; ++row) {
+      float* to = moved.data() + order.places[row] * num_in;
+      if (has_bfloat16_rows)
+        Widen(static_cast<const uint16_t*>(rows.untyped_data()) + row * num_in, num_in, to);
+      else
+        std::memcpy(to, inputs + row * num_in, num_in * sizeof(float));
+    }
+    inputs = moved.data();
   }
-  RoundForBlocks(inputs, work->product);
-  work->compute = form->of_blocks;
-  RunOnThreads(pool, work, sizes[0], weights.size_bytes());
+  BlockProduct product = {values,
+                          input_scales,
+                          input_scales + num_of_blocks,
+                          static_cast<const uint8_t*>(weights.untyped_data()),
+                          scales.untyped_data(),
+                          least.untyped_data(),
+                          results,
+                          num_rows,
+                          num_blocks,
+                          num_out,
+                          block_size,
+                          is_4 ? 4 : 8,
+                          is_wide};
+  RoundForBlocks(inputs, product);
+  const int64_t kernel_bytes = weights.size_bytes() / sizes[0], scale_bytes = scales.size_bytes() / sizes[0];
+  auto& all = work->product;
+  all.compute = form->of_blocks;
+  all.num_panels = sizes[1];
+  ForEachExpert(order, [&](int64_t expert, int64_t begin, int64_t count) {
+    BlockProduct own = product;
+    own.values += begin * num_in;
+    own.scales += begin * num_blocks;
+    own.sums += begin * num_blocks;
+    own.weights += expert * kernel_bytes;
+    own.weight_scales = static_cast<const char*>(product.weight_scales) + expert * scale_bytes;
+    own.weight_least = static_cast<const char*>(product.weight_least) + (has_least ? expert * scale_bytes : 0);
+    own.out += begin * num_out;
+    own.num_rows = count;
+    all.products.push_back(own);
+  });
+  work->compute = MultiplyByExperts<BlockProduct>;
+  const int64_t num_products = all.products.size();
+  RunOnThreads(pool, work, num_products * sizes[1], num_products * kernel_bytes);
+  if (!is_sorted)
+    for (int64_t row = 0; row < num_rows; ++row)
+      std::memcpy(out->typed_data() + row * num_out, results + order.places[row] * num_out, num_out * sizeof(float));
   return ffi::Error::Success();
 }
 
@@ -420,14 +475,15 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(spectr_expert_product, spectr::MultiplyExperts,
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .Ret<xla::ffi::Buffer<xla::ffi::F32>>());
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(spectr_block_product, spectr::MultiplyBlocks,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(spectr_block_products, spectr::MultiplyBlocks,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::ThreadPool>()
                                   .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .Arg<xla::ffi::AnyBuffer>()
-                                  .Ret<xla::ffi::AnyBuffer>());
+                                  .Ret<xla::ffi::Buffer<xla::ffi::F32>>());
 
 // The name of the form for this processor, or null if there is none.
 extern "C" const char* spectr_form() {

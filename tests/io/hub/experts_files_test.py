@@ -5,15 +5,19 @@ import time
 
 import gguf
 import gguf_files
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 from hub_specs import SPECS
 from safetensors.numpy import save_file
-from tiny_hub import Recorded, random_array, tensors_of, write_model
+from tiny_hub import Recorded, backend, random_array, tensors_of, write_model
 
 from spectr_jax.io.hub.families import read_spec, spec_of_layers
+from spectr_jax.io.hub.hub_tokenizer import HubTokenizer
 from spectr_jax.io.hub.load import load_hub_model, make_model
+from spectr_jax.io.hub.save import save_hub_model
 from spectr_jax.io.load import GgufFile
 from spectr_jax.kernels.int8 import quantized
 
@@ -61,7 +65,7 @@ def _assert_layer(params, numbers):
     np.testing.assert_array_equal(np.asarray(params['layer_1']['mlp']['experts'][name]['kernel'], np.float32), expected)
 
 
-@pytest.mark.parametrize('name', ['mixtral', 'qwen3_moe', 'olmoe'])
+@pytest.mark.parametrize('name', ['mixtral', 'qwen3_moe', 'olmoe', 'glm4_moe'])
 def test_experts_come_to_their_places(name):
   tensors = tensors_of(SPECS[name])
   own = make_model(SPECS[name], Recorded(tensors)).params['layer_1']['mlp']
@@ -175,7 +179,25 @@ def test_fused_tensors_that_are_refused(name, change, problem):
     ('qwen3_moe', {'n_routed_experts': 8}, 'n_routed_experts 8 is not supported'),
     ('olmoe', {'clip_qkv': 8.0}, 'clip_qkv 8.0 is not supported'),
     ('gpt_oss', {'swiglu_limit': -1}, 'swiglu_limit must be'),
-    ('gpt_oss', {'quantization_config': {'quant_method': 'fp8'}}, 'quantized by fp8 are not read; known are mxfp4,'),
+    ('glm4_moe', {'n_routed_experts': 10**9}, 'n_routed_experts must be a whole number from 0 to 4096'),
+    ('glm4_moe', {'n_shared_experts': 10**9}, 'n_shared_experts must be a whole number from 0 to 4096'),
+    ('glm4_moe', {'n_shared_experts': 4096, 'moe_intermediate_size': 2**20}, 'shared_dim of experts must be'),
+    ('glm4_moe', {'n_shared_experts': 4096}, r'shared_experts.down_proj.weight must have shape \(16, 49152\)'),
+    ('glm4_moe', {'n_group': 16}, 'num_groups of experts must be from 1 to 8, got 16'),
+    ('glm4_moe', {'n_group': 0}, 'num_groups of experts must be from 1 to 8, got 0'),
+    ('glm4_moe', {'topk_group': 5}, 'num_chosen_groups of experts must be from 1 to 4, got 5'),
+    ('glm4_moe', {'topk_group': 1}, '1 groups of 2 experts are too few to choose 3'),
+    ('glm4_moe', {'first_k_dense_replace': -1}, 'first_k_dense_replace must be a whole number from 0'),
+    ('glm4_moe', {'first_k_dense_replace': 10**9}, 'first_k_dense_replace must be a whole number from 0'),
+    ('glm4_moe', {'first_k_dense_replace': 2}, 'lacks 3 tensors, the first of them model.layers.1.mlp.down_proj'),
+    ('glm4_moe', {'routed_scaling_factor': float('nan')}, 'routed_scaling_factor must be'),
+    ('glm4_moe', {'num_nextn_predict_layers': 10**9}, 'num_nextn_predict_layers must be'),
+    ('glm4_moe', {'num_local_experts': 4}, 'num_local_experts and n_routed_experts contradict each other'),
+    (
+      'gpt_oss',
+      {'quantization_config': {'quant_method': 'gptq'}},
+      'quantized by gptq are not read; known are mxfp4, fp8,',
+    ),
     ('llama', {'num_experts': 8}, 'num_experts 8 is not supported'),
     ('llama', {'quantization_config': {'quant_method': 'mxfp4'}}, 'quantized by mxfp4 are not read'),
   ],
@@ -188,10 +210,69 @@ def test_configurations_that_are_refused(name, fields, problem):
   assert time.monotonic() - began < 5
 
 
+@pytest.mark.parametrize(
+  'name', ['DeepseekV2ForCausalLM', 'DeepseekV3ForCausalLM', 'DeepseekV32ForCausalLM', 'Glm4MoeLiteForCausalLM']
+)
+def test_latent_attention_is_refused_before_tensors_are_opened(name, tmp_path):
+  (tmp_path / 'config.json').write_text(json.dumps(SPECS['glm4_moe'] | {'architectures': [name]}))
+  (tmp_path / 'model.safetensors').write_bytes(b'no tensors')
+  with pytest.raises(ValueError, match=f'config.json: {name} has multi-head latent attention') as error:
+    load_hub_model(tmp_path)
+  assert '\n' not in str(error.value)
+
+
+def _with_layers(tensors, *more):
+  last = {name: x for name, x in tensors.items() if name.startswith('model.layers.1.')}
+  return tensors | {name.replace('.1.', f'.{layer}.', 1): x + 1 for name, x in last.items() for layer in more}
+
+
+def test_layers_that_guess_are_not_read():
+  """As many as the configuration says, one where it says nothing."""
+  tensors = tensors_of(SPECS['glm4_moe'])
+  others = {
+    'model.layers.2.eh_proj.weight': random_array(16, 32),
+    'model.layers.2.embed_tokens.weight': random_array(32),
+  }
+  expected = make_model(SPECS['glm4_moe'], Recorded(tensors)).params
+  recorded = Recorded(_with_layers(tensors, 2) | others)
+  jax.tree.map(np.testing.assert_array_equal, make_model(SPECS['glm4_moe'], recorded).params, expected)
+  assert {name for name, _ in recorded.reads} == set(tensors)
+  for num, layers, problem in ((0, [2], '40 tensors too many'), (2, [2, 4], r'too many, .* model.layers.4')):
+    spec = SPECS['glm4_moe'] | {'num_nextn_predict_layers': num}
+    with pytest.raises(ValueError, match=problem):
+      make_model(spec, Recorded(_with_layers(tensors, *layers)))
+  for name in (
+    'model.layers.٢.mlp.gate.weight',
+    'model.layers.-2.mlp.gate.weight',
+    f'model.layers.{"2" * 99}.a',
+  ):
+    with pytest.raises(ValueError, match='1 tensors too many'):
+      make_model(SPECS['glm4_moe'], Recorded(tensors | {name: random_array(1)}))
+
+
+def test_biases_of_the_choice_are_not_rounded(tmp_path):
+  spec, name = SPECS['glm4_moe'], 'model.layers.1.mlp.gate.e_score_correction_bias'
+  tensors = tensors_of(spec)
+  tensors[name] = np.float32(7) + random_array(8) / 1000
+  model = make_model(spec, Recorded(tensors), dtype='bfloat16')
+  np.testing.assert_array_equal(model.params['layer_1']['mlp']['router']['choice_bias'], tensors[name])
+  save_hub_model(
+    tmp_path / 'saved', model, HubTokenizer.from_parts(backend(), bos_id=7, eos_ids=[41], add_bos=False), spec
+  )
+  saved = load_hub_model(tmp_path / 'saved').params['layer_1']['mlp']
+  np.testing.assert_array_equal(saved['router']['choice_bias'], tensors[name])
+  assert saved['router']['kernel'].dtype == jnp.bfloat16
+
+
 def test_some_layers_of_a_mixture_keep_their_kinds():
   spec = SPECS['qwen3_moe'] | {'num_hidden_layers': 4, 'mlp_only_layers': [0, 3]}
   kinds = read_spec(spec_of_layers(spec, (3, 1)))[1].experts
   assert kinds.layers == (False, True)
+  spec = SPECS['glm4_moe'] | {'num_hidden_layers': 4, 'first_k_dense_replace': 2}
+  assert read_spec(spec_of_layers(spec, (0, 3)))[1].experts.layers == (False, True)
+  assert read_spec(spec_of_layers(spec, (2, 3)))[1].experts.layers == ()
+  with pytest.raises(ValueError, match='those without experts come first'):
+    spec_of_layers(spec, (3, 0))
 
 
 # GGUF.

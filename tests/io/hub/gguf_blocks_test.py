@@ -17,6 +17,7 @@ from spectr_jax.io.heads.save import save_drafter
 from spectr_jax.io.hub.gguf_header import read_header
 from spectr_jax.io.hub.gguf_tensors import GgufTensors
 from spectr_jax.io.load import open_model
+from spectr_jax.kernels import native
 from spectr_jax.kernels.block_kernel import is_in_blocks
 from spectr_jax.models.causal_lm_config import CausalLMConfig, Rope
 from spectr_jax.models.head import HeadConfig, init_params
@@ -47,14 +48,51 @@ def test_every_matrix_is_that_of_the_file(architecture, kind, tmp_path):
   expected, num_matrices = _matrices(plain), 0
   for name, found in _matrices(model).items():
     if is_in_blocks(found):
-      columns, num_matrices = found.columns(jnp.arange(found.num_out)), num_matrices + 1
-      found = columns if name == 'embedding' else columns.T
+      num_matrices += 1
+      if len(found.shape) == 3:
+        each = [jax.tree.map(lambda x, i=i: x[i], found) for i in range(len(found.weights))]
+        found = np.stack([one.columns(jnp.arange(one.num_out)).T for one in each])
+      else:
+        columns = found.columns(jnp.arange(found.num_out))
+        found = columns if name == 'embedding' else columns.T
     np.testing.assert_array_equal(found, expected[name], err_msg=name)
-  others = 'position', 'experts'  # experts are dequantized
-  assert num_matrices == sum(leaf.ndim == 2 and not any(x in name for x in others) for name, leaf in expected.items())
+  matrices = [name for name in expected if name.endswith(('kernel', 'embedding')) and 'position' not in name]
+  assert num_matrices == len(matrices)
   tokens = jnp.arange(12)[None]
   logits, exact = _logits(model.for_decoding(), tokens), _logits(plain, tokens)
   assert 0 < np.median(np.abs(logits - exact)) < 0.05 * exact.std()
+
+
+@pytest.mark.skipif(native.form() is None, reason='needs products in C++')
+@pytest.mark.parametrize(
+  ('architecture', 'kind'), [('qwen3moe', Type.Q8_0), ('mixtral', Type.Q4_1), ('gpt-oss', Type.MXFP4)]
+)
+def test_experts_in_blocks_give_the_text_alone(architecture, kind, tmp_path):
+  """To the bit: in chunks, in a batch, on a tree, token by token."""
+  path = gguf_files.write_model(tmp_path / 'model.gguf', architecture, kind)
+  model = _load(path, weights='blocks').for_decoding()
+  kernel = model.params['layer_0']['mlp']['experts']['up']['kernel']
+  assert is_in_blocks(kernel)
+  assert kernel.weights.dtype == jnp.uint8
+  rng, tree = np.random.default_rng(0), TokenTree((0, 0, 1, 1, 2, 4))
+  prompts, lengths, tokens = rng.integers(0, 40, (3, 13)), np.array([13, 6, 1]), rng.integers(0, 40, (3, 7))
+
+  def of_tree(rows, chunk_size=16):
+    cache, _ = model.prefill(
+      prompts[rows], lengths[rows], model.init_cache_fn(len(prompts[rows]), 24), chunk_size=chunk_size
+    )
+    positions = lengths[rows, None] + tree.depths
+    return np.asarray(model.apply(tokens[rows], positions, jnp.asarray(tree.ancestors)[None], cache).logits)
+
+  whole = of_tree(slice(None))
+  np.testing.assert_array_equal(of_tree(slice(None), 3), whole)
+  for row in range(3):
+    np.testing.assert_array_equal(of_tree(slice(row, row + 1)), whole[row : row + 1])
+  cache, _ = model.prefill(prompts, lengths, model.init_cache_fn(3, 24))
+  for depth, node in enumerate((0, 1, 4, 6)):
+    output = model.apply(tokens[:, node : node + 1], lengths[:, None] + depth, jnp.ones((1, 1), bool), cache)
+    np.testing.assert_array_equal(output.logits[:, 0], whole[:, node])
+    cache = output.cache.commit(jnp.zeros((3, 1), jnp.int32), jnp.ones(3, jnp.int32))
 
 
 def test_drafts_change_no_token(tmp_path):
