@@ -23,10 +23,11 @@ from spectr_jax.kernels.products import accumulation_dtype, rounded, sum_of
 from spectr_jax.kernels.tpu import fused_layers
 from spectr_jax.model import KVCache, Model, ModelOutput, slots_of
 from spectr_jax.models import experts, functions, layers
-from spectr_jax.models.causal_lm_config import ACTIVATIONS, CausalLMConfig, Rope, param_shapes
-from spectr_jax.models.causal_lm_config import init_params as init_params
+from spectr_jax.models.causal_lm_config import ACTIVATIONS, CausalLMConfig, Rope
 from spectr_jax.models.causal_lm_config import lm1b_config as lm1b_config
 from spectr_jax.models.functions import model_functions
+from spectr_jax.models.param_shapes import init_params as init_params
+from spectr_jax.models.param_shapes import param_shapes
 from spectr_jax.sharding import CAUSAL_LM_RULES
 
 

@@ -16,7 +16,8 @@ from spectr_jax.kernels.matrices import PackedKernel
 from spectr_jax.model import Model
 from spectr_jax.models import table
 from spectr_jax.models.causal_lm import causal_lm, config_of, hidden_states, linears, mlp
-from spectr_jax.models.causal_lm_config import CausalLMConfig, Rope, init_params
+from spectr_jax.models.causal_lm_config import CausalLMConfig, Rope
+from spectr_jax.models.param_shapes import init_params
 from spectr_jax.tree import TokenTree
 from tests.slow import slow, slow_but
 

@@ -18,7 +18,8 @@ from spectr_jax.kernels.int8 import Int8Kernel, quantized
 from spectr_jax.model import Model
 from spectr_jax.models import experts, routing
 from spectr_jax.models.causal_lm import causal_lm
-from spectr_jax.models.causal_lm_config import ACTIVATIONS, init_params, param_shapes
+from spectr_jax.models.causal_lm_config import ACTIVATIONS
+from spectr_jax.models.param_shapes import init_params, param_shapes
 from spectr_jax.models.routing import Experts
 from spectr_jax.tree import TokenTree
 

@@ -12,7 +12,7 @@ from tiny_hub import Recorded, tensors_of
 from spectr_jax.io.hub.families import read_spec
 from spectr_jax.io.hub.load import make_model
 from spectr_jax.model import Model
-from spectr_jax.models.causal_lm_config import param_shapes
+from spectr_jax.models.param_shapes import param_shapes
 
 pytestmark = pytest.mark.usefixtures('highest')
 
