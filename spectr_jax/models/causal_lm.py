@@ -186,6 +186,13 @@ def mlp(params, config: CausalLMConfig, x: jax.Array) -> jax.Array:
   return linear(params['down'], hidden)
 
 
+def _with_experts(params, config: CausalLMConfig, out: jax.Array, x: jax.Array) -> jax.Array:
+  """The output of a layer's MLP and of the experts beside it, both normalized, given the stream `x` before both."""
+  normed, routed_by = norm(params['norm'], x, config), _rms_norm(params['router'], x, config)
+  mixed = experts.mixture(params, config.experts, functools.partial(activation, config), normed, routed_by)
+  return sum_of(norm(params['mlp_post_norm'], out, config), norm(params['post_norm'], mixed, config))
+
+
 def block(
   params,
   config: CausalLMConfig,
@@ -214,8 +221,11 @@ def block(
     params['attention'], config, layer, normed, rotation, visible, cache, mix_fn=mix_fn, shared=shared
   )
   after = sum_of(x, post('attention', attended))
-  normed = norm(params['mlp_norm'], x if config.is_parallel else after, config)
-  out = sum_of(after, post('mlp', mlp(params['mlp'], config, normed)))
+  before = x if config.is_parallel else after
+  hidden = mlp(params['mlp'], config, norm(params['mlp_norm'], before, config))
+  if 'mixture' in params:
+    hidden = _with_experts(params['mixture'], config, hidden, before)
+  out = sum_of(after, post('mlp', hidden))
   if layer_input is not None:
     own = params['layer_input']
     gated = rounded(activation(config, linear(own['gate'], out)) * layer_input, out.dtype)

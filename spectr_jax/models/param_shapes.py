@@ -54,7 +54,11 @@ def param_shapes(config: CausalLMConfig) -> dict[str, Any]:
     router |= {'choice_bias': array(experts.num)} if experts.has_choice_bias else {}
     into = {name: linear(width, experts.hidden_dim, experts.has_bias, experts.num) for name in ('gate', 'up')}
     down = linear(experts.hidden_dim, width, experts.has_bias, experts.num)
-    return {'router': router, 'experts': {**into, 'down': down}}
+    params = {'router': router, 'experts': {**into, 'down': down}}
+    if experts.are_beside_mlp:
+      router |= gain(width) | {'expert_scale': array(experts.num)}
+      params |= {name: norm() for name in ('norm', 'post_norm', 'mlp_post_norm')}
+    return params
 
   def block(layer):
     own = config.of_layer(layer)
@@ -72,7 +76,11 @@ def param_shapes(config: CausalLMConfig) -> dict[str, Any]:
     norms = {'attention_norm': norm(), 'mlp_norm': norm()}
     if own.has_post_norms:
       norms |= {'attention_post_norm': norm(), 'mlp_post_norm': norm()}
-    params = {'attention': attention, 'mlp': mixture(experts) if experts else mlp(own), **norms}
+    params = {'attention': attention, **norms}
+    if experts is None or experts.are_beside_mlp:
+      params['mlp'] = mlp(own)
+    if experts is not None:
+      params['mixture' if experts.are_beside_mlp else 'mlp'] = mixture(experts)
     if input_dim:
       into, out = linear(width, input_dim, False), linear(input_dim, width, False)
       params['layer_input'] = {'gate': into, 'out': out, 'norm': norm()}

@@ -93,7 +93,7 @@ FIELDS = BLOCK_FIELDS | _fields(
   ('hidden_size_per_layer_input vocab_size_per_layer_input', whole(0, 2**22)),
   ('attention_k_eq_v use_double_wide_mlp enable_moe_block', FLAG),
   ('per_layer_config', map_of(object_of({'head_dim': HEAD_DIM, 'num_key_value_heads': HEADS}))),
-  ('num_experts num_local_experts n_routed_experts moe_num_experts num_experts_per_tok', EXPERTS),
+  ('num_experts num_local_experts n_routed_experts moe_num_experts num_experts_per_tok top_k_experts', EXPERTS),
   ('moe_intermediate_size', WIDTH),
   ('decoder_sparse_step', LAYERS),
   ('mlp_only_layers', list_of(whole(0, 10_000), 10_000)),

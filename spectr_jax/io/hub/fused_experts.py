@@ -1,8 +1,8 @@
-"""Files with all experts of a layer in one tensor, as gpt-oss has them, read as files with a tensor for each expert.
+"""Files with all experts of a layer in one tensor, read as files with a tensor for each expert.
 
-Gate and up take turns in `gate_up_proj`. It is `[E, D, 2 F]` in floating point numbers, and in MXFP4 (Open Compute
-Project 2023) `_blocks`, uint8 `[E, 2 F, D / 32, 16]`, with `_scales`, `[E, 2 F, D / 32]`: numbers of 4 bits, the lower
-half of a byte first, times 2^(scale - 127).
+In gpt-oss gate and up take turns in `gate_up_proj`. It is `[E, D, 2 F]` in floating point numbers, and in MXFP4 (Open
+Compute Project 2023) `_blocks`, uint8 `[E, 2 F, D / 32, 16]`, with `_scales`, `[E, 2 F, D / 32]`: numbers of 4 bits,
+the lower half of a byte first, times 2^(scale - 127). In Gemma 4 it is `[E, 2 F, D]`, gates first.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from spectr_jax.io.hub.tensors import Tensors, check_number
 from spectr_jax.io.untrusted import name_shown
 from spectr_jax.models.causal_lm_config import CausalLMConfig
 
-_FUSED = re.compile(r'(.+\.mlp\.experts)\.(gate_up|down)_proj(|_bias|_blocks|_scales)')
-_PARTS = {'gate_up': (('gate', slice(0, None, 2)), ('up', slice(1, None, 2))), 'down': (('down', slice(None)),)}
+_FUSED = re.compile(r'(.+\.(mlp|\d+)\.experts)\.(gate_up|down)_proj(|_bias|_blocks|_scales)', re.ASCII)
+_PARTS = {'gate_up': ('gate', 'up'), 'down': ('down',)}
 _BLOCK = 32  # numbers with one scale
 _NUMBERS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _VALUES = np.concatenate([_NUMBERS, -_NUMBERS])  # of 4 bits
@@ -28,8 +28,8 @@ class _Place(NamedTuple):
 
   fused: str  # the tensor of all, or its blocks
   expert: int
-  part: slice  # of the outputs
-  kind: str  # what the name ends with
+  part: range  # of the outputs
+  kind: str  # what the name ends with; `_rows` for a matrix whose outputs are the first axis
 
 
 class FusedExperts(Tensors):
@@ -43,7 +43,9 @@ class FusedExperts(Tensors):
       if match is None:
         continue
       self._others.discard(name)
-      module, matrix, kind = match.groups()
+      module, above, matrix, kind = match.groups()
+      are_halves = above != 'mlp'
+      kind = kind or '_rows' * are_halves
       shape = tensors.shape(name)
       if kind == '_scales':
         if name.removesuffix('_scales') + '_blocks' not in tensors.names():
@@ -51,19 +53,22 @@ class FusedExperts(Tensors):
         continue
       if kind == '_blocks':
         self._check_blocks(name, shape)
-      elif len(shape) != (num_axes := 2 if kind else 3):
+      elif len(shape) != (num_axes := 2 if kind == '_bias' else 3):
         raise ValueError(f'tensor {name_shown(name)} has {len(shape)} axes, expected {num_axes}')
       if shape[0] != num_experts:
         raise ValueError(f'tensor {name_shown(name)} has {shape[0]} experts, the configuration {num_experts}')
       check_number(len(self._places))
-      if matrix == 'gate_up' and shape[{'': 2}.get(kind, 1)] % 2:
+      num_outputs, ours = shape[1 if kind else 2], _PARTS[matrix]
+      if num_outputs % len(ours):
         raise ValueError(f'tensor {name_shown(name)} has gates without an up: its shape is {shape}')
-      for ours, part in _PARTS[matrix]:
+      size = num_outputs // len(ours)
+      for i, part in enumerate(ours):
+        outputs = range(i * size, (i + 1) * size) if are_halves else range(i, num_outputs, len(ours))
         for expert in range(num_experts):
-          own = f'{module}.{expert}.{ours}_proj.{"bias" if kind == "_bias" else "weight"}'
+          own = f'{module}.{expert}.{part}_proj.{"bias" if kind == "_bias" else "weight"}'
           if own in self._others or own in self._places:
             raise ValueError(f'tensor {name_shown(own)} is there as a part of {name_shown(name)} as well')
-          self._places[own] = _Place(name, expert, part, kind)
+          self._places[own] = _Place(name, expert, outputs, kind)
 
   def _check_blocks(self, name: str, shape: tuple[int, ...]) -> None:
     scales = name.removesuffix('_blocks') + '_scales'
@@ -90,7 +95,7 @@ class FusedExperts(Tensors):
       shape = shape[::-1]
     elif kind == '_blocks':
       shape = shape[0], shape[1] * _BLOCK
-    return len(range(shape[0])[part]), *shape[1:]
+    return len(part), *shape[1:]
 
   def dtype(self, name: str) -> np.dtype:
     if name not in self._places:
@@ -103,12 +108,12 @@ class FusedExperts(Tensors):
       return self._tensors.read(name, index)
     fused, expert, part, kind = self._places[name]
     rows, *columns = (slice(*each.indices(size)[:2]) for each, size in zip(index, self.shape(name), strict=True))
-    step = part.step or 1
-    outputs, some, own = slice(step * rows.start, step * rows.stop), part, slice(expert, expert + 1)
+    places, own = part[rows], slice(expert, expert + 1)
+    outputs, some = slice(places.start, min(places.stop, part.stop)), slice(None, None, part.step)
     if kind == '_blocks':
       return self._dequantized(fused, own, outputs, columns[0])[some]
-    if kind == '_bias':
-      return self._tensors.read(fused, (own, outputs))[0, some]
+    if kind:
+      return self._tensors.read(fused, (own, outputs, *columns))[0, some]
     return self._tensors.read(fused, (own, columns[0], outputs))[0, :, some].T
 
   def _dequantized(self, name: str, expert: slice, rows: slice, columns: slice) -> np.ndarray:
