@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spectr_jax.kernels import native
 from spectr_jax.kernels.attention import Rotation, attend, rotary_angles
 from spectr_jax.kernels.block_kernel import is_in_blocks
 from spectr_jax.kernels.dispatch import operation
@@ -188,6 +189,7 @@ def mlp(params, config: CausalLMConfig, x: jax.Array) -> jax.Array:
 
 def _with_experts(params, config: CausalLMConfig, out: jax.Array, x: jax.Array) -> jax.Array:
   """The output of a layer's MLP and of the experts beside it, both normalized, given the stream `x` before both."""
+  assert config.experts is not None
   normed, routed_by = norm(params['norm'], x, config), _rms_norm(params['router'], x, config)
   mixed = experts.mixture(params, config.experts, functools.partial(activation, config), normed, routed_by)
   return sum_of(norm(params['mlp_post_norm'], out, config), norm(params['post_norm'], mixed, config))
@@ -317,7 +319,8 @@ def hidden_states(params: Mapping[str, Any], config: CausalLMConfig, tokens: jax
   size = tokens.shape[1]
   positions = jnp.broadcast_to(jnp.arange(size), tokens.shape)
   causal = jnp.tril(jnp.ones((1, size, size), bool))
-  return streams_of(params, config, tokens, positions, causal)[0][-1]
+  with native.disabled():  # which has no gradients
+    return streams_of(params, config, tokens, positions, causal)[0][-1]
 
 
 @operation

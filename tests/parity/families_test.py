@@ -74,7 +74,7 @@ _GEMMA4_LARGE = _GEMMA4 | {
   'use_bidirectional_attention': 'vision',
 }  # fmt: skip
 _GEMMA4_MIXTURE = _GEMMA4_LARGE | {
-  'enable_moe_block': True, 'num_experts': 6, 'top_k_experts': 3, 'moe_intermediate_size': 20,
+  'enable_moe_block': True, 'num_experts': 6, 'top_k_experts': 3, 'moe_intermediate_size': 24,
 }  # fmt: skip
 # Name -> class of the model, and what differs from SIZES.
 CASES = {

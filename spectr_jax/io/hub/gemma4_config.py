@@ -79,6 +79,8 @@ def gemma4(spec: dict[str, Any]) -> CausalLMConfig:
   if spec.get('enable_moe_block', False):
     sizes = (spec[name] for name in ('num_experts', 'top_k_experts', 'moe_intermediate_size'))
     experts = Experts(*sizes, are_beside_mlp=True, logit_scale=spec['hidden_size'] ** -0.5)
+  elif spec.get('num_experts'):
+    raise ValueError(f'num_experts {spec["num_experts"]} is not supported without enable_moe_block')
   return llama_config(
     spec,
     experts=experts,

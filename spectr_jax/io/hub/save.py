@@ -120,8 +120,8 @@ def save_hub_model(
   check_savable(model.params)
   family, described = read_spec(spec)
   is_own = isinstance(tokenizer, Tokenizer)
-  if family.quantization:
-    raise ValueError(f'a model of the family {family.model_type} is not saved')
+  if family.quantization or (described.experts and described.experts.are_beside_mlp):
+    raise ValueError(f'a mixture of the family {family.model_type} is not saved')
   types = {'dtype': config.dtype, 'cache_dtype': config.cache_dtype}
   if dataclasses.replace(described, **types) != config:
     raise ValueError('config.json would describe another model than the one to save')
