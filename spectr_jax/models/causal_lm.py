@@ -156,6 +156,7 @@ def attention(
   """The output `[B, N, embed_dim]` for `x` `[B, N, in]`, and the layer's pending keys and values; see `mix`.
 
   A layer without keys and values reads the pending ones `shared` and the committed ones of `layer`, another one.
+  Training has another `mix`.
   """
   query, key, value = project(params, config, x, rotation)
   sinks = {'sinks': params['sinks']} if config.has_sinks else {}
@@ -200,28 +201,22 @@ def block(
   config: CausalLMConfig,
   layer: int,
   x,
-  rotation,
-  visible,
-  cache: KVCache | None,
-  *,
-  mix_fn: Callable = mix,
+  *context,
   drop_fn: Callable[[str, jax.Array], jax.Array] = lambda part, out: out,
-  shared: tuple[jax.Array, jax.Array] | None = None,
   layer_input: jax.Array | None = None,
+  **options,
 ):
   """The stream `[B, N, embed_dim]` after a block, given `x` before it, and the layer's pending keys and values.
 
-  Training has another `mix`, and drops entries of what the parts `attention` and `mlp` add. `shared` is as for
-  `attention`, and `layer_input` one of `layer_inputs`.
+  `context` and `options` are as for `attention`, behind `x`. `layer_input` is one of `layer_inputs`. Training drops
+  entries of what the parts `attention` and `mlp` add.
   """
 
   def post(part, out):
     return drop_fn(part, norm(params[f'{part}_post_norm'], out, config) if config.has_post_norms else out)
 
   normed = norm(params['attention_norm'], x, config)
-  attended, keys, values = attention(
-    params['attention'], config, layer, normed, rotation, visible, cache, mix_fn=mix_fn, shared=shared
-  )
+  attended, keys, values = attention(params['attention'], config, layer, normed, *context, **options)
   after = sum_of(x, post('attention', attended))
   before = x if config.is_parallel else after
   hidden = mlp(params['mlp'], config, norm(params['mlp_norm'], before, config))

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny_hub import Recorded
 
 from spectr_jax.io.hub.fused_experts import FusedExperts
 from spectr_jax.models.routing import Experts, route
@@ -38,25 +39,6 @@ def test_routing_of_deepseek(is_normalized):
   np.testing.assert_allclose(np.take_along_axis(own_weights, order, 1), expected, rtol=1e-5)
 
 
-class _Stored:
-  """Tensors in memory."""
-
-  def __init__(self, tensors):
-    self.tensors = tensors
-
-  def names(self):
-    return set(self.tensors)
-
-  def shape(self, name):
-    return self.tensors[name].shape
-
-  def dtype(self, name):
-    return self.tensors[name].dtype
-
-  def read(self, name, index):
-    return self.tensors[name][index]
-
-
 def test_numbers_of_mxfp4():
   from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -65,7 +47,7 @@ def test_numbers_of_mxfp4():
   scales = rng.integers(100, 150, (2, 6, 3), np.uint8)
   expected = convert_moe_packed_tensors(torch.from_numpy(blocks), torch.from_numpy(scales), dtype=torch.float32)
   assert expected.shape == (2, 96, 6)
-  tensors = FusedExperts(_Stored({f'{name}_blocks': blocks, f'{name}_scales': scales}), 2)
+  tensors = FusedExperts(Recorded({f'{name}_blocks': blocks, f'{name}_scales': scales}), 2)
   for expert in range(2):
     for place, part in enumerate(('gate', 'up')):
       own = f'model.layers.0.mlp.experts.{expert}.{part}_proj.weight'

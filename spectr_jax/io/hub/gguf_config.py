@@ -25,13 +25,14 @@ _ARCHITECTURES = {
   'gemma': 'GemmaForCausalLM',
   'gemma2': 'Gemma2ForCausalLM',
   'gemma3': 'Gemma3ForCausalLM',
+  'gemma4': 'Gemma4ForCausalLM',
   'gptneox': 'GPTNeoXForCausalLM',
   'gpt2': 'GPT2LMHeadModel',
 }
 # Layers of the one size of a family that scales queries by the width per head and not by the head's.
 _SCALED_BY_WIDTH = {'gemma2': 46, 'gemma3': 62}
 # Whether the weights of a token's experts are divided by their sum, which llama.cpp knows by the architecture.
-_NORMALIZED = {'llama': True, 'qwen3moe': True, 'olmoe': False, 'gpt-oss': False}
+_NORMALIZED = {'llama': True, 'qwen3moe': True, 'olmoe': False, 'gpt-oss': False, 'gemma4': True}
 # Every n-th layer attends to everything, unless the metadata says otherwise.
 _WINDOW_PATTERN = {'gemma2': 2, 'gemma3': 6}
 # Llama 3.1 scales RoPE like this in all sizes; the files have the divisors that follow from it.
@@ -42,13 +43,17 @@ _PLAIN_TYPES = {0: 'float32', 1: 'float16', 30: 'bfloat16'}
 
 _MOST = 2**64 - 1
 _POSITIVE = Kind('a positive number', either(whole(1, _MOST), list_of(whole(1, _MOST), 10_000)).is_valid)
+_HEAD_WIDTHS = 'attention.key_length', 'attention.value_length', 'rope.dimension_count'
 # Kinds of the values that are read, by their names after the architecture's. Sizes may be listed for every layer.
 _SIZES = {
   'block_count': config_fields.LAYERS,
   'context_length': config_fields.LENGTH,
   **dict.fromkeys(('embedding_length', 'feed_forward_length', 'expert_feed_forward_length'), config_fields.WIDTH),
   **dict.fromkeys(('attention.head_count', 'attention.head_count_kv'), config_fields.HEADS),
-  **dict.fromkeys(('attention.key_length', 'attention.value_length', 'rope.dimension_count'), config_fields.HEAD_DIM),
+  **dict.fromkeys(
+    (f'{key}{suffix}' for key in _HEAD_WIDTHS for suffix in ('', '_swa')),
+    config_fields.HEAD_DIM,
+  ),
 }
 _OTHERS = {
   **dict.fromkeys(('attention.layer_norm_epsilon', 'attention.layer_norm_rms_epsilon'), config_fields.EPSILON),
@@ -56,6 +61,8 @@ _OTHERS = {
   'attention.sliding_window_pattern': either(config_fields.LAYERS, list_of(FLAG, 10_000)),
   **dict.fromkeys(('attn_logit_softcapping', 'final_logit_softcapping'), config_fields.SOFT_CAP),
   **dict.fromkeys(('expert_count', 'expert_used_count'), config_fields.EXPERTS),
+  'attention.shared_kv_layers': whole(0, 10_000),
+  'embedding_length_per_layer_input': whole(0, 2**20),
   'expert_weights_norm': FLAG,
   'use_parallel_residual': FLAG,
   **dict.fromkeys(('rope.freq_base', 'rope.freq_base_swa'), config_fields.BASE),
@@ -102,7 +109,8 @@ class _Metadata:
     check_object(header.metadata, {f'{self.architecture}.{key}': kind for key, kind in own.items()}, header.path)
     for key, harmless in _OFF.items():
       value = self.get(key)
-      if value is not None and value not in harmless:
+      is_known = (self.architecture, key) == ('gemma4', 'attention.shared_kv_layers')
+      if value is not None and value not in harmless and not is_known:
         raise self.refusal(f'{self.architecture}.{key} {shown(value)} is not supported')
 
   def refusal(self, problem: str) -> ValueError:
@@ -120,7 +128,16 @@ class _Metadata:
     values = set(value) if isinstance(value, list) else {value}
     if len(values) != 1:
       raise self.refusal(f'{self.architecture}.{key} differs between layers')
-    size = values.pop()
+    return self._checked(key, values.pop())
+
+  def by_layer(self, key: str, num_layers: int) -> list[int]:
+    """`size` of every layer."""
+    value = self.required(key)
+    if isinstance(value, list) and len(value) != num_layers:
+      raise self.refusal(f'{self.architecture}.{key} has {len(value)} numbers, and there are {num_layers} layers')
+    return [self._checked(key, size) for size in (value if isinstance(value, list) else [value] * num_layers)]
+
+  def _checked(self, key: str, size: int) -> int:
     if not _SIZES[key].is_valid(size):
       raise self.refusal(f'{self.architecture}.{key} must be {_SIZES[key].words}, got {size}')
     return size
@@ -156,6 +173,9 @@ def hub_config(header: GgufHeader) -> dict[str, Any]:
   if metadata.architecture == 'gpt2':
     epsilon = metadata.required('attention.layer_norm_epsilon')
     return config | metadata.sizes(_GPT2_FIELDS) | {'layer_norm_epsilon': epsilon, 'activation_function': 'gelu_new'}
+  if metadata.architecture == 'gemma4':
+    config |= _gemma4(metadata)
+    return config | _experts(metadata, config) if is_mixture else config
   config |= metadata.sizes(_FIELDS)
   if metadata.architecture == 'gptneox':
     return config | _gpt_neox(metadata, config)
@@ -240,6 +260,70 @@ def _gemma(metadata: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
   }
 
 
+def _gemma4(metadata: _Metadata) -> dict[str, Any]:
+  """The fields of Gemma 4. What its layers with a window have is named `_swa`, or listed layer by layer."""
+  fields = metadata.sizes({name: key for name, key in _FIELDS.items() if name != 'intermediate_size'})
+  num_layers, tensors = fields['num_hidden_layers'], metadata.header.tensors
+  slides = metadata.required('attention.sliding_window_pattern')
+  if not isinstance(slides, list) or len(slides) != num_layers or slides[-1]:
+    raise metadata.refusal('gemma4.attention.sliding_window_pattern must tell each layer, and the last has no window')
+  full_dim, head_dim = (_width(metadata, suffix) for suffix in ('', '_swa'))
+  heads, hidden = (metadata.by_layer(key, num_layers) for key in ('attention.head_count_kv', 'feed_forward_length'))
+  num_shared = metadata.get('attention.shared_kv_layers', 0)
+  num_own = max(num_layers - num_shared, 0)
+  is_wide = num_own < num_layers and hidden[-1] == 2 * hidden[0]
+  if hidden != [hidden[0]] * num_own + [hidden[0] * (1 + is_wide)] * (num_layers - num_own):
+    raise metadata.refusal('gemma4.feed_forward_length differs between layers')
+  own_full = [layer for layer in range(num_own) if not slides[layer]]
+  table = tensors.get('per_layer_token_embd.weight')
+  return fields | {
+    'intermediate_size': hidden[0],
+    'use_double_wide_mlp': is_wide,
+    'num_kv_shared_layers': num_shared,
+    'head_dim': head_dim,
+    'num_key_value_heads': heads[slides.index(True) if True in slides else 0],
+    'per_layer_config': {
+      str(layer): {'head_dim': head_dim if slide else full_dim, 'num_key_value_heads': heads[layer]}
+      for layer, slide in enumerate(slides)
+    },
+    'attention_k_eq_v': bool(own_full) and f'blk.{own_full[0]}.attn_v.weight' not in tensors,
+    'hidden_size_per_layer_input': metadata.get('embedding_length_per_layer_input', 0),
+    'vocab_size_per_layer_input': table.shape[0] if table else 0,
+    'layer_types': ['sliding_attention' if slide else 'full_attention' for slide in slides],
+    'sliding_window': metadata.get('attention.sliding_window'),
+    'rms_norm_eps': metadata.required('attention.layer_norm_rms_epsilon'),
+    'final_logit_softcapping': metadata.get('final_logit_softcapping'),
+    'rope_parameters': {
+      'full_attention': _proportional_rope(metadata, full_dim),
+      'sliding_attention': {'rope_type': 'default', 'rope_theta': metadata.get('rope.freq_base_swa', 1e4)},
+    },
+  }
+
+
+def _width(metadata: _Metadata, suffix: str) -> int:
+  """The width of a head in layers of one kind."""
+  key, value, rotary = (f'{key}{suffix}' for key in _HEAD_WIDTHS)
+  width = metadata.size(key)
+  if {metadata.size(value, width), metadata.size(rotary, width)} != {width}:
+    raise metadata.refusal(f'gemma4.{key}, {value} and {rotary} differ')
+  return width
+
+
+def _proportional_rope(metadata: _Metadata, width: int) -> dict[str, Any]:
+  """Rotary positions of which the first turn: llama.cpp divides the frequencies of the others by 1e30."""
+  if _scaling(metadata) is not None:
+    raise metadata.refusal('scaled rotary positions of gemma4 are not supported')
+  if ROPE_FREQS not in metadata.header.tensors:
+    raise metadata.refusal(f'no tensor {ROPE_FREQS}')
+  divisors = _stored_divisors(metadata.header, width)
+  num_turned = int((divisors == 1).sum())
+  if not np.array_equal(divisors, np.where(np.arange(width // 2) < num_turned, 1, np.float32(1e30))):
+    raise metadata.refusal(f'{ROPE_FREQS} must hold 1 and then 1e30')
+  share = min((2 * num_turned + 1) / width, 1.0)  # is rounded down where it is read
+  base = metadata.get('rope.freq_base', 1e6)
+  return {'rope_type': 'proportional', 'partial_rotary_factor': share, 'rope_theta': base}
+
+
 def _experts(metadata: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
   architecture, is_normalized = metadata.architecture, _NORMALIZED[metadata.architecture]
   if metadata.get('expert_weights_norm', is_normalized) != is_normalized:
@@ -253,6 +337,8 @@ def _experts(metadata: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
   }
   if architecture == 'qwen3moe':
     return fields
+  if architecture == 'gemma4':
+    return {**fields, 'enable_moe_block': True, 'top_k_experts': fields.pop('num_experts_per_tok')}
   fields['intermediate_size'] = hidden
   if architecture == 'gpt-oss':
     # llama.cpp rounds the ends of YaRN's ramp; the model was trained without this.
@@ -318,13 +404,18 @@ def _scaling(metadata: _Metadata) -> dict[str, Any] | None:
   return scaling
 
 
-def _divisors(header: GgufHeader, rotary_dim: int) -> np.ndarray:
+def _stored_divisors(header: GgufHeader, rotary_dim: int) -> np.ndarray:
   """float32 `[rotary_dim / 2]`, what a file divides each frequency by, whatever the scaling."""
   stored = header.tensors[ROPE_FREQS]
   end = stored.offset + 4 * rotary_dim // 2
   if stored.type_id != 0 or stored.shape != (rotary_dim // 2,) or end > len(header.data):
     raise ValueError(f'{header.path}: {ROPE_FREQS} must be {rotary_dim // 2} float32 numbers')
-  divisors = header.data[stored.offset : end].view('<f4')
+  return header.data[stored.offset : end].view('<f4')
+
+
+def _divisors(header: GgufHeader, rotary_dim: int) -> np.ndarray:
+  """`_stored_divisors` within bounds."""
+  divisors = _stored_divisors(header, rotary_dim)
   wrong = [value for value in divisors.tolist() if not config_fields.FACTOR.is_valid(value)]
   if wrong:
     raise ValueError(f'{header.path}: {ROPE_FREQS} must hold {config_fields.FACTOR.words}, got {wrong[0]}')

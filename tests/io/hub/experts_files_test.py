@@ -242,7 +242,7 @@ def test_some_layers_of_a_mixture_keep_their_kinds():
 # GGUF.
 
 
-@pytest.mark.parametrize('architecture', ['mixtral', 'qwen3moe', 'olmoe', 'gpt-oss'])
+@pytest.mark.parametrize('architecture', ['mixtral', 'qwen3moe', 'olmoe', 'gpt-oss', 'gemma4 mixture'])
 @pytest.mark.parametrize('kind', ['Q8_0', 'MXFP4'])
 def test_gguf_files_of_experts_in_blocks(architecture, kind, tmp_path):
   kind = gguf.GGMLQuantizationType[kind]
@@ -254,7 +254,8 @@ def test_gguf_files_of_experts_in_blocks(architecture, kind, tmp_path):
       expected = gguf.quants.dequantize(gguf.quants.quantize(tensor, kind), kind)
       np.testing.assert_array_equal(file.tensors.read(name, (slice(None), slice(None))), expected)
       np.testing.assert_array_equal(file.tensors.read(name, (slice(2, 9), slice(5, 30))), expected[2:9, 5:30])
-  assert load_plain(file).params['layer_0']['mlp']['experts']['up']['kernel'].ndim == 3
+  own = load_plain(file).params['layer_0']
+  assert own.get('mixture', own['mlp'])['experts']['up']['kernel'].ndim == 3
 
 
 def load_plain(file):
