@@ -38,7 +38,7 @@ _apply = jax.jit(Model.apply)
 def _model(name):
   config = read_spec(SPECS[name])[1]
   params = init_params(jax.random.key(0), config)
-  scale = 1 if config.query_scale == 1 else 2  # large scores would amplify rounding
+  scale = 0.5 if config.query_scale == 1 else 2  # large scores would amplify rounding
   return causal_lm(jax.tree.map(lambda x: scale * x if x.ndim == 2 else x, params), config)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -10,25 +9,11 @@ import numpy as np
 from spectr_jax.io.hub import config_fields
 from spectr_jax.io.hub.families import FAMILIES
 from spectr_jax.io.hub.gguf_header import GgufHeader
+from spectr_jax.io.hub.gguf_metadata import ARCHITECTURES, HEAD_WIDTHS, Metadata
 from spectr_jax.io.hub.gguf_tokenizer import ID_KEYS, check_metadata
 from spectr_jax.io.hub.rope import read_rope
-from spectr_jax.io.untrusted import FLAG, TEXT, Kind, check_object, either, list_of, real, shown, whole
+from spectr_jax.io.untrusted import shown
 
-# Architectures of llama.cpp and their names on the hub.
-_ARCHITECTURES = {
-  'llama': 'LlamaForCausalLM',
-  'qwen2': 'Qwen2ForCausalLM',
-  'qwen3': 'Qwen3ForCausalLM',
-  'qwen3moe': 'Qwen3MoeForCausalLM',
-  'olmoe': 'OlmoeForCausalLM',
-  'gpt-oss': 'GptOssForCausalLM',
-  'gemma': 'GemmaForCausalLM',
-  'gemma2': 'Gemma2ForCausalLM',
-  'gemma3': 'Gemma3ForCausalLM',
-  'gemma4': 'Gemma4ForCausalLM',
-  'gptneox': 'GPTNeoXForCausalLM',
-  'gpt2': 'GPT2LMHeadModel',
-}
 # Layers of the one size of a family that scales queries by the width per head and not by the head's.
 _SCALED_BY_WIDTH = {'gemma2': 46, 'gemma3': 62}
 # Whether the weights of a token's experts are divided by their sum, which llama.cpp knows by the architecture.
@@ -41,47 +26,6 @@ ROPE_FREQS = 'rope_freqs.weight'
 _MIXTURES = 'Qwen3MoeForCausalLM', 'OlmoeForCausalLM', 'GptOssForCausalLM'
 _PLAIN_TYPES = {0: 'float32', 1: 'float16', 30: 'bfloat16'}
 
-_MOST = 2**64 - 1
-_POSITIVE = Kind('a positive number', either(whole(1, _MOST), list_of(whole(1, _MOST), 10_000)).is_valid)
-_HEAD_WIDTHS = 'attention.key_length', 'attention.value_length', 'rope.dimension_count'
-# Kinds of the values that are read, by their names after the architecture's. Sizes may be listed for every layer.
-_SIZES = {
-  'block_count': config_fields.LAYERS,
-  'context_length': config_fields.LENGTH,
-  **dict.fromkeys(('embedding_length', 'feed_forward_length', 'expert_feed_forward_length'), config_fields.WIDTH),
-  **dict.fromkeys(('attention.head_count', 'attention.head_count_kv'), config_fields.HEADS),
-  **dict.fromkeys(
-    (f'{key}{suffix}' for key in _HEAD_WIDTHS for suffix in ('', '_swa')),
-    config_fields.HEAD_DIM,
-  ),
-}
-_OTHERS = {
-  **dict.fromkeys(('attention.layer_norm_epsilon', 'attention.layer_norm_rms_epsilon'), config_fields.EPSILON),
-  **dict.fromkeys(('attention.sliding_window', 'rope.scaling.original_context_length'), config_fields.LENGTH),
-  'attention.sliding_window_pattern': either(config_fields.LAYERS, list_of(FLAG, 10_000)),
-  **dict.fromkeys(('attn_logit_softcapping', 'final_logit_softcapping'), config_fields.SOFT_CAP),
-  **dict.fromkeys(('expert_count', 'expert_used_count'), config_fields.EXPERTS),
-  'attention.shared_kv_layers': whole(0, 10_000),
-  'embedding_length_per_layer_input': whole(0, 2**20),
-  'expert_weights_norm': FLAG,
-  'use_parallel_residual': FLAG,
-  **dict.fromkeys(('rope.freq_base', 'rope.freq_base_swa'), config_fields.BASE),
-  'rope.scaling.type': TEXT,
-  **dict.fromkeys(('rope.scaling.factor', 'rope.scale_linear'), real(0, 1e6)),
-  'rope.scaling.yarn_attn_factor': real(above=0, most=1e3),
-  **dict.fromkeys(('rope.scaling.yarn_beta_fast', 'rope.scaling.yarn_beta_slow'), config_fields.FACTOR),
-}
-# Values that change what is computed, and those among them that change nothing.
-_OFF = {
-  'attention.causal': (True,),
-  'rope.scaling.attn_factor': (1,),
-  **dict.fromkeys(('expert_shared_count', 'leading_dense_block_count', 'expert_shared_feed_forward_length'), (0,)),
-  **dict.fromkeys(('expert_weights_scale', 'expert_group_count', 'expert_group_used_count'), (0, 1)),
-  **dict.fromkeys(('attention.scale', 'attention.clamp_kqv', 'attention.max_alibi_bias'), (0,)),
-  **dict.fromkeys(('attention.shared_kv_layers', 'attention.temperature_scale'), (0,)),
-  **dict.fromkeys(('rope.scaling.alpha', 'rope.scaling.yarn_log_multiplier'), (0,)),
-  **dict.fromkeys(('attention.output_scale', 'embedding_scale', 'residual_scale', 'logit_scale'), (0, 1)),
-}
 # The hub's fields of sizes, and what GGUF calls them.
 _FIELDS = {
   'hidden_size': 'embedding_length',
@@ -99,69 +43,11 @@ _GPT2_FIELDS = {
 }
 
 
-class _Metadata:
-  """The part of the metadata that belongs to the architecture, its values checked."""
-
-  def __init__(self, header: GgufHeader):
-    self.header = header
-    self.architecture = architecture_of(header)
-    own = _OTHERS | dict.fromkeys(_SIZES, _POSITIVE)
-    check_object(header.metadata, {f'{self.architecture}.{key}': kind for key, kind in own.items()}, header.path)
-    for key, harmless in _OFF.items():
-      value = self.get(key)
-      is_known = (self.architecture, key) == ('gemma4', 'attention.shared_kv_layers')
-      if value is not None and value not in harmless and not is_known:
-        raise self.refusal(f'{self.architecture}.{key} {shown(value)} is not supported')
-
-  def refusal(self, problem: str) -> ValueError:
-    return ValueError(f'{self.header.path}: {problem}')
-
-  def get(self, key: str, default: Any = None) -> Any:
-    return self.header.metadata.get(f'{self.architecture}.{key}', default)
-
-  def required(self, key: str) -> Any:
-    return self.header.required(f'{self.architecture}.{key}')
-
-  def size(self, key: str, default: int | None = None) -> int:
-    """A number of things, within bounds. It may be listed for every layer but must be the same in all."""
-    value = self.required(key) if default is None else self.get(key, default)
-    values = set(value) if isinstance(value, list) else {value}
-    if len(values) != 1:
-      raise self.refusal(f'{self.architecture}.{key} differs between layers')
-    return self._checked(key, values.pop())
-
-  def by_layer(self, key: str, num_layers: int) -> list[int]:
-    """`size` of every layer."""
-    value = self.required(key)
-    if isinstance(value, list) and len(value) != num_layers:
-      raise self.refusal(f'{self.architecture}.{key} has {len(value)} numbers, and there are {num_layers} layers')
-    return [self._checked(key, size) for size in (value if isinstance(value, list) else [value] * num_layers)]
-
-  def _checked(self, key: str, size: int) -> int:
-    if not _SIZES[key].is_valid(size):
-      raise self.refusal(f'{self.architecture}.{key} must be {_SIZES[key].words}, got {size}')
-    return size
-
-  def sizes(self, fields: Mapping[str, str]) -> dict[str, Any]:
-    """The hub's fields of sizes."""
-    return {field: self.size(key) for field, key in fields.items()}
-
-
-def architecture_of(header: GgufHeader) -> str:
-  """The architecture of a model, as llama.cpp names it."""
-  architecture = header.required('general.architecture')
-  if not isinstance(architecture, str) or architecture not in _ARCHITECTURES:
-    raise ValueError(
-      f'{header.path}: unknown architecture {shown(architecture)}; known are {", ".join(_ARCHITECTURES)}'
-    )
-  return architecture
-
-
 def hub_config(header: GgufHeader) -> dict[str, Any]:
   """The configuration of a model with the names that the hub has for its fields."""
   check_metadata(header)
-  metadata = _Metadata(header)
-  name = _ARCHITECTURES[metadata.architecture]
+  metadata = Metadata(header)
+  name = ARCHITECTURES[metadata.architecture]
   is_mixture = bool(metadata.get('expert_count', 0))
   if is_mixture and metadata.architecture not in _NORMALIZED:
     raise metadata.refusal(f'a mixture of experts, which {metadata.architecture} is not')
@@ -216,7 +102,7 @@ def _common(header: GgufHeader) -> dict[str, Any]:
   return config
 
 
-def _rms_decoder(metadata: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
+def _rms_decoder(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
   """The fields of Llama, Qwen and Gemma."""
   num_heads = config['num_attention_heads']
   default = metadata.size('rope.dimension_count', max(config['hidden_size'] // num_heads, 1))
@@ -239,7 +125,7 @@ def _rms_decoder(metadata: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
   }
 
 
-def _gemma(metadata: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
+def _gemma(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
   architecture, num_layers = metadata.architecture, config['num_hidden_layers']
   fields: dict[str, Any] = {'hidden_act': 'gelu_pytorch_tanh', 'hidden_activation': 'gelu_pytorch_tanh'}
   if architecture == 'gemma':
@@ -260,7 +146,7 @@ def _gemma(metadata: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
   }
 
 
-def _gemma4(metadata: _Metadata) -> dict[str, Any]:
+def _gemma4(metadata: Metadata) -> dict[str, Any]:
   """The fields of Gemma 4. What its layers with a window have is named `_swa`, or listed layer by layer."""
   fields = metadata.sizes({name: key for name, key in _FIELDS.items() if name != 'intermediate_size'})
   num_layers, tensors = fields['num_hidden_layers'], metadata.header.tensors
@@ -300,16 +186,16 @@ def _gemma4(metadata: _Metadata) -> dict[str, Any]:
   }
 
 
-def _width(metadata: _Metadata, suffix: str) -> int:
+def _width(metadata: Metadata, suffix: str) -> int:
   """The width of a head in layers of one kind."""
-  key, value, rotary = (f'{key}{suffix}' for key in _HEAD_WIDTHS)
+  key, value, rotary = (f'{key}{suffix}' for key in HEAD_WIDTHS)
   width = metadata.size(key)
   if {metadata.size(value, width), metadata.size(rotary, width)} != {width}:
     raise metadata.refusal(f'gemma4.{key}, {value} and {rotary} differ')
   return width
 
 
-def _proportional_rope(metadata: _Metadata, width: int) -> dict[str, Any]:
+def _proportional_rope(metadata: Metadata, width: int) -> dict[str, Any]:
   """Rotary positions of which the first turn: llama.cpp divides the frequencies of the others by 1e30."""
   if _scaling(metadata) is not None:
     raise metadata.refusal('scaled rotary positions of gemma4 are not supported')
@@ -324,7 +210,7 @@ def _proportional_rope(metadata: _Metadata, width: int) -> dict[str, Any]:
   return {'rope_type': 'proportional', 'partial_rotary_factor': share, 'rope_theta': base}
 
 
-def _experts(metadata: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
+def _experts(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
   architecture, is_normalized = metadata.architecture, _NORMALIZED[metadata.architecture]
   if metadata.get('expert_weights_norm', is_normalized) != is_normalized:
     raise metadata.refusal(f'{architecture}.expert_weights_norm must be {is_normalized}')
@@ -347,7 +233,7 @@ def _experts(metadata: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
   return fields
 
 
-def _gpt_neox(metadata: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
+def _gpt_neox(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
   head_dim = max(config['hidden_size'] // config['num_attention_heads'], 1)
   rotary_dim, base = metadata.size('rope.dimension_count', head_dim), metadata.get('rope.freq_base', 1e4)
   return {
@@ -361,7 +247,7 @@ def _gpt_neox(metadata: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
   }
 
 
-def _rope_scaling(metadata: _Metadata, base: float, rotary_dim: int) -> dict[str, Any] | None:
+def _rope_scaling(metadata: Metadata, base: float, rotary_dim: int) -> dict[str, Any] | None:
   scaling, length = _scaling(metadata), metadata.size('context_length')
   if ROPE_FREQS not in metadata.header.tensors:
     return scaling
@@ -387,7 +273,7 @@ def _rope_scaling(metadata: _Metadata, base: float, rotary_dim: int) -> dict[str
   }
 
 
-def _scaling(metadata: _Metadata) -> dict[str, Any] | None:
+def _scaling(metadata: Metadata) -> dict[str, Any] | None:
   factor = metadata.get('rope.scaling.factor') or metadata.get('rope.scale_linear') or 1.0
   kind = metadata.get('rope.scaling.type', 'linear')
   if kind not in ('none', 'linear', 'yarn'):
