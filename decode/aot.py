@@ -45,9 +45,10 @@ from spectr_jax.kernels.thresholds import THRESHOLD_PASSES, THRESHOLDS
 from spectr_jax.methods import Method, get_method
 from spectr_jax.models import head, one_pass
 from spectr_jax.models.causal_lm import causal_lm
-from spectr_jax.models.causal_lm_config import CausalLMConfig, lm1b_config, param_shapes
+from spectr_jax.models.causal_lm_config import CausalLMConfig, lm1b_config
 from spectr_jax.models.head import HeadConfig
 from spectr_jax.models.one_pass_config import OnePassConfig
+from spectr_jax.models.param_shapes import param_shapes
 from spectr_jax.sharding import make_mesh
 
 DraftConfig: TypeAlias = CausalLMConfig | HeadConfig | OnePassConfig

@@ -46,7 +46,7 @@ _EXPERTS = (  # by hidden units, as one MLP would be
   (r'experts/down/kernel(/values)?', (None, MODEL, DATA)),
   (r'experts/[a-z_]+/(bias|kernel/scale|kernel/panels)', ()),
   *_matrix('router/kernel', (DATA, None)),
-  (r'router/choice_bias', ()),
+  (r'router/(choice_bias|expert_scale)', ()),
 )
 CAUSAL_LM_RULES = (
   *_EMBEDDINGS,

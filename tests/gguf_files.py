@@ -11,6 +11,7 @@ from hub_specs import SPECS as TINY
 HEADS, KV_HEADS, HEAD_DIM, WIDTH, VOCAB, LAYERS, CONTEXT = 4, 2, 16, 64, 40, 2, 128
 _WIDE = {'vocab_size': VOCAB, 'hidden_size': WIDTH, 'intermediate_size': 96, 'max_position_embeddings': CONTEXT}
 _GEMMA = {'head_dim': HEAD_DIM, 'hidden_act': 'gelu_pytorch_tanh'}
+_GEMMA4 = {'rms_norm_eps': 1e-5, 'head_dim': HEAD_DIM, 'global_head_dim': 2 * HEAD_DIM, 'sliding_window': 24}
 _WINDOWED = _GEMMA | {'query_pre_attn_scalar': HEAD_DIM, 'sliding_window': 24}
 # The `config.json` of a model by llama.cpp's name of its architecture: rows are wide enough for blocks of 32.
 SPECS = {
@@ -34,6 +35,11 @@ SPECS = {
     'architectures': ['Gemma3ForCausalLM'], 'num_hidden_layers': LAYERS, 'num_attention_heads': HEADS,
     'num_key_value_heads': KV_HEADS, 'rms_norm_eps': 1e-5, **_WIDE, **_WINDOWED,
   },
+  'gemma4': TINY['gemma4'] | _WIDE | _GEMMA4 | {'hidden_size_per_layer_input': 32, 'vocab_size_per_layer_input': VOCAB},
+  'gemma4 mixture': TINY['gemma4_mixture']
+  | _WIDE
+  | _GEMMA4
+  | {'attention_k_eq_v': True, 'num_global_key_value_heads': 1, 'moe_intermediate_size': 32},
   'gptneox': TINY['gpt_neox'] | _WIDE | {'rotary_pct': 0.25, 'use_parallel_residual': False},
   'gpt2': TINY['gpt2'] | {'vocab_size': VOCAB, 'n_embd': WIDTH, 'n_positions': CONTEXT},
 }  # fmt: skip
@@ -42,6 +48,12 @@ SIZES = {
   'attention.head_count': HEADS,
 }  # fmt: skip
 _RMS = {'attention.layer_norm_rms_epsilon': 1e-5, 'attention.head_count_kv': KV_HEADS}
+_GEMMA4_RMS = {
+  'block_count': 4, 'attention.layer_norm_rms_epsilon': 1e-5, 'attention.sliding_window': 24,
+  'attention.sliding_window_pattern': [True, False] * 2, 'final_logit_softcapping': 5.0,
+  **dict.fromkeys(('attention.key_length', 'attention.value_length', 'rope.dimension_count'), 2 * HEAD_DIM),
+  **dict.fromkeys(('attention.key_length_swa', 'attention.value_length_swa', 'rope.dimension_count_swa'), HEAD_DIM),
+}  # fmt: skip
 METADATA = {
   'llama': _RMS | {'rope.dimension_count': HEAD_DIM, 'rope.freq_base': 5e5},
   'qwen2': _RMS,
@@ -57,10 +69,19 @@ METADATA = {
   'gemma': _RMS | {'attention.key_length': HEAD_DIM},
   'gemma2': _RMS | {'attention.key_length': HEAD_DIM, 'attention.sliding_window': 24, 'attn_logit_softcapping': 40.0},
   'gemma3': _RMS | {'attention.key_length': HEAD_DIM, 'attention.sliding_window': 24},
+  'gemma4': _GEMMA4_RMS
+  | {'attention.head_count_kv': KV_HEADS, 'embedding_length_per_layer_input': 32, 'attention.shared_kv_layers': 2}
+  | {'feed_forward_length': [96, 96, 192, 192]},
+  'gemma4 mixture': _GEMMA4_RMS
+  | {'attention.head_count_kv': [KV_HEADS, 1] * 2, 'rope.freq_base': 1e6, 'rope.freq_base_swa': 1e4}
+  | {'expert_count': 5, 'expert_used_count': 2, 'expert_feed_forward_length': 32},
   'gptneox': {'attention.layer_norm_epsilon': 1e-5, 'rope.dimension_count': 4, 'use_parallel_residual': False},
   'gpt2': {'attention.layer_norm_epsilon': 1e-5, 'feed_forward_length': 4 * WIDTH},
 }
-_KINDS = {'mixtral': 'llama'}  # models that share another one's architecture
+_KINDS = {'mixtral': 'llama', 'gemma4 mixture': 'gemma4'}  # models that share another one's architecture
+# Numbers that stand beside the tensors of modules, and a factor of each of Gemma 4's frequencies.
+_BESIDE = {'router.scale': 'ffn_gate_inp.scale', 'router.per_expert_scale': 'ffn_down_exps.scale'}
+_TURNED = np.where(np.arange(HEAD_DIM) < HEAD_DIM // 4, 1, 1e30).astype(np.float32)
 _OF_EXPERT = re.compile(r'(?<=experts)\.(\d+)')
 TOKENIZER = {'model': 'gpt2', 'pre': 'gpt-2', 'tokens': ['a', 'b', 'ab'], 'merges': ['a b']}
 
@@ -78,9 +99,12 @@ def kind_of(architecture):
 def stored_names(architecture):
   """llama.cpp's name of a tensor by the hub's, from the package that converts."""
   kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
-  names = gguf.get_tensor_name_map(kinds[kind_of(architecture)], LAYERS)
+  names = gguf.get_tensor_name_map(kinds[kind_of(architecture)], 4)
 
   def stored_name(name):
+    beside = next((stored for hub, stored in _BESIDE.items() if name.endswith(hub)), None)
+    if beside:
+      return f'blk.{name.split(".")[2]}.{beside}'
     module, _, leaf = (name if name.endswith(('weight', 'bias')) else f'{name}.weight').rpartition('.')
     return f'{names.get_name(module)}.{leaf}'
 
@@ -88,11 +112,15 @@ def stored_names(architecture):
 
 
 def with_experts_joined(tensors):
-  """Tensors by the hub's names, with those of all experts as one, without a number."""
+  """Tensors by the hub's names, with those of all experts as one, without a number; in Gemma 4 gates with ups."""
   joined = {}
   for name, tensor in tensors.items():
     joined.setdefault(_OF_EXPERT.sub('', name), []).append(tensor)
-  return {name: np.stack(parts) if '.experts.' in name else parts[0] for name, parts in joined.items()}
+  joined = {name: np.stack(parts) if '.experts.' in name else parts[0] for name, parts in joined.items()}
+  for name in [name for name in joined if re.search(r'\d\.experts\.gate_proj', name)]:
+    both = [joined.pop(name.replace('gate', part)) for part in ('gate', 'up')]
+    joined[name.replace('gate', 'gate_up')] = np.concatenate(both, axis=1)
+  return joined
 
 
 def converted(architecture, name, tensor):
@@ -106,7 +134,7 @@ def converted(architecture, name, tensor):
     return np.concatenate([heads[:, part].reshape(WIDTH, *tensor.shape[1:]) for part in range(3)])
   if architecture == 'gpt2' and '.h.' in name and tensor.ndim == 2:
     return tensor.T
-  if architecture.startswith('gemma') and name.endswith('norm.weight'):
+  if architecture in ('gemma', 'gemma2', 'gemma3') and name.endswith('norm.weight'):
     return tensor + 1
   return tensor
 
@@ -141,4 +169,6 @@ def write_model(path, architecture='llama', kind=Type.F32, metadata=None, tensor
     tensor = np.ascontiguousarray(converted(architecture, name, tensor))
     as_kind = kind if tensor.ndim >= 2 and not name.endswith('bias') else Type.F32
     stored.append((stored_names(architecture)(name), gguf.quants.quantize(tensor, as_kind), as_kind))
+  if kind_name == 'gemma4':
+    stored.append(('rope_freqs.weight', _TURNED, Type.F32))
   return write(path, kind_name, own | tokenizer | (metadata or {}), [*stored, *extra])

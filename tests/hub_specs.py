@@ -47,6 +47,9 @@ SPECS = {
   'gemma4_keys': _spec('Gemma4ForCausalLM', **_GEMMA4, hidden_size_per_layer_input=0, attention_k_eq_v=True,
     num_global_key_value_heads=1,
   ),
+  'gemma4_mixture': _spec('Gemma4ForCausalLM', **_GEMMA4, hidden_size_per_layer_input=0, enable_moe_block=True,
+    num_experts=5, top_k_experts=2, moe_intermediate_size=12,
+  ),
   'gemma4_unified': _spec('Gemma4UnifiedForCausalLM', **_GEMMA4),
   'gpt_neox': _spec('GPTNeoXForCausalLM', num_key_value_heads=None, rotary_pct=0.5),
   'gpt2': {

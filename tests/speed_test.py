@@ -24,7 +24,7 @@ from spectr_jax.io.hub.hub_tokenizer import load_hub_tokenizer
 from spectr_jax.io.hub.load import read_hub_config
 from spectr_jax.models import head
 from spectr_jax.models.causal_lm import causal_lm
-from spectr_jax.models.causal_lm_config import init_params
+from spectr_jax.models.param_shapes import init_params
 
 _HUB = pathlib.Path(__file__).parents[1] / 'configs' / 'hub'
 

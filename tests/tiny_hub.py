@@ -9,7 +9,7 @@ from safetensors.numpy import save_file
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from spectr_jax.io.hub.families import read_spec, source_of
-from spectr_jax.models.causal_lm_config import param_shapes
+from spectr_jax.models.param_shapes import param_shapes
 
 # One of them stands alone behind a gap in the ids.
 SPECIAL = {'<s>': 7, '<|im_start|>': 40, '<|im_end|>': 41, '<|stop|>': 200, '<pad>': 300}

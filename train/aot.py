@@ -29,7 +29,7 @@ from spectr_jax.aot.kernels import take_schedules
 from spectr_jax.aot.tpu_slices import describe_topology
 from spectr_jax.io.hub.load import read_hub_config
 from spectr_jax.kernels.dispatch import tracing_for
-from spectr_jax.models.causal_lm_config import param_shapes
+from spectr_jax.models.param_shapes import param_shapes
 from spectr_jax.sharding import shardings
 from train import config_flag, plan
 from train.run import make_config_mesh

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from spectr_jax.draft.drafter import DraftContext, DraftRequest
-from spectr_jax.draft.drawing import DrawingDrafter, ScoredNodes, draw_tree
+from spectr_jax.draft.drawing import ScoredNodes, draw_tree
+from spectr_jax.draft.new_features import NetworkDrafter
 from spectr_jax.kernels.matrices import params_for_decoding
 from spectr_jax.model import static_field
 from spectr_jax.models import assistant, layers
@@ -20,13 +21,10 @@ from spectr_jax.proposal import Proposal
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class AssistantDrafter(DrawingDrafter):
+class AssistantDrafter(NetworkDrafter):
   """A drafter that draws from an assistant, see `assistant_drafter`; it has no state."""
 
-  params: Mapping[str, Any]
   config: AssistantConfig = static_field()
-  vocab_size: int = static_field()
-  reads_tokens = True
   reads_target = True
   feature_layers = (-1,)
 

@@ -66,13 +66,19 @@ def read_features(
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class HiddenStatesDrafter(DrawingDrafter):
-  """A network on the target's hidden states; its state is that of the text, and guesses leave nothing in it."""
+class NetworkDrafter(DrawingDrafter):
+  """A network that reads the text and the target's hidden states."""
 
   params: Mapping[str, Any]
   config: Any = static_field()
   vocab_size: int = static_field()
   reads_tokens = True
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class HiddenStatesDrafter(NetworkDrafter):
+  """One whose state is that of the text; guesses leave nothing in it."""
 
   @property
   def reads_target(self) -> bool:

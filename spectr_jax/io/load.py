@@ -18,8 +18,9 @@ from spectr_jax.io import untrusted
 from spectr_jax.io.checksums import file_hash
 from spectr_jax.io.compilation_cache import cache_programs
 from spectr_jax.io.hub.families import OWN, read_spec
-from spectr_jax.io.hub.gguf_config import architecture_of, hub_config, stop_ids
+from spectr_jax.io.hub.gguf_config import hub_config, stop_ids
 from spectr_jax.io.hub.gguf_header import read_header
+from spectr_jax.io.hub.gguf_metadata import architecture_of
 from spectr_jax.io.hub.gguf_tensors import GgufTensors
 from spectr_jax.io.hub.gguf_tokenizer import adds_bos, build_tokenizer
 from spectr_jax.io.hub.hub_tokenizer import HubTokenizer, load_hub_tokenizer

@@ -24,7 +24,7 @@ from spectr_jax.kernels.products import accumulation_dtype
 from spectr_jax.model import KVCache
 from spectr_jax.models import causal_lm, layers
 from spectr_jax.models.causal_lm_config import CausalLMConfig, check_sizes
-from spectr_jax.models.causal_lm_config import param_shapes as decoder_shapes
+from spectr_jax.models.param_shapes import param_shapes as decoder_shapes
 
 
 @dataclasses.dataclass(frozen=True)

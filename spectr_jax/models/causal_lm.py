@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spectr_jax.kernels import native
 from spectr_jax.kernels.attention import Rotation, attend, rotary_angles
 from spectr_jax.kernels.block_kernel import is_in_blocks
 from spectr_jax.kernels.dispatch import operation
@@ -24,10 +25,11 @@ from spectr_jax.kernels.products import accumulation_dtype, rounded, sum_of
 from spectr_jax.kernels.tpu import fused_layers
 from spectr_jax.model import KVCache, Model, ModelOutput, slots_of
 from spectr_jax.models import experts, functions, layers
-from spectr_jax.models.causal_lm_config import ACTIVATIONS, CausalLMConfig, Rope, param_shapes
-from spectr_jax.models.causal_lm_config import init_params as init_params
+from spectr_jax.models.causal_lm_config import ACTIVATIONS, CausalLMConfig, Rope
 from spectr_jax.models.causal_lm_config import lm1b_config as lm1b_config
 from spectr_jax.models.functions import model_functions
+from spectr_jax.models.param_shapes import init_params as init_params
+from spectr_jax.models.param_shapes import param_shapes
 from spectr_jax.sharding import CAUSAL_LM_RULES
 
 
@@ -155,6 +157,7 @@ def attention(
   """The output `[B, N, embed_dim]` for `x` `[B, N, in]`, and the layer's pending keys and values; see `mix`.
 
   A layer without keys and values reads the pending ones `shared` and the committed ones of `layer`, another one.
+  Training has another `mix`.
   """
   query, key, value = project(params, config, x, rotation)
   sinks = {'sinks': params['sinks']} if config.has_sinks else {}
@@ -190,24 +193,28 @@ def mlp(params, config: CausalLMConfig, x: jax.Array) -> jax.Array:
   return linear(params['down'], hidden)
 
 
+def _with_experts(params, config: CausalLMConfig, out: jax.Array, x: jax.Array) -> jax.Array:
+  """The output of a layer's MLP and of the experts beside it, both normalized, given the stream `x` before both."""
+  assert config.experts is not None
+  normed, routed_by = norm(params['norm'], x, config), _rms_norm(params['router'], x, config)
+  mixed = experts.mixture(params, config.experts, functools.partial(activation, config), normed, routed_by)
+  return sum_of(norm(params['mlp_post_norm'], out, config), norm(params['post_norm'], mixed, config))
+
+
 def block(
   params,
   config: CausalLMConfig,
   layer: int,
   x,
-  rotation,
-  visible,
-  cache: KVCache | None,
-  *,
-  mix_fn: Callable = mix,
+  *context,
   drop_fn: Callable[[str, jax.Array], jax.Array] = lambda part, out: out,
-  shared: tuple[jax.Array, jax.Array] | None = None,
   layer_input: jax.Array | None = None,
+  **options,
 ):
   """The stream `[B, N, embed_dim]` after a block, given `x` before it, and the layer's pending keys and values.
 
-  Training has another `mix`, and drops entries of what the parts `attention` and `mlp` add. `shared` is as for
-  `attention`, and `layer_input` one of `layer_inputs`.
+  `context` and `options` are as for `attention`, behind `x`. `layer_input` is one of `layer_inputs`. Training drops
+  entries of what the parts `attention` and `mlp` add.
   """
 
   def post(part, out):
@@ -215,12 +222,13 @@ def block(
     return drop_fn(part, out if config.residual_scale == 1 else _times(out, config.residual_scale))
 
   normed = norm(params['attention_norm'], x, config)
-  attended, keys, values = attention(
-    params['attention'], config, layer, normed, rotation, visible, cache, mix_fn=mix_fn, shared=shared
-  )
+  attended, keys, values = attention(params['attention'], config, layer, normed, *context, **options)
   after = sum_of(x, post('attention', attended))
-  normed = norm(params['mlp_norm'], x if config.is_parallel else after, config)
-  out = sum_of(after, post('mlp', mlp(params['mlp'], config, normed)))
+  before = x if config.is_parallel else after
+  hidden = mlp(params['mlp'], config, norm(params['mlp_norm'], before, config))
+  if 'mixture' in params:
+    hidden = _with_experts(params['mixture'], config, hidden, before)
+  out = sum_of(after, post('mlp', hidden))
   if layer_input is not None:
     own = params['layer_input']
     gated = rounded(activation(config, linear(own['gate'], out)) * layer_input, out.dtype)
@@ -313,7 +321,8 @@ def hidden_states(params: Mapping[str, Any], config: CausalLMConfig, tokens: jax
   size = tokens.shape[1]
   positions = jnp.broadcast_to(jnp.arange(size), tokens.shape)
   causal = jnp.tril(jnp.ones((1, size, size), bool))
-  return streams_of(params, config, tokens, positions, causal)[0][-1]
+  with native.disabled():  # which has no gradients
+    return streams_of(params, config, tokens, positions, causal)[0][-1]
 
 
 @operation

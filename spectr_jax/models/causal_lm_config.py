@@ -1,8 +1,4 @@
-"""The sizes of a `causal_lm` decoder, the shapes of its parameters, and random ones.
-
-Parameters are a nested dict of arrays of one dtype, with kernels `[in, out]`; matrices may be in int8. A bias, a gate,
-an output head or a norm is there where the configuration says so; `param_shapes` alone decides.
-"""
+"""The sizes of a `causal_lm` decoder."""
 
 from __future__ import annotations
 
@@ -13,12 +9,11 @@ import reprlib
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
-from spectr_jax.kernels.int8 import CHANNEL_AXES, INT8, Int8Kernel, check_weights, quantized
-from spectr_jax.kernels.products import accumulation_dtype
+from spectr_jax.kernels.int8 import check_weights
 from spectr_jax.model import KVCache
+from spectr_jax.models.param_shapes import param_shapes
 from spectr_jax.models.routing import Experts
 from spectr_jax.sharding import MODEL
 
@@ -382,92 +377,3 @@ def is_lm1b(config: CausalLMConfig) -> bool:
   names = ('vocab_size', 'embed_dim', 'num_layers', 'num_heads', 'mlp_dim', 'context_length', 'dtype')
   plain = lm1b_config(*(getattr(config, name) for name in names))
   return dataclasses.replace(config, cache_dtype=None, weights=None) == plain
-
-
-def param_shapes(config: CausalLMConfig) -> dict[str, Any]:
-  """The shapes of all parameters, a nested dict of `jax.ShapeDtypeStruct`, and of `Int8Kernel` of these."""
-
-  def array(*shape):
-    return jax.ShapeDtypeStruct(shape, config.dtype)
-
-  def matrix(name, *shape) -> dict[str, Any]:
-    if config.weights != INT8:
-      return {name: array(*shape)}
-    axis = CHANNEL_AXES[name]
-    scale = jax.ShapeDtypeStruct((*shape[:-2], shape[axis - 2]), accumulation_dtype(config.dtype))
-    return {name: Int8Kernel(jax.ShapeDtypeStruct(shape, jnp.int8), scale, axis)}
-
-  def linear(num_in, num_out, has_bias, *stack):
-    return matrix('kernel', *stack, num_in, num_out) | ({'bias': array(*stack, num_out)} if has_bias else {})
-
-  def gain(width):
-    # Gains are multiplied in float32. TPUs would convert them anew in every round.
-    return {'gain': jax.ShapeDtypeStruct((width,), accumulation_dtype(config.dtype))}
-
-  def norm():
-    return gain(width) | ({'bias': array(width)} if config.norm == 'layer' else {})
-
-  width, input_dim = config.embed_dim, config.layer_input_dim
-
-  def mlp(config):
-    into = {name: linear(width, config.mlp_dim, config.has_mlp_bias) for name in ('gate', 'up')[not config.is_gated :]}
-    return {**into, 'down': linear(config.mlp_dim, width, config.has_mlp_bias)}
-
-  def mixture(experts):
-    router = {'kernel': array(width, experts.num)}
-    router |= {'bias': array(experts.num)} if experts.has_bias else {}
-    if experts.has_choice_bias:  # small differences of large numbers
-      router['choice_bias'] = jax.ShapeDtypeStruct((experts.num,), accumulation_dtype(config.dtype))
-    into = {name: linear(width, experts.hidden_dim, experts.has_bias, experts.num) for name in ('gate', 'up')}
-    down = linear(experts.hidden_dim, width, experts.has_bias, experts.num)
-    shared = {'shared': mlp(dataclasses.replace(config, mlp_dim=experts.shared_dim))} if experts.shared_dim else {}
-    return {'router': router, 'experts': {**into, 'down': down}, **shared}
-
-  def block(layer):
-    own = config.of_layer(layer)
-    head_dim = own.head_dim
-    query_width, kv_width = own.num_heads * head_dim, own.num_cached_heads * head_dim
-    attention: dict[str, Any] = {'out': linear(query_width, width, own.has_out_bias)}
-    for name in own.projections:
-      attention[name] = linear(width, query_width if name == 'q' else kv_width, own.has_qkv_bias)
-    if own.has_qk_norm or own.has_wide_qk_norm:
-      widths = {'q': query_width, 'k': kv_width} if own.has_wide_qk_norm else dict.fromkeys('qk', head_dim)
-      attention |= {f'{name}_norm': gain(widths[name]) for name in own.projections if name != 'v'}
-    if own.has_sinks:
-      attention['sinks'] = array(own.num_heads)
-    experts = own.experts if own.experts and own.experts.are_in(layer) else None
-    norms = {'attention_norm': norm(), 'mlp_norm': norm()}
-    if own.has_post_norms:
-      norms |= {'attention_post_norm': norm(), 'mlp_post_norm': norm()}
-    params = {'attention': attention, 'mlp': mixture(experts) if experts else mlp(own), **norms}
-    if input_dim:
-      into, out = linear(width, input_dim, False), linear(input_dim, width, False)
-      params['layer_input'] = {'gate': into, 'out': out, 'norm': norm()}
-    return params | ({'layer_scale': array(1)} if own.has_layer_scale else {})
-
-  shapes = matrix('embedding', config.vocab_size, width) | {'final_norm': norm()}
-  if config.rope is None:
-    shapes['position_embedding'] = array(config.context_length, width)
-  if not config.is_tied:
-    shapes |= matrix('unembedding', width, config.vocab_size)
-  if input_dim:
-    all_inputs = config.num_layers * input_dim
-    table = matrix('embedding', config.layer_vocab_size, all_inputs)
-    shapes['per_layer'] = table | {'projection': linear(width, all_inputs, False), 'norm': gain(input_dim)}
-  return shapes | {f'layer_{layer}': block(layer) for layer in range(config.num_layers)}
-
-
-def init_params(key: jax.Array, config: CausalLMConfig) -> dict[str, Any]:
-  """Random parameters for a typed key; activations are near unit variance."""
-  shapes, structure = jax.tree_util.tree_flatten_with_path(param_shapes(dataclasses.replace(config, weights=None)))
-
-  def draw(key, path, shape):
-    scale = shape.shape[-2] ** -0.5 if path[-1].key in ('kernel', 'unembedding') else shape.shape[-1] ** -0.5
-    if path[-1].key == 'layer_scale':
-      return jnp.full(shape.shape, 0.5, shape.dtype)
-    offset = 1.0 - config.gain_offset if path[-1].key == 'gain' else 0.0
-    return (offset + scale * jax.random.normal(key, shape.shape)).astype(shape.dtype)
-
-  keys = jax.random.split(key, len(shapes))
-  params = jax.tree.unflatten(structure, [draw(key, *shape) for key, shape in zip(keys, shapes)])
-  return quantized(params) if config.weights == INT8 else params

@@ -56,9 +56,16 @@ def mix(
 
 
 def mixture(
-  params: Mapping[str, Any], experts: Experts, activation_fn: Callable[[jax.Array], jax.Array], x: jax.Array
+  params: Mapping[str, Any],
+  experts: Experts,
+  activation_fn: Callable[[jax.Array], jax.Array],
+  x: jax.Array,
+  routed_by: jax.Array | None = None,
 ) -> jax.Array:
-  """The output of an MLP with a `router` and `experts`, `[..., D]`, for `x` of that shape."""
+  """The output of an MLP with a `router` and `experts`, `[..., D]`, for `x` of that shape.
+
+  The router reads `routed_by`, of that shape as well; None for `x`.
+  """
   rows = x.reshape(-1, x.shape[-1])
-  chosen, weights = route(params['router'], experts, rows)
+  chosen, weights = route(params['router'], experts, rows if routed_by is None else routed_by.reshape(rows.shape))
   return mix(params['experts'], experts, activation_fn, rows, chosen, weights).reshape(x.shape)

@@ -39,6 +39,9 @@ class Experts:
       the decoder's activation.
     gate_factor: See `limit`.
     shared_dim: Hidden width of an MLP that every token goes through beside its experts; 0 for none.
+    are_beside_mlp: Whether layers with experts have an MLP as well, whose output is added (Gemma 4). The router then
+      reads the stream before both, normalized, and has a factor of each expert's weights.
+    logit_scale: Factor of the router's logits.
 
   Raises:
     ValueError: A number is beyond its range, or numbers do not fit each other.
@@ -59,6 +62,8 @@ class Experts:
   limit: float | None = None
   gate_factor: float = 1.702
   shared_dim: int = 0
+  are_beside_mlp: bool = False
+  logit_scale: float = 1.0
 
   def __post_init__(self):
     for name, most in (
@@ -82,7 +87,7 @@ class Experts:
       raise ValueError(f'scores of experts must be softmax or sigmoid, got {self.scores!r}')
     if self.is_chosen_first and (self.num_groups > 1 or self.has_choice_bias):
       raise ValueError('experts chosen by their logits have neither groups nor a bias of the choice')
-    for name in ('scale', 'limit', 'gate_factor'):
+    for name in ('scale', 'limit', 'gate_factor', 'logit_scale'):
       value = getattr(self, name)
       if value is not None and not 0 < value < math.inf:
         raise ValueError(f'{name} of experts must be finite and above 0, got {value!r}')
@@ -96,14 +101,14 @@ def route(params: Mapping[str, Any], experts: Experts, x: jax.Array) -> tuple[ja
   """The experts of tokens, the best first, and their weights; a token's do not depend on those beside it.
 
   Args:
-    params: `kernel` `[D, E]`, perhaps `bias` `[E]`, and `choice_bias` `[E]`.
+    params: `kernel` `[D, E]`, perhaps `bias` `[E]`, `choice_bias` `[E]`, and `expert_scale` `[E]`.
     experts: The rules.
     x: `[N, D]`.
 
   Returns:
     int32 `[N, k]`, and `[N, k]` in float32 or wider.
   """
-  logits = matmul(x, params['kernel']).astype(accumulation_dtype(x.dtype))
+  logits = matmul(x, params['kernel']).astype(accumulation_dtype(x.dtype)) * experts.logit_scale
   if 'bias' in params:
     logits += params['bias']
   scores_of = shares if experts.scores == 'softmax' else jax.nn.sigmoid
@@ -116,6 +121,8 @@ def route(params: Mapping[str, Any], experts: Experts, x: jax.Array) -> tuple[ja
     weights = jnp.take_along_axis(scores, chosen, axis=-1)
   if experts.is_normalized:
     weights /= totals(weights) + _TINY
+  if 'expert_scale' in params:
+    weights *= params['expert_scale'][chosen]
   return chosen, weights * experts.scale
 
 

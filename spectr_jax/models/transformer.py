@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from spectr_jax.kernels.attention import attend_causally
 from spectr_jax.model import slots_of
 from spectr_jax.models import causal_lm, layers
-from spectr_jax.models.causal_lm_config import CausalLMConfig, param_shapes
+from spectr_jax.models.causal_lm_config import CausalLMConfig
+from spectr_jax.models.param_shapes import param_shapes
 
 
 def _draw(key, name: str, shapes: Any, config: CausalLMConfig) -> Any:

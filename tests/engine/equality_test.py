@@ -20,8 +20,8 @@ from spectr_jax.kernels import native
 from spectr_jax.methods import with_gumbel
 from spectr_jax.models.causal_lm import causal_lm, config_of
 from spectr_jax.models.causal_lm_config import CausalLMConfig, Rope
-from spectr_jax.models.causal_lm_config import init_params as init_decoder
 from spectr_jax.models.head import HeadConfig, init_params
+from spectr_jax.models.param_shapes import init_params as init_decoder
 
 pytestmark = [
   pytest.mark.skipif(native.form() is None, reason=f'no products in C++: {native.why_not()}'),

@@ -17,8 +17,9 @@ from tiny_hub import write_model
 from spectr_jax import Tokenizer, load_drafter, save_model
 from spectr_jax.io.heads.layout import target_sizes
 from spectr_jax.io.heads.load import output_head_rows
-from spectr_jax.io.hub.gguf_config import architecture_of, hub_config
+from spectr_jax.io.hub.gguf_config import hub_config
 from spectr_jax.io.hub.gguf_header import GgufHeader, StoredTensor
+from spectr_jax.io.hub.gguf_metadata import architecture_of
 from spectr_jax.io.hub.gguf_tensors import GgufTensors
 from spectr_jax.io.hub.load import load_hub_model, make_model
 from spectr_jax.io.load import load_model

@@ -14,7 +14,7 @@ from spectr_jax.kernels.int8 import Int8Kernel, is_int8, quantize, quantized
 from spectr_jax.kernels.matrices import matmul
 from spectr_jax.models import layers, transformer
 from spectr_jax.models.causal_lm import causal_lm, lm1b_config
-from spectr_jax.models.causal_lm_config import init_params, param_shapes
+from spectr_jax.models.param_shapes import init_params, param_shapes
 from spectr_jax.sharding import make_mesh, shardings
 from tests.slow import slow
 

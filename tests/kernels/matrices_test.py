@@ -17,7 +17,7 @@ from spectr_jax.kernels.dispatch import tracing_for
 from spectr_jax.kernels.int8 import is_int8, quantized
 from spectr_jax.kernels.matrices import JOINED, TransposedKernel, kernels_for_decoding, matmul, params_for_decoding
 from spectr_jax.models.causal_lm import causal_lm
-from spectr_jax.models.causal_lm_config import init_params
+from spectr_jax.models.param_shapes import init_params
 from spectr_jax.sharding import CAUSAL_LM_RULES, make_mesh, shardings
 
 

@@ -18,14 +18,15 @@ from spectr_jax.kernels.int8 import Int8Kernel, quantized
 from spectr_jax.model import Model
 from spectr_jax.models import experts, routing
 from spectr_jax.models.causal_lm import causal_lm
-from spectr_jax.models.causal_lm_config import ACTIVATIONS, init_params, param_shapes
+from spectr_jax.models.causal_lm_config import ACTIVATIONS
+from spectr_jax.models.param_shapes import init_params, param_shapes
 from spectr_jax.models.routing import Experts
 from spectr_jax.tree import TokenTree
 
 pytestmark = pytest.mark.usefixtures('highest')
 
 NUM, WIDTH, HIDDEN = 8, 16, 12
-NAMES = 'mixtral', 'qwen3_moe', 'olmoe', 'gpt_oss', 'glm4_moe'
+NAMES = 'mixtral', 'qwen3_moe', 'olmoe', 'gpt_oss', 'glm4_moe', 'gemma4_mixture'
 
 
 def _softmax(x):
@@ -197,7 +198,7 @@ def _plain(model, tokens):
 def test_models_for_decoding_have_the_same_logits(name, weights):
   config = dataclasses.replace(read_spec(SPECS[name])[1], weights=weights)
   model = causal_lm(init_params(jax.random.key(0), config), config)
-  of_layer = model.params['layer_1']['mlp']
+  of_layer = model.params['layer_1'].get('mixture') or model.params['layer_1']['mlp']
   assert isinstance(of_layer['experts']['up']['kernel'], Int8Kernel) == (weights == 'int8')
   assert isinstance(of_layer['router']['kernel'], jax.Array)
   for num_tokens in (1, 9):  # that gather experts, and that do not

@@ -12,7 +12,7 @@ from tiny_hub import Recorded, tensors_of
 from spectr_jax.io.hub.families import read_spec
 from spectr_jax.io.hub.load import make_model
 from spectr_jax.model import Model
-from spectr_jax.models.causal_lm_config import param_shapes
+from spectr_jax.models.param_shapes import param_shapes
 
 pytestmark = pytest.mark.usefixtures('highest')
 
@@ -72,6 +72,19 @@ class _Written:
       mixed.append(weights @ np.stack([value[head // group] for _, value in seen]) / weights.sum())
     return self.product(f'{name}.o_proj', np.concatenate(mixed))
 
+  def mixed(self, layer, x):
+    """The experts' output, beside the MLP's."""
+    name, tensors, spec = f'layers.{layer}', self.tensors, self.spec
+    routed_by = _norm(x) * tensors[f'model.{name}.router.scale'] / spec['hidden_size'] ** 0.5
+    scores = np.exp(self.product(f'{name}.router.proj', routed_by))
+    chosen = np.argsort(-scores)[: spec['top_k_experts']]
+    weights = scores[chosen] / scores[chosen].sum() * tensors[f'model.{name}.router.per_expert_scale'][chosen]
+    normed, out = self.gain(f'{name}.pre_feedforward_layernorm_2', x), 0
+    for expert, weight in zip(chosen, weights):
+      gate, up = (self.product(f'{name}.experts.{expert}.{part}_proj', normed) for part in ('gate', 'up'))
+      out = out + weight * self.product(f'{name}.experts.{expert}.down_proj', _gelu(gate) * up)
+    return self.gain(f'{name}.post_feedforward_layernorm_2', out)
+
   def logits(self, token, position):
     spec = self.spec
     width, size = spec['hidden_size'], spec['hidden_size_per_layer_input']
@@ -87,7 +100,10 @@ class _Written:
       x = x + self.gain(f'{name}.post_attention_layernorm', attended)
       normed = self.gain(f'{name}.pre_feedforward_layernorm', x)
       hidden = _gelu(self.product(f'{name}.mlp.gate_proj', normed)) * self.product(f'{name}.mlp.up_proj', normed)
-      x = x + self.gain(f'{name}.post_feedforward_layernorm', self.product(f'{name}.mlp.down_proj', hidden))
+      out = self.product(f'{name}.mlp.down_proj', hidden)
+      if spec.get('enable_moe_block'):
+        out = self.gain(f'{name}.post_feedforward_layernorm_1', out) + self.mixed(layer, x)
+      x = x + self.gain(f'{name}.post_feedforward_layernorm', out)
       if inputs is not None:
         gated = _gelu(self.product(f'{name}.per_layer_input_gate', x)) * inputs[layer]
         x = x + self.gain(f'{name}.post_per_layer_input_norm', self.product(f'{name}.per_layer_projection', gated))
@@ -96,7 +112,7 @@ class _Written:
     return cap * np.tanh(self.tensors['model.embed_tokens.weight'] @ self.gain('norm', x) / cap)
 
 
-@pytest.mark.parametrize('name', ['gemma4', 'gemma4_keys'])
+@pytest.mark.parametrize('name', ['gemma4', 'gemma4_keys', 'gemma4_mixture'])
 def test_logits_are_those_of_the_formulas(name):
   """Of a text longer than the window, read by a prefill and by steps."""
   spec, rng = SPECS[name], np.random.default_rng(1)

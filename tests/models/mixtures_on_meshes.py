@@ -37,7 +37,8 @@ def main(folders):
     for weights, sizes in _CASES:
       one, mesh = load_hub_model(path, weights=weights), make_mesh(sizes, jax.devices()[: math.prod(sizes.values())])
       model = load_hub_model(path, weights=weights, mesh=mesh)
-      kernel = model.params['layer_1']['mlp']['experts']['up']['kernel']
+      of_layer = model.params['layer_1'].get('mixture') or model.params['layer_1']['mlp']
+      kernel = of_layer['experts']['up']['kernel']
       values = kernel.values if weights else kernel
       assert values.addressable_shards[0].data.shape[2] == values.shape[2] // mesh.shape[MODEL]
       for num_tokens in (1, 9):  # that gather experts, and that do not

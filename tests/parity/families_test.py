@@ -83,6 +83,9 @@ _GEMMA4_LARGE = _GEMMA4 | {
   'hidden_size_per_layer_input': 0, 'attention_k_eq_v': True, 'num_global_key_value_heads': 1,
   'use_bidirectional_attention': 'vision',
 }  # fmt: skip
+_GEMMA4_MIXTURE = _GEMMA4_LARGE | {
+  'enable_moe_block': True, 'num_experts': 6, 'top_k_experts': 3, 'moe_intermediate_size': 24,
+}  # fmt: skip
 # Name -> class of the model, and what differs from SIZES.
 CASES = {
   'llama': ('LlamaForCausalLM', {}),
@@ -109,6 +112,7 @@ CASES = {
   'gemma3': ('Gemma3ForCausalLM', {**_GEMMA, 'rope_parameters': _TWO_ROPES, 'sliding_window_pattern': 3}),
   'gemma4_small': ('Gemma4ForCausalLM', _GEMMA4_SMALL),
   'gemma4_large': ('Gemma4ForCausalLM', _GEMMA4_LARGE),
+  'gemma4_mixture': ('Gemma4ForCausalLM', _GEMMA4_MIXTURE),
   'gemma4_unified': ('Gemma4UnifiedForCausalLM', _GEMMA4 | {'attention_k_eq_v': True}),
   'gpt_neox': ('GPTNeoXForCausalLM', _GPT_NEOX),
   'gpt_neox_sequential': ('GPTNeoXForCausalLM', {**_GPT_NEOX, 'use_parallel_residual': False}),

@@ -33,7 +33,7 @@ _AUDIO = {
   'hidden_size': 16, 'num_hidden_layers': 1, 'num_attention_heads': 2, 'output_proj_dims': 16,
   'subsampling_conv_channels': [4, 4],
 }  # fmt: skip
-_CASES = ('gemma4_small', 'gemma4_large')
+_CASES = ('gemma4_small', 'gemma4_large', 'gemma4_mixture')
 _SHARED = {'num_kv_shared_layers': 2, 'hidden_size_per_layer_input': 8}
 
 
@@ -99,8 +99,10 @@ def test_bfloat16_is_as_near_to_float32_as_the_reference(case):
   exact = families_test._reference_logits(reference, texts)
   theirs = families_test._reference_logits(copy.deepcopy(reference).to(torch.bfloat16), texts) - exact
   ours = np.asarray(logits)[np.arange(len(texts)), lengths - 1] - exact
-  assert ours.std() < 1.25 * theirs.std()
-  assert theirs.std() < 0.3 * exact.std()
+  # Of the median text: in 16 bits a token between two experts may be sent to another one.
+  our_error, their_error = (np.median(error.std(axis=1)) for error in (ours, theirs))
+  assert our_error < 1.25 * their_error
+  assert their_error < 0.3 * exact.std()
 
 
 def test_greedy_text_without_a_draft(case):
@@ -118,11 +120,12 @@ def test_greedy_text_without_a_draft(case):
 
 def _whole(name):
   """A multimodal model, the class of its text model and the prefix of its tensors."""
-  text = families_test.SIZES | families_test.CASES['gemma4_small'][1]
+  small, mixture = (families_test.SIZES | families_test.CASES[name][1] for name in ('gemma4_small', 'gemma4_mixture'))
   mistral = {'model_type': 'mistral', **families_test.SIZES}
   gemma3 = families_test.SIZES | families_test.CASES['gemma3'][1]
   make, text, vision, more = {
-    'gemma4': ('Gemma4', text, _VISION, {'audio_config': _AUDIO}),
+    'gemma4': ('Gemma4', small, _VISION, {'audio_config': _AUDIO}),
+    'gemma4_mixture': ('Gemma4', mixture, _VISION, {}),
     'gemma4_unified': ('Gemma4Unified', families_test.SIZES | families_test._GEMMA4, _UNIFIED_VISION, {}),
     'gemma3': ('Gemma3', gemma3, _VISION, {'mm_tokens_per_image': 4}),
     'mistral3': ('Mistral3', mistral, {'model_type': 'pixtral', **_VISION}, {}),
@@ -131,7 +134,7 @@ def _whole(name):
   return families_test.random_reference(getattr(transformers, f'{make}ForConditionalGeneration'), config)
 
 
-@pytest.mark.parametrize('name', ['gemma4', 'gemma4_unified', 'gemma3', 'mistral3'])
+@pytest.mark.parametrize('name', ['gemma4', 'gemma4_mixture', 'gemma4_unified', 'gemma3', 'mistral3'])
 def test_folders_of_multimodal_classes(name, tmp_path):
   whole = _whole(name)
   whole.save_pretrained(tmp_path / 'whole')
@@ -145,9 +148,10 @@ def test_folders_of_multimodal_classes(name, tmp_path):
   families_test._assert_near(output.logits, expected, whole, 'float32')
 
 
-def test_two_devices_write_the_text_of_one(tmp_path):
+@pytest.mark.parametrize('name', _CASES[1:])
+def test_two_devices_write_the_text_of_one(name, tmp_path):
   """`decode.main` on a multimodal folder with a tokenizer, over a mesh of two and on one device."""
-  config = families_test._class_and_config('gemma4_large')[1]
+  config = families_test._class_and_config(name)[1]
   config.vocab_size = 320
   reference = families_test.random_reference(transformers.Gemma4ForCausalLM, config)
   reference.save_pretrained(tmp_path / 'target')

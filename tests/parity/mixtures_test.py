@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from tiny_hub import Recorded
 
 from spectr_jax.io.hub.fused_experts import FusedExperts
 from spectr_jax.io.hub.scaled_tensors import ScaledTensors
@@ -40,25 +41,6 @@ def test_routing_of_deepseek(is_normalized):
   np.testing.assert_allclose(np.take_along_axis(own_weights, order, 1), expected, rtol=1e-5)
 
 
-class _Stored:
-  """Tensors in memory."""
-
-  def __init__(self, tensors):
-    self.tensors = tensors
-
-  def names(self):
-    return set(self.tensors)
-
-  def shape(self, name):
-    return self.tensors[name].shape
-
-  def dtype(self, name):
-    return self.tensors[name].dtype
-
-  def read(self, name, index):
-    return self.tensors[name][index]
-
-
 def test_numbers_of_mxfp4():
   from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -67,7 +49,7 @@ def test_numbers_of_mxfp4():
   scales = rng.integers(100, 150, (2, 6, 3), np.uint8)
   expected = convert_moe_packed_tensors(torch.from_numpy(blocks), torch.from_numpy(scales), dtype=torch.float32)
   assert expected.shape == (2, 96, 6)
-  tensors = FusedExperts(_Stored({f'{name}_blocks': blocks, f'{name}_scales': scales}), 2)
+  tensors = FusedExperts(Recorded({f'{name}_blocks': blocks, f'{name}_scales': scales}), 2)
   for expert in range(2):
     for place, part in enumerate(('gate', 'up')):
       own = f'model.layers.0.mlp.experts.{expert}.{part}_proj.weight'
@@ -84,5 +66,5 @@ def test_numbers_of_8_bits_in_blocks():
   scales = rng.uniform(0.1, 3, (2, 3)).astype(np.float32)
   theirs = torch.from_numpy(values.view(np.uint8)).view(torch.float8_e4m3fn)
   expected = Fp8Dequantize(None)._dequantize_one(theirs, torch.from_numpy(scales), torch.float32)
-  tensors = ScaledTensors(_Stored({name: values, f'{name}_scale_inv': scales}), '_scale_inv', (128, 128))
+  tensors = ScaledTensors(Recorded({name: values, f'{name}_scale_inv': scales}), '_scale_inv', (128, 128))
   np.testing.assert_array_equal(tensors.read(name, (slice(0, 256), slice(0, 384))), expected.numpy())

@@ -93,7 +93,7 @@ FIELDS = BLOCK_FIELDS | _fields(
   ('hidden_size_per_layer_input vocab_size_per_layer_input', whole(0, 2**22)),
   ('attention_k_eq_v use_double_wide_mlp enable_moe_block', FLAG),
   ('per_layer_config', map_of(object_of({'head_dim': HEAD_DIM, 'num_key_value_heads': HEADS}))),
-  ('num_experts num_local_experts n_routed_experts moe_num_experts num_experts_per_tok', EXPERTS),
+  ('num_experts num_local_experts n_routed_experts moe_num_experts num_experts_per_tok top_k_experts', EXPERTS),
   ('n_shared_experts n_group topk_group', EXPERTS),
   ('routed_scaling_factor', FACTOR),
   ('first_k_dense_replace num_nextn_predict_layers', whole(0, 10_000)),

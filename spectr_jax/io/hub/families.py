@@ -82,6 +82,13 @@ _GEMMA4_MODULES = _GEMMA2_MODULES | {
   'per_layer': 'embed_tokens_per_layer',
   'per_layer/projection': 'per_layer_model_projection',
   'per_layer/norm': 'per_layer_projection_norm',
+  'mixture/router': 'router.proj',
+  'mixture/router/gain': 'router.scale',
+  'mixture/router/expert_scale': 'router.per_expert_scale',
+  **{f'mixture/experts/{part}': f'experts.{{}}.{part}_proj' for part in ('gate', 'up', 'down')},
+  'mixture/norm': 'pre_feedforward_layernorm_2',
+  'mixture/post_norm': 'post_feedforward_layernorm_2',
+  'mixture/mlp_post_norm': 'post_feedforward_layernorm_1',
 }
 
 
@@ -130,7 +137,7 @@ def _llama_family(model_type, read_config, modules=LLAMA_MODULES, known=(), **tr
 
 
 def _gemma4_family(model_type):
-  known = ('final_logit_softcapping', *gemma4_config.FIELDS)
+  known = ('final_logit_softcapping', 'num_experts', *gemma4_config.FIELDS)
   return _llama_family(model_type, gemma4_config.gemma4, _GEMMA4_MODULES, known)
 
 
@@ -335,7 +342,7 @@ def source_of(path: str, shape: tuple[int, ...], family: Family, config: CausalL
   if f'{module}/{leaf}' in family.modules:  # a parameter that is no module's
     return Source(f'{prefix}{family.modules[f"{module}/{leaf}"]}', shape, False, None, family, config)
   num_experts = None
-  if module.startswith('mlp/experts/'):
+  if module.startswith(('mlp/experts/', 'mixture/experts/')):
     num_experts, shape = shape[0], shape[1:]
   is_key_norm = module == 'attention/k_norm' and config.has_wide_qk_norm  # has the copies that keys have
   part = 1 if is_key_norm else None

@@ -1,8 +1,9 @@
 """Files with all experts of a layer in one tensor, read as files with a tensor for each expert.
 
 In gpt-oss gate and up take turns in `gate_up_proj`. It is `[E, D, 2 F]` in floating point numbers, and in MXFP4 (Open
-Compute Project 2023) `_blocks`, uint8 `[E, 2 F, D / 32, 16]`, with `_scales`, `[E, 2 F, D / 32]`: numbers of 4 bits, the
-lower half of a byte first, times 2^(scale - 127). Granite's `input_linear` is `[E, 2 F, D]`, all gates first.
+Compute Project 2023) `_blocks`, uint8 `[E, 2 F, D / 32, 16]`, with `_scales`, `[E, 2 F, D / 32]`: numbers of 4 bits,
+the lower half of a byte first, times 2^(scale - 127). In Gemma 4 it is `[E, 2 F, D]`, gates
+first, and so is Granite's `input_linear`.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from spectr_jax.io.hub.tensors import Tensors, check_number
 from spectr_jax.io.untrusted import name_shown
 from spectr_jax.models.causal_lm_config import CausalLMConfig
 
-_FUSED = re.compile(r'(.+\.mlp\.experts)\.(gate_up|down)_proj(|_bias|_blocks|_scales)')
-_LINEAR = re.compile(r'(.+\.block_sparse_moe)\.(input|output)_linear(\.weight)')
+_FUSED = re.compile(r'(.+\.(mlp|\d+)\.experts)\.(gate_up|down)_proj(|_bias|_blocks|_scales)', re.ASCII)
+_LINEAR = re.compile(r'(.+\.(block_sparse_moe))\.(input|output)_linear(\.weight)')
+_PARTS = {'gate_up': ('gate', 'up'), 'input': ('gate', 'up'), 'down': ('down',), 'output': ('down',)}
 _BLOCK = 32  # numbers with one scale
 _NUMBERS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _VALUES = np.concatenate([_NUMBERS, -_NUMBERS])  # of 4 bits
@@ -28,21 +30,12 @@ class _Place(NamedTuple):
 
   fused: str  # the tensor of all, or its blocks
   expert: int
-  part: slice  # of the outputs
-  kind: str  # what the name ends with
+  part: range  # of the outputs
+  kind: str  # what the name ends with; `_rows` for a matrix whose outputs are the first axis
 
 
 def _match(name: str) -> re.Match[str] | None:
   return _FUSED.fullmatch(name) or _LINEAR.fullmatch(name)
-
-
-def _parts(matrix: str, num_outputs: int) -> dict[str, slice]:
-  """The outputs of each matrix that a tensor has."""
-  if matrix == 'gate_up':
-    return {'gate': slice(0, None, 2), 'up': slice(1, None, 2)}
-  if matrix == 'input':
-    return {'gate': slice(0, num_outputs // 2), 'up': slice(num_outputs // 2, None)}
-  return {'down': slice(None)}
 
 
 class FusedExperts(Tensors):
@@ -56,7 +49,10 @@ class FusedExperts(Tensors):
       if match is None:
         continue
       self._others.discard(name)
-      module, matrix, kind = match.groups()
+      module, above, matrix, kind = match.groups()
+      are_halves = above != 'mlp'
+      module += '.experts' * (above == 'block_sparse_moe')
+      kind = '_rows' if kind == '.weight' or (are_halves and not kind) else kind
       shape = tensors.shape(name)
       if kind == '_scales':
         if name.removesuffix('_scales') + '_blocks' not in tensors.names():
@@ -69,16 +65,17 @@ class FusedExperts(Tensors):
       if shape[0] != num_experts:
         raise ValueError(f'tensor {name_shown(name)} has {shape[0]} experts, the configuration {num_experts}')
       check_number(len(self._places))
-      num_outputs = shape[2 if kind == '' else 1]
-      if matrix in ('gate_up', 'input') and num_outputs % 2:
+      num_outputs, ours = shape[1 if kind else 2], _PARTS[matrix]
+      if num_outputs % len(ours):
         raise ValueError(f'tensor {name_shown(name)} has gates without an up: its shape is {shape}')
-      of_experts = f'{module}.experts' if kind == '.weight' else module
-      for ours, part in _parts(matrix, num_outputs).items():
+      size = num_outputs // len(ours)
+      for i, part in enumerate(ours):
+        outputs = range(i * size, (i + 1) * size) if are_halves else range(i, num_outputs, len(ours))
         for expert in range(num_experts):
-          own = f'{of_experts}.{expert}.{ours}_proj.{"bias" if kind == "_bias" else "weight"}'
+          own = f'{module}.{expert}.{part}_proj.{"bias" if kind == "_bias" else "weight"}'
           if own in self._others or own in self._places:
             raise ValueError(f'tensor {name_shown(own)} is there as a part of {name_shown(name)} as well')
-          self._places[own] = _Place(name, expert, part, kind)
+          self._places[own] = _Place(name, expert, outputs, kind)
 
   def _check_blocks(self, name: str, shape: tuple[int, ...]) -> None:
     scales = name.removesuffix('_blocks') + '_scales'
@@ -105,7 +102,7 @@ class FusedExperts(Tensors):
       shape = shape[::-1]
     elif kind == '_blocks':
       shape = shape[0], shape[1] * _BLOCK
-    return len(range(shape[0])[part]), *shape[1:]
+    return len(part), *shape[1:]
 
   def dtype(self, name: str) -> np.dtype:
     if name not in self._places:
@@ -118,14 +115,13 @@ class FusedExperts(Tensors):
       return self._tensors.read(name, index)
     fused, expert, part, kind = self._places[name]
     rows, *columns = (slice(*each.indices(size)[:2]) for each, size in zip(index, self.shape(name), strict=True))
-    num_outputs = self._tensors.shape(fused)[2 if kind == '' else 1]
-    picked = range(num_outputs)[part][rows]
-    outputs, own = slice(picked.start, min(picked.stop, num_outputs)), slice(expert, expert + 1)
+    places, own = part[rows], slice(expert, expert + 1)
+    outputs, some = slice(places.start, min(places.stop, part.stop)), slice(None, None, part.step)
     if kind == '_blocks':
-      return self._dequantized(fused, own, outputs, columns[0])[:: picked.step]
-    if kind == '':
-      return self._tensors.read(fused, (own, columns[0], outputs))[0, :, :: picked.step].T
-    return self._tensors.read(fused, (own, outputs, *columns))[0, :: picked.step]
+      return self._dequantized(fused, own, outputs, columns[0])[some]
+    if kind:
+      return self._tensors.read(fused, (own, outputs, *columns))[0, some]
+    return self._tensors.read(fused, (own, columns[0], outputs))[0, :, some].T
 
   def _dequantized(self, name: str, expert: slice, rows: slice, columns: slice) -> np.ndarray:
     blocks = slice(columns.start // _BLOCK, -(-columns.stop // _BLOCK))

@@ -9,11 +9,12 @@ from spectr_jax.io.hub.family_configs import layer_windows, llama_config
 from spectr_jax.io.hub.rope import context_length, read_rope, rope_parameters
 from spectr_jax.io.untrusted import shown
 from spectr_jax.models.causal_lm_config import CausalLMConfig
+from spectr_jax.models.routing import Experts
 
 # What other families refuse.
 FIELDS = (
   'attention_k_eq_v', 'use_double_wide_mlp', 'num_kv_shared_layers', 'hidden_size_per_layer_input', 'per_layer_config',
-  'use_bidirectional_attention',
+  'use_bidirectional_attention', 'enable_moe_block',
 )  # fmt: skip
 _FULL, _SLIDING = 'full_attention', 'sliding_attention'
 _ROPES = {
@@ -53,7 +54,7 @@ def _full_heads(spec: Mapping[str, Any], kinds: Sequence[str]) -> tuple[int, int
 
 
 def gemma4(spec: dict[str, Any]) -> CausalLMConfig:
-  """The dense text model, of `Gemma4ForCausalLM`; what is not possible raises `ValueError`."""
+  """The text model, of `Gemma4ForCausalLM`; what is not possible raises `ValueError`."""
   spec = {'num_key_value_heads': 4, 'head_dim': 256, **spec}
   spec['num_key_value_heads'] = spec['num_key_value_heads'] or spec['num_attention_heads']
   spec['hidden_act'] = spec.get('hidden_activation', 'gelu_pytorch_tanh')
@@ -74,8 +75,15 @@ def gemma4(spec: dict[str, Any]) -> CausalLMConfig:
         raise ValueError(f'rope_parameters has no {kind}')
       ropes[kind] = rope_parameters(spec, 'rope_parameters', given[kind])
   by_layer = spec.get('hidden_size_per_layer_input', 0 if is_unified else 256)
+  experts = None
+  if spec.get('enable_moe_block', False):
+    sizes = (spec[name] for name in ('num_experts', 'top_k_experts', 'moe_intermediate_size'))
+    experts = Experts(*sizes, are_beside_mlp=True, logit_scale=spec['hidden_size'] ** -0.5)
+  elif spec.get('num_experts'):
+    raise ValueError(f'num_experts {spec["num_experts"]} is not supported without enable_moe_block')
   return llama_config(
     spec,
+    experts=experts,
     rope=read_rope(ropes[_FULL], full_dim),
     window_rope=read_rope(ropes[_SLIDING], width) if _SLIDING in ropes else None,
     context_length=context_length(ropes[_FULL]),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -10,28 +9,15 @@ import numpy as np
 from spectr_jax.io.hub import config_fields
 from spectr_jax.io.hub.families import FAMILIES
 from spectr_jax.io.hub.gguf_header import GgufHeader
+from spectr_jax.io.hub.gguf_metadata import ARCHITECTURES, HEAD_WIDTHS, Metadata
 from spectr_jax.io.hub.gguf_tokenizer import ID_KEYS, check_metadata
 from spectr_jax.io.hub.rope import read_rope
-from spectr_jax.io.untrusted import FLAG, TEXT, Kind, check_object, either, list_of, real, shown, whole
+from spectr_jax.io.untrusted import shown
 
-# Architectures of llama.cpp and their names on the hub.
-_ARCHITECTURES = {
-  'llama': 'LlamaForCausalLM',
-  'qwen2': 'Qwen2ForCausalLM',
-  'qwen3': 'Qwen3ForCausalLM',
-  'qwen3moe': 'Qwen3MoeForCausalLM',
-  'olmoe': 'OlmoeForCausalLM',
-  'gpt-oss': 'GptOssForCausalLM',
-  'gemma': 'GemmaForCausalLM',
-  'gemma2': 'Gemma2ForCausalLM',
-  'gemma3': 'Gemma3ForCausalLM',
-  'gptneox': 'GPTNeoXForCausalLM',
-  'gpt2': 'GPT2LMHeadModel',
-}
 # Layers of the one size of a family that scales queries by the width per head and not by the head's.
 _SCALED_BY_WIDTH = {'gemma2': 46, 'gemma3': 62}
 # Whether the weights of a token's experts are divided by their sum, which llama.cpp knows by the architecture.
-_NORMALIZED = {'llama': True, 'qwen3moe': True, 'olmoe': False, 'gpt-oss': False}
+_NORMALIZED = {'llama': True, 'qwen3moe': True, 'olmoe': False, 'gpt-oss': False, 'gemma4': True}
 # Every n-th layer attends to everything, unless the metadata says otherwise.
 _WINDOW_PATTERN = {'gemma2': 2, 'gemma3': 6}
 # Llama 3.1 scales RoPE like this in all sizes; the files have the divisors that follow from it.
@@ -40,41 +26,6 @@ ROPE_FREQS = 'rope_freqs.weight'
 _MIXTURES = 'Qwen3MoeForCausalLM', 'OlmoeForCausalLM', 'GptOssForCausalLM'
 _PLAIN_TYPES = {0: 'float32', 1: 'float16', 30: 'bfloat16'}
 
-_MOST = 2**64 - 1
-_POSITIVE = Kind('a positive number', either(whole(1, _MOST), list_of(whole(1, _MOST), 10_000)).is_valid)
-# Kinds of the values that are read, by their names after the architecture's. Sizes may be listed for every layer.
-_SIZES = {
-  'block_count': config_fields.LAYERS,
-  'context_length': config_fields.LENGTH,
-  **dict.fromkeys(('embedding_length', 'feed_forward_length', 'expert_feed_forward_length'), config_fields.WIDTH),
-  **dict.fromkeys(('attention.head_count', 'attention.head_count_kv'), config_fields.HEADS),
-  **dict.fromkeys(('attention.key_length', 'attention.value_length', 'rope.dimension_count'), config_fields.HEAD_DIM),
-}
-_OTHERS = {
-  **dict.fromkeys(('attention.layer_norm_epsilon', 'attention.layer_norm_rms_epsilon'), config_fields.EPSILON),
-  **dict.fromkeys(('attention.sliding_window', 'rope.scaling.original_context_length'), config_fields.LENGTH),
-  'attention.sliding_window_pattern': either(config_fields.LAYERS, list_of(FLAG, 10_000)),
-  **dict.fromkeys(('attn_logit_softcapping', 'final_logit_softcapping'), config_fields.SOFT_CAP),
-  **dict.fromkeys(('expert_count', 'expert_used_count'), config_fields.EXPERTS),
-  'expert_weights_norm': FLAG,
-  'use_parallel_residual': FLAG,
-  **dict.fromkeys(('rope.freq_base', 'rope.freq_base_swa'), config_fields.BASE),
-  'rope.scaling.type': TEXT,
-  **dict.fromkeys(('rope.scaling.factor', 'rope.scale_linear'), real(0, 1e6)),
-  'rope.scaling.yarn_attn_factor': real(above=0, most=1e3),
-  **dict.fromkeys(('rope.scaling.yarn_beta_fast', 'rope.scaling.yarn_beta_slow'), config_fields.FACTOR),
-}
-# Values that change what is computed, and those among them that change nothing.
-_OFF = {
-  'attention.causal': (True,),
-  'rope.scaling.attn_factor': (1,),
-  **dict.fromkeys(('expert_shared_count', 'leading_dense_block_count', 'expert_shared_feed_forward_length'), (0,)),
-  **dict.fromkeys(('expert_weights_scale', 'expert_group_count', 'expert_group_used_count'), (0, 1)),
-  **dict.fromkeys(('attention.scale', 'attention.clamp_kqv', 'attention.max_alibi_bias'), (0,)),
-  **dict.fromkeys(('attention.shared_kv_layers', 'attention.temperature_scale'), (0,)),
-  **dict.fromkeys(('rope.scaling.alpha', 'rope.scaling.yarn_log_multiplier'), (0,)),
-  **dict.fromkeys(('attention.output_scale', 'embedding_scale', 'residual_scale', 'logit_scale'), (0, 1)),
-}
 # The hub's fields of sizes, and what GGUF calls them.
 _FIELDS = {
   'hidden_size': 'embedding_length',
@@ -92,59 +43,11 @@ _GPT2_FIELDS = {
 }
 
 
-class _Metadata:
-  """The part of the metadata that belongs to the architecture, its values checked."""
-
-  def __init__(self, header: GgufHeader):
-    self.header = header
-    self.architecture = architecture_of(header)
-    own = _OTHERS | dict.fromkeys(_SIZES, _POSITIVE)
-    check_object(header.metadata, {f'{self.architecture}.{key}': kind for key, kind in own.items()}, header.path)
-    for key, harmless in _OFF.items():
-      value = self.get(key)
-      if value is not None and value not in harmless:
-        raise self.refusal(f'{self.architecture}.{key} {shown(value)} is not supported')
-
-  def refusal(self, problem: str) -> ValueError:
-    return ValueError(f'{self.header.path}: {problem}')
-
-  def get(self, key: str, default: Any = None) -> Any:
-    return self.header.metadata.get(f'{self.architecture}.{key}', default)
-
-  def required(self, key: str) -> Any:
-    return self.header.required(f'{self.architecture}.{key}')
-
-  def size(self, key: str, default: int | None = None) -> int:
-    """A number of things, within bounds. It may be listed for every layer but must be the same in all."""
-    value = self.required(key) if default is None else self.get(key, default)
-    values = set(value) if isinstance(value, list) else {value}
-    if len(values) != 1:
-      raise self.refusal(f'{self.architecture}.{key} differs between layers')
-    size = values.pop()
-    if not _SIZES[key].is_valid(size):
-      raise self.refusal(f'{self.architecture}.{key} must be {_SIZES[key].words}, got {size}')
-    return size
-
-  def sizes(self, fields: Mapping[str, str]) -> dict[str, Any]:
-    """The hub's fields of sizes."""
-    return {field: self.size(key) for field, key in fields.items()}
-
-
-def architecture_of(header: GgufHeader) -> str:
-  """The architecture of a model, as llama.cpp names it."""
-  architecture = header.required('general.architecture')
-  if not isinstance(architecture, str) or architecture not in _ARCHITECTURES:
-    raise ValueError(
-      f'{header.path}: unknown architecture {shown(architecture)}; known are {", ".join(_ARCHITECTURES)}'
-    )
-  return architecture
-
-
 def hub_config(header: GgufHeader) -> dict[str, Any]:
   """The configuration of a model with the names that the hub has for its fields."""
   check_metadata(header)
-  metadata = _Metadata(header)
-  name = _ARCHITECTURES[metadata.architecture]
+  metadata = Metadata(header)
+  name = ARCHITECTURES[metadata.architecture]
   is_mixture = bool(metadata.get('expert_count', 0))
   if is_mixture and metadata.architecture not in _NORMALIZED:
     raise metadata.refusal(f'a mixture of experts, which {metadata.architecture} is not')
@@ -156,6 +59,9 @@ def hub_config(header: GgufHeader) -> dict[str, Any]:
   if metadata.architecture == 'gpt2':
     epsilon = metadata.required('attention.layer_norm_epsilon')
     return config | metadata.sizes(_GPT2_FIELDS) | {'layer_norm_epsilon': epsilon, 'activation_function': 'gelu_new'}
+  if metadata.architecture == 'gemma4':
+    config |= _gemma4(metadata)
+    return config | _experts(metadata, config) if is_mixture else config
   config |= metadata.sizes(_FIELDS)
   if metadata.architecture == 'gptneox':
     return config | _gpt_neox(metadata, config)
@@ -196,7 +102,7 @@ def _common(header: GgufHeader) -> dict[str, Any]:
   return config
 
 
-def _rms_decoder(metadata: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
+def _rms_decoder(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
   """The fields of Llama, Qwen and Gemma."""
   num_heads = config['num_attention_heads']
   default = metadata.size('rope.dimension_count', max(config['hidden_size'] // num_heads, 1))
@@ -219,7 +125,7 @@ def _rms_decoder(metadata: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
   }
 
 
-def _gemma(metadata: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
+def _gemma(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
   architecture, num_layers = metadata.architecture, config['num_hidden_layers']
   fields: dict[str, Any] = {'hidden_act': 'gelu_pytorch_tanh', 'hidden_activation': 'gelu_pytorch_tanh'}
   if architecture == 'gemma':
@@ -240,7 +146,71 @@ def _gemma(metadata: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
   }
 
 
-def _experts(metadata: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
+def _gemma4(metadata: Metadata) -> dict[str, Any]:
+  """The fields of Gemma 4. What its layers with a window have is named `_swa`, or listed layer by layer."""
+  fields = metadata.sizes({name: key for name, key in _FIELDS.items() if name != 'intermediate_size'})
+  num_layers, tensors = fields['num_hidden_layers'], metadata.header.tensors
+  slides = metadata.required('attention.sliding_window_pattern')
+  if not isinstance(slides, list) or len(slides) != num_layers or slides[-1]:
+    raise metadata.refusal('gemma4.attention.sliding_window_pattern must tell each layer, and the last has no window')
+  full_dim, head_dim = (_width(metadata, suffix) for suffix in ('', '_swa'))
+  heads, hidden = (metadata.by_layer(key, num_layers) for key in ('attention.head_count_kv', 'feed_forward_length'))
+  num_shared = metadata.get('attention.shared_kv_layers', 0)
+  num_own = max(num_layers - num_shared, 0)
+  is_wide = num_own < num_layers and hidden[-1] == 2 * hidden[0]
+  if hidden != [hidden[0]] * num_own + [hidden[0] * (1 + is_wide)] * (num_layers - num_own):
+    raise metadata.refusal('gemma4.feed_forward_length differs between layers')
+  own_full = [layer for layer in range(num_own) if not slides[layer]]
+  table = tensors.get('per_layer_token_embd.weight')
+  return fields | {
+    'intermediate_size': hidden[0],
+    'use_double_wide_mlp': is_wide,
+    'num_kv_shared_layers': num_shared,
+    'head_dim': head_dim,
+    'num_key_value_heads': heads[slides.index(True) if True in slides else 0],
+    'per_layer_config': {
+      str(layer): {'head_dim': head_dim if slide else full_dim, 'num_key_value_heads': heads[layer]}
+      for layer, slide in enumerate(slides)
+    },
+    'attention_k_eq_v': bool(own_full) and f'blk.{own_full[0]}.attn_v.weight' not in tensors,
+    'hidden_size_per_layer_input': metadata.get('embedding_length_per_layer_input', 0),
+    'vocab_size_per_layer_input': table.shape[0] if table else 0,
+    'layer_types': ['sliding_attention' if slide else 'full_attention' for slide in slides],
+    'sliding_window': metadata.get('attention.sliding_window'),
+    'rms_norm_eps': metadata.required('attention.layer_norm_rms_epsilon'),
+    'final_logit_softcapping': metadata.get('final_logit_softcapping'),
+    'rope_parameters': {
+      'full_attention': _proportional_rope(metadata, full_dim),
+      'sliding_attention': {'rope_type': 'default', 'rope_theta': metadata.get('rope.freq_base_swa', 1e4)},
+    },
+  }
+
+
+def _width(metadata: Metadata, suffix: str) -> int:
+  """The width of a head in layers of one kind."""
+  key, value, rotary = (f'{key}{suffix}' for key in HEAD_WIDTHS)
+  width = metadata.size(key)
+  if {metadata.size(value, width), metadata.size(rotary, width)} != {width}:
+    raise metadata.refusal(f'gemma4.{key}, {value} and {rotary} differ')
+  return width
+
+
+def _proportional_rope(metadata: Metadata, width: int) -> dict[str, Any]:
+  """Rotary positions of which the first turn: llama.cpp divides the frequencies of the others by 1e30."""
+  if _scaling(metadata) is not None:
+    raise metadata.refusal('scaled rotary positions of gemma4 are not supported')
+  if ROPE_FREQS not in metadata.header.tensors:
+    raise metadata.refusal(f'no tensor {ROPE_FREQS}')
+  divisors = _stored_divisors(metadata.header, width)
+  num_turned = int((divisors == 1).sum())
+  if not np.array_equal(divisors, np.where(np.arange(width // 2) < num_turned, 1, np.float32(1e30))):
+    raise metadata.refusal(f'{ROPE_FREQS} must hold 1 and then 1e30')
+  share = min((2 * num_turned + 1) / width, 1.0)  # is rounded down where it is read
+  base = metadata.get('rope.freq_base', 1e6)
+  return {'rope_type': 'proportional', 'partial_rotary_factor': share, 'rope_theta': base}
+
+
+def _experts(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
   architecture, is_normalized = metadata.architecture, _NORMALIZED[metadata.architecture]
   if metadata.get('expert_weights_norm', is_normalized) != is_normalized:
     raise metadata.refusal(f'{architecture}.expert_weights_norm must be {is_normalized}')
@@ -253,6 +223,8 @@ def _experts(metadata: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
   }
   if architecture == 'qwen3moe':
     return fields
+  if architecture == 'gemma4':
+    return {**fields, 'enable_moe_block': True, 'top_k_experts': fields.pop('num_experts_per_tok')}
   fields['intermediate_size'] = hidden
   if architecture == 'gpt-oss':
     # llama.cpp rounds the ends of YaRN's ramp; the model was trained without this.
@@ -261,7 +233,7 @@ def _experts(metadata: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
   return fields
 
 
-def _gpt_neox(metadata: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
+def _gpt_neox(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
   head_dim = max(config['hidden_size'] // config['num_attention_heads'], 1)
   rotary_dim, base = metadata.size('rope.dimension_count', head_dim), metadata.get('rope.freq_base', 1e4)
   return {
@@ -275,7 +247,7 @@ def _gpt_neox(metadata: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
   }
 
 
-def _rope_scaling(metadata: _Metadata, base: float, rotary_dim: int) -> dict[str, Any] | None:
+def _rope_scaling(metadata: Metadata, base: float, rotary_dim: int) -> dict[str, Any] | None:
   scaling, length = _scaling(metadata), metadata.size('context_length')
   if ROPE_FREQS not in metadata.header.tensors:
     return scaling
@@ -301,7 +273,7 @@ def _rope_scaling(metadata: _Metadata, base: float, rotary_dim: int) -> dict[str
   }
 
 
-def _scaling(metadata: _Metadata) -> dict[str, Any] | None:
+def _scaling(metadata: Metadata) -> dict[str, Any] | None:
   factor = metadata.get('rope.scaling.factor') or metadata.get('rope.scale_linear') or 1.0
   kind = metadata.get('rope.scaling.type', 'linear')
   if kind not in ('none', 'linear', 'yarn'):
@@ -318,13 +290,18 @@ def _scaling(metadata: _Metadata) -> dict[str, Any] | None:
   return scaling
 
 
-def _divisors(header: GgufHeader, rotary_dim: int) -> np.ndarray:
+def _stored_divisors(header: GgufHeader, rotary_dim: int) -> np.ndarray:
   """float32 `[rotary_dim / 2]`, what a file divides each frequency by, whatever the scaling."""
   stored = header.tensors[ROPE_FREQS]
   end = stored.offset + 4 * rotary_dim // 2
   if stored.type_id != 0 or stored.shape != (rotary_dim // 2,) or end > len(header.data):
     raise ValueError(f'{header.path}: {ROPE_FREQS} must be {rotary_dim // 2} float32 numbers')
-  divisors = header.data[stored.offset : end].view('<f4')
+  return header.data[stored.offset : end].view('<f4')
+
+
+def _divisors(header: GgufHeader, rotary_dim: int) -> np.ndarray:
+  """`_stored_divisors` within bounds."""
+  divisors = _stored_divisors(header, rotary_dim)
   wrong = [value for value in divisors.tolist() if not config_fields.FACTOR.is_valid(value)]
   if wrong:
     raise ValueError(f'{header.path}: {ROPE_FREQS} must hold {config_fields.FACTOR.words}, got {wrong[0]}')

@@ -19,6 +19,9 @@ from spectr_jax.io.hub.gguf_header import GgufHeader, StoredTensor
 from spectr_jax.io.hub.tensors import Tensors, check_number
 
 _FREQUENCIES = re.compile(r'blk\.(\d+)\.attn_rot_embd(?:\.weight)?', re.ASCII)
+# Numbers beside matrices of Gemma 4, and the hub's names of them.
+_SCALES = {'ffn_gate_inp': 'router.scale', 'ffn_down_exps': 'router.per_expert_scale'}
+_GATE_UP = 'experts.{}.gate_up_proj'  # all gates before all ups
 _MOST_AT_ONCE = 2**22  # numbers dequantized together
 
 
@@ -54,7 +57,7 @@ class GgufTensors(Tensors):
         continue
       with untrusted.named(f'{header.path}: tensor {untrusted.name_shown(name)}'):
         hub_name = _hub_name(name, config['architectures'][0], architecture)
-        num_experts = config['num_experts'] if '{}' in hub_name else None
+        num_experts = config.get('num_experts', 0) if '{}' in hub_name else None
         source = _source(name, stored, header, config, architecture, is_stacked=num_experts is not None)
         if stored.offset < end:
           raise ValueError('begins within another tensor')
@@ -96,14 +99,19 @@ class GgufTensors(Tensors):
 
 def _by_expert(hub_name: str, source: _Source, num_experts: int) -> dict[str, _Source]:
   """The tensors that one of all experts is made of."""
-  shape = source.shape[1:]
-  if source.shape[0] != num_experts:
-    raise ValueError(f'it has {source.shape[0]} experts, and the metadata {num_experts}')
-  if source.quantization is not None and len(shape) != 2:
+  num, num_rows, *columns = source.shape
+  if num != num_experts:
+    raise ValueError(f'it has {num} experts, and the metadata {num_experts}')
+  if source.quantization is not None and len(columns) != 1:
     raise ValueError('a bias in blocks')
+  parts = [hub_name.replace('gate_up', part) for part in (('gate', 'up') if _GATE_UP in hub_name else ('gate_up',))]
+  size, rest = divmod(num_rows, len(parts))
+  if rest:
+    raise ValueError(f'{num_rows} rows are gates without an up')
   return {
-    hub_name.replace('{}', str(i)): dataclasses.replace(source, stored=one, shape=shape)
+    name.replace('{}', str(i)): dataclasses.replace(source, stored=one[j * size :][:size], shape=(size, *columns))
     for i, one in enumerate(source.stored)
+    for j, name in enumerate(parts)
   }
 
 
@@ -115,7 +123,7 @@ def _module_names(family_name: str, architecture: str) -> dict[str, str]:
   family = FAMILIES[family_name]
   kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
   hub_names, stored_name = {'output': family.head_names[0]}, gguf.get_tensor_name_map(kind, 1).get_name
-  for module in family.modules.values():
+  for module in (*family.modules.values(), _GATE_UP):
     for name in (f'{family.prefix}{module}', f'{family.prefix}{family.blocks}.0.{module}'):
       if stored := stored_name(name.replace('.{}', '')):
         hub_names[stored] = name
@@ -126,12 +134,14 @@ def _hub_name(name: str, family_name: str, architecture: str) -> str:
   family = FAMILIES[family_name]
   if match := _FREQUENCIES.fullmatch(name):
     return f'{family.prefix}{family.blocks}.{match[1]}.rotary_emb.inv_freq'
-  match = re.fullmatch(r'(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)', name, re.ASCII)
+  match = re.fullmatch(r'(?:blk\.(\d+)\.)?(\w+)\.(weight|bias|scale)', name, re.ASCII)
   layer, part, kind = match.groups() if match else (None, '', '')
+  if kind == 'scale' and architecture == 'gemma4' and part in _SCALES:
+    return f'{family.prefix}{family.blocks}.{layer}.{_SCALES[part]}'
   module = _module_names(family_name, architecture).get(part if layer is None else f'blk.0.{part}')
-  if module is None:
+  if module is None or kind == 'scale':
     raise ValueError('unknown for this architecture')
-  name = module if module.endswith('.sinks') else f'{module}.{kind}'
+  name = module if module.endswith(('.sinks', '.layer_scalar')) else f'{module}.{kind}'
   return name.replace(f'{family.blocks}.0.', f'{family.blocks}.{layer}.', 1)
 
 
@@ -157,8 +167,8 @@ def _source(
     quantization,
     row_axes,
     is_transposed=architecture == 'gpt2' and name.startswith('blk.') and len(tensor.shape) == 2,
-    # llama.cpp stores the gain of Gemma's norms, the hub what is added to 1.
-    offset=-1.0 if architecture.startswith('gemma') and part.endswith('norm') else 0.0,
+    # llama.cpp stores the gain of norms, the hub what is added to 1.
+    offset=-1.0 if architecture in ('gemma', 'gemma2', 'gemma3') and part.endswith('norm') else 0.0,
   )
 
 

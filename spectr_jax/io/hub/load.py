@@ -27,7 +27,8 @@ from spectr_jax.kernels.int8 import BLOCKS, CHANNEL_AXES, Int8Kernel, is_int8, q
 from spectr_jax.kernels.products import accumulation_dtype
 from spectr_jax.model import Model
 from spectr_jax.models.causal_lm import causal_lm
-from spectr_jax.models.causal_lm_config import CausalLMConfig, param_shapes
+from spectr_jax.models.causal_lm_config import CausalLMConfig
+from spectr_jax.models.param_shapes import param_shapes
 from spectr_jax.sharding import CAUSAL_LM_RULES, MODEL, only_over, shardings
 
 _MOST_AT_ONCE = 2**22  # numbers quantized together

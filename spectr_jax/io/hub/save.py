@@ -22,7 +22,8 @@ from spectr_jax.kernels.int8 import check_savable
 from spectr_jax.model import Model
 from spectr_jax.models import layers
 from spectr_jax.models.causal_lm import config_of
-from spectr_jax.models.causal_lm_config import CausalLMConfig, is_lm1b, param_shapes
+from spectr_jax.models.causal_lm_config import CausalLMConfig, is_lm1b
+from spectr_jax.models.param_shapes import param_shapes
 
 OWN_FILES = ('model.safetensors', 'tokenizer.json')  # whose checksums a model that is trained here has
 FILES = ('config.json', 'generation_config.json', 'model.safetensors', 'tokenizer.json', 'tokenizer_config.json')
@@ -120,7 +121,7 @@ def save_hub_model(
   check_savable(model.params)
   family, described = read_spec(spec)
   is_own = isinstance(tokenizer, Tokenizer)
-  if not family.is_saved:
+  if not family.is_saved or (described.experts and described.experts.are_beside_mlp):
     raise ValueError(f'a model of the family {family.model_type} is not saved')
   types = {'dtype': config.dtype, 'cache_dtype': config.cache_dtype}
   if dataclasses.replace(described, **types) != config:

@@ -43,6 +43,18 @@ def _fused(tensors):
   return fused
 
 
+def _fused_halves(tensors):
+  """Tensors of Gemma 4 as its files have them: all experts of a layer in one, all gates before all ups."""
+  fused = {name: x for name, x in tensors.items() if '.experts.' not in name}
+  for layer in range(4):
+    own = f'model.layers.{layer}.experts'
+    gate, up, down = (
+      np.stack([tensors[f'{own}.{i}.{part}_proj.weight'] for i in range(5)]) for part in ('gate', 'up', 'down')
+    )
+    fused |= {f'{own}.gate_up_proj': np.concatenate([gate, up], axis=1), f'{own}.down_proj': down}
+  return fused
+
+
 def _in_mxfp4(fused, rng):
   """Such tensors with kernels of 4 bits, and their numbers."""
   found, numbers = {}, {}
@@ -110,6 +122,38 @@ def test_gpt_oss_in_floating_point_and_in_mxfp4(dtype, tmp_path):
   found = load_hub_model(folder, dtype=dtype).params
   assert found['layer_1']['mlp']['experts']['up']['kernel'].dtype == dtype
   _assert_layer(found, numbers)  # which bfloat16 holds exactly
+
+
+@pytest.mark.parametrize('weights', [None, 'int8'])
+def test_gemma_4_in_one_tensor_and_in_one_for_each_expert(weights):
+  spec, tensors = SPECS['gemma4_mixture'], tensors_of(SPECS['gemma4_mixture'])
+  recorded = Recorded(_fused_halves(tensors))
+  found, expected = (make_model(spec, stored, weights=weights).params for stored in (recorded, Recorded(tensors)))
+  jax.tree.map(np.testing.assert_array_equal, found, expected)
+  assert max(size for name, size in recorded.reads if '.experts.' in name) == 16 * 12
+  if weights is None:
+    own = found['layer_3']['mixture']
+    np.testing.assert_array_equal(
+      own['experts']['up']['kernel'][4], tensors['model.layers.3.experts.4.up_proj.weight'].T
+    )
+    np.testing.assert_array_equal(own['router']['gain'], tensors['model.layers.3.router.scale'])
+
+
+@pytest.mark.parametrize(
+  ('name', 'change', 'problem'),
+  [
+    ('gate_up_proj', lambda x: x[:, :-1], 'has gates without an up'),
+    ('gate_up_proj', lambda x: x[:, 2:], r'experts.0.gate_proj.weight must have shape \(12, 16\), got \(11, 16\)'),
+    ('gate_up_proj', lambda x: x[0], 'has 2 axes, expected 3'),
+    ('gate_up_proj', lambda x: x.swapaxes(1, 2), 'must have shape'),
+    ('down_proj', lambda x: x[:4], 'has 4 experts, the configuration 5'),
+    ('down_proj', lambda x: x[:, :, :0], 'must have shape'),
+  ],
+)
+def test_tensors_of_gemma_4_that_are_refused(name, change, problem):
+  tensors, name = _fused_halves(tensors_of(SPECS['gemma4_mixture'])), f'model.layers.1.experts.{name}'
+  with pytest.raises(ValueError, match=problem):
+    make_model(SPECS['gemma4_mixture'], Recorded(tensors | {name: change(tensors[name])}))
 
 
 def test_no_read_is_larger_than_both_matrices_of_an_expert():
@@ -278,7 +322,7 @@ def test_some_layers_of_a_mixture_keep_their_kinds():
 # GGUF.
 
 
-@pytest.mark.parametrize('architecture', ['mixtral', 'qwen3moe', 'olmoe', 'gpt-oss'])
+@pytest.mark.parametrize('architecture', ['mixtral', 'qwen3moe', 'olmoe', 'gpt-oss', 'gemma4 mixture'])
 @pytest.mark.parametrize('kind', ['Q8_0', 'MXFP4'])
 def test_gguf_files_of_experts_in_blocks(architecture, kind, tmp_path):
   kind = gguf.GGMLQuantizationType[kind]
@@ -290,7 +334,8 @@ def test_gguf_files_of_experts_in_blocks(architecture, kind, tmp_path):
       expected = gguf.quants.dequantize(gguf.quants.quantize(tensor, kind), kind)
       np.testing.assert_array_equal(file.tensors.read(name, (slice(None), slice(None))), expected)
       np.testing.assert_array_equal(file.tensors.read(name, (slice(2, 9), slice(5, 30))), expected[2:9, 5:30])
-  assert load_plain(file).params['layer_0']['mlp']['experts']['up']['kernel'].ndim == 3
+  own = load_plain(file).params['layer_0']
+  assert own.get('mixture', own['mlp'])['experts']['up']['kernel'].ndim == 3
 
 
 def load_plain(file):

@@ -15,6 +15,7 @@ from spectr_jax.io.hub.families import read_spec
 from spectr_jax.io.hub.load import load_hub_model, read_hub_config
 
 _SPEC = SPECS['gemma4']
+_MIXTURE = {'enable_moe_block': True, 'num_experts': 5, 'top_k_experts': 2, 'moe_intermediate_size': 12}
 _WHERE = 'there/config.json'
 _BARE = {
   'architectures': ['Gemma4ForCausalLM'], 'vocab_size': 262_144, 'hidden_size': 128, 'intermediate_size': 24,
@@ -58,8 +59,15 @@ def test_sizes_by_layer_are_those_of_older_files():
     ({'global_head_dim': 7}, 'rotary frequencies need heads of twice that; got 7'),
     ({'hidden_size_per_layer_input': 10**9}, 'hidden_size_per_layer_input must be a whole number'),
     ({'vocab_size_per_layer_input': 31}, 'layer_vocab_size 31 must be at least vocab_size 32'),
-    ({'enable_moe_block': True}, 'enable_moe_block True is not supported'),
-    ({'num_experts': 128}, 'num_experts 128 is not supported'),
+    ({'enable_moe_block': True}, 'the configuration of Gemma4ForCausalLM has no num_experts'),
+    ({'num_experts': 128}, 'num_experts 128 is not supported without enable_moe_block'),
+    (_MIXTURE | {'num_experts': 4097}, 'num_experts must be a whole number from 0 to 4096'),
+    (_MIXTURE | {'num_experts': 0}, 'num of experts must be from 1 to 4096, got 0'),
+    (_MIXTURE | {'top_k_experts': 6}, 'num_chosen of experts must be from 1 to 5, got 6'),
+    (_MIXTURE | {'top_k_experts': 10**9}, 'top_k_experts must be a whole number'),
+    (_MIXTURE | {'moe_intermediate_size': 10**9}, 'moe_intermediate_size must be a whole number'),
+    (_MIXTURE | {'enable_moe_block': 'yes'}, 'enable_moe_block must be'),
+    (_MIXTURE | {'num_local_experts': 5}, 'num_local_experts 5 is not supported'),
     ({'use_bidirectional_attention': 'all'}, "use_bidirectional_attention 'all' is not supported"),
     ({'layer_types': ['chunked_attention'] * 4}, "layer_types: 'chunked_attention' is not supported"),
     ({'layer_types': ['full_attention'] * 5}, 'layer_types names 5 layers, but there are 4'),
@@ -88,6 +96,8 @@ def test_other_families_refuse_its_fields(field, value):
     {'num_hidden_layers': 10_000, 'layer_types': None, 'num_kv_shared_layers': 9_000},
     {'hidden_size_per_layer_input': 2**22, 'vocab_size_per_layer_input': 2**22},
     {'global_head_dim': 2**14},
+    _MIXTURE | {'num_experts': 4096},
+    _MIXTURE | {'moe_intermediate_size': 2**20},
   ],
 )
 def test_sizes_are_those_of_the_tensors(tmp_path, fields):

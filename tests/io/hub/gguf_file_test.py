@@ -391,6 +391,50 @@ def test_metadata_that_is_refused(metadata, problem, tmp_path):
 
 
 @pytest.mark.parametrize(
+  ('metadata', 'problem'),
+  [
+    (
+      {'attention.sliding_window_pattern': 2},
+      'must tell each layer, and the last has no window',
+    ),
+    ({'attention.sliding_window_pattern': [True] * 4}, 'must tell each layer, and the last has no window'),
+    ({'attention.sliding_window_pattern': [True, False]}, 'must tell each layer, and the last has no window'),
+    ({'attention.sliding_window': None}, 'there is no sliding_window'),
+    (
+      {'attention.shared_kv_layers': 4, 'feed_forward_length': 96},
+      'num_kv_shared_layers 4 must be below',
+    ),
+    ({'attention.shared_kv_layers': 10**6}, 'shared_kv_layers must be a whole number from 0 to 10000'),
+    ({'feed_forward_length': [96, 96, 192, 96]}, 'gemma4.feed_forward_length differs between layers'),
+    ({'feed_forward_length': [96, 192]}, 'feed_forward_length has 2 numbers, and there are 4 layers'),
+    ({'attention.head_count_kv': [2, 2, 1, 2]}, 'other sizes for layer 2 than for others of sliding_attention'),
+    ({'attention.value_length_swa': 8}, 'gemma4.attention.key_length_swa, attention.value_length_swa and'),
+    ({'rope.dimension_count': 16}, 'rope.dimension_count differ'),
+    ({'attention.key_length': 16, 'attention.value_length': 16, 'rope.dimension_count': 16}, 'must be 8 float32'),
+    ({'rope.scaling.factor': 2.0}, 'scaled rotary positions of gemma4 are not supported'),
+    ({'embedding_length_per_layer_input': 2**21}, 'embedding_length_per_layer_input must be a whole number'),
+    ({'expert_count': 5}, 'has no gemma4.expert_used_count'),
+  ],
+)
+def test_metadata_of_gemma_4_that_is_refused(metadata, problem, tmp_path):
+  metadata = {f'gemma4.{key}': value for key, value in metadata.items()}
+  path = _write(tmp_path / 'model.gguf', 'gemma4', metadata=metadata)
+  assert problem in hostile.refusal(lambda: read_spec(GgufFile(path).spec, str(path)), path)
+
+
+@pytest.mark.parametrize('divisors', [[1] * 8 + [2] * 8, [1e30] * 8 + [1] * 8, [float('nan')] * 16, None])
+def test_divisors_of_gemma_4_that_are_refused(divisors, monkeypatch, tmp_path):
+  monkeypatch.setattr(gguf_files, '_TURNED', np.float32(divisors or [1] * 4))
+  message = 'must hold 1 and then 1e30' if divisors else 'must be 16 float32 numbers'
+  assert message in _refusal(_write(tmp_path / 'model.gguf', 'gemma4'))
+
+
+def test_experts_of_gemma_4_need_their_number(tmp_path):
+  path = _write(tmp_path / 'model.gguf', 'gemma4 mixture', metadata={'gemma4.expert_count': None})
+  assert 'it has 5 experts, and the metadata 0' in _refusal(path)
+
+
+@pytest.mark.parametrize(
   ('changes', 'problem'),
   [
     (

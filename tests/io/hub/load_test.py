@@ -24,7 +24,7 @@ from spectr_jax.io.hub.rope import read_rope
 from spectr_jax.io.load import hub_folder, load_model
 from spectr_jax.kernels.int8 import quantized
 from spectr_jax.models.causal_lm import config_of
-from spectr_jax.models.causal_lm_config import param_shapes
+from spectr_jax.models.param_shapes import param_shapes
 from spectr_jax.sharding import make_mesh
 
 _HERE = pathlib.Path(__file__).parent
