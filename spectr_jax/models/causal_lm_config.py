@@ -19,6 +19,7 @@ from jax.sharding import AbstractMesh, Mesh
 from spectr_jax.kernels.int8 import CHANNEL_AXES, INT8, Int8Kernel, check_weights, quantized
 from spectr_jax.kernels.products import accumulation_dtype
 from spectr_jax.model import KVCache
+from spectr_jax.models.recurrent import HybridCache, Recurrence, RecurrentState
 from spectr_jax.models.routing import Experts
 from spectr_jax.sharding import MODEL
 
@@ -133,6 +134,8 @@ class CausalLMConfig:
     layer_input_dim: Width of what every layer reads of the token beside the stream (per-layer embeddings); 0 for none.
     layer_vocab_size: Rows of the table of it, at least V.
     has_layer_scale: Whether the stream after every block is multiplied by a number.
+    has_output_gate: Whether what heads mix is multiplied by sigmoids, whose products follow those of each query.
+    recurrence: The recurrent layers, or None for none.
 
   Raises:
     ValueError: Sizes do not fit each other, a name is unknown, or a number is beyond its range.
@@ -183,6 +186,8 @@ class CausalLMConfig:
   layer_input_dim: int = 0
   layer_vocab_size: int = 0
   has_layer_scale: bool = False
+  has_output_gate: bool = False
+  recurrence: Recurrence | None = None
 
   def __post_init__(self):
     sizes = ('vocab_size', 'embed_dim', 'num_layers', 'num_heads', 'num_kv_heads', 'head_dim', 'mlp_dim')
@@ -217,6 +222,7 @@ class CausalLMConfig:
     if self.experts is not None and self.num_layers * self.experts.num > _MOST_EXPERTS:
       raise ValueError(f'{self.num_layers} layers of {self.experts.num} experts are too many; at most {_MOST_EXPERTS}')
     self._check_kinds()
+    self._check_recurrence()
     for rope in () if self._has_kinds else (self.rope, self.window_rope):
       if rope is not None and 2 * len(rope.frequencies) > self.head_dim:
         raise ValueError(f'{len(rope.frequencies)} rotary frequencies need heads of twice that; got {self.head_dim}')
@@ -241,6 +247,26 @@ class CausalLMConfig:
       for layer in range(self.num_layers):
         self.of_layer(layer)  # which checks its sizes
 
+  def _check_recurrence(self) -> None:
+    own = self.recurrence
+    if own is None:
+      return
+    if len(own.layers) != self.num_layers or all(own.layers):
+      raise ValueError(f'recurrent layers must be said of all {self.num_layers} layers, one of which has attention')
+    if own.kind == 'conv' and own.num_channels != self.embed_dim:
+      raise ValueError(f'short convolutions must have {self.embed_dim} channels, got {own.num_channels}')
+    if self.num_shared_layers or self.layer_input_dim:
+      raise ValueError('a decoder with recurrent layers has neither shared layers nor per-layer embeddings')
+
+  def is_recurrent(self, layer: int) -> bool:
+    """Whether a layer is recurrent."""
+    return self.recurrence is not None and self.recurrence.layers[layer]
+
+  @property
+  def num_query_parts(self) -> int:
+    """The outputs of queries, and of their gates, in units of `head_dim`."""
+    return self.num_heads * (2 if self.has_output_gate else 1)
+
   @property
   def num_cached_heads(self) -> int:
     """Heads of keys and values as they are stored."""
@@ -264,9 +290,9 @@ class CausalLMConfig:
     return {}
 
   def kv_layer(self, layer: int) -> int:
-    """The layer whose keys and values a layer reads."""
+    """The layer whose keys and values a layer reads, its number among those that have any in the cache."""
     if layer < self.num_own_layers:
-      return layer
+      return layer - sum(map(self.is_recurrent, range(layer)))
     before = self._has_window[: self.num_own_layers]
     return len(before) - 1 - before[::-1].index(self._has_window[layer])
 
@@ -308,10 +334,15 @@ class CausalLMConfig:
     full = copies(self.full_kv_heads, 1) if self.full_kv_heads else self.full_kv_copies
     return dataclasses.replace(self, kv_copies=copies(self.num_kv_heads, self.kv_copies), full_kv_copies=full)
 
-  def empty_cache(self, batch_size: int, cache_size: int) -> KVCache:
-    """An empty cache of the decoder's keys and values, see `KVCache.empty`."""
-    own = [self.of_layer(layer) for layer in range(self.num_own_layers)]
-    return KVCache.empty(
+  def empty_states(self, batch_size: int) -> tuple[RecurrentState, ...]:
+    """The states of the recurrent layers before a text."""
+    number = sum(map(self.is_recurrent, range(self.num_layers)))
+    return tuple(RecurrentState.empty(self.recurrence, batch_size, self.dtype) for _ in range(number))
+
+  def empty_cache(self, batch_size: int, cache_size: int) -> KVCache | HybridCache:
+    """An empty cache of the decoder's keys and values, see `KVCache.empty`, and of its states."""
+    own = [self.of_layer(layer) for layer in range(self.num_own_layers) if not self.is_recurrent(layer)]
+    cache = KVCache.empty(
       num_layers=len(own),
       batch_size=batch_size,
       num_heads=[layer.num_cached_heads for layer in own],
@@ -319,6 +350,7 @@ class CausalLMConfig:
       cache_size=cache_size,
       dtype=self.cache_dtype or self.dtype,
     )
+    return cache if self.recurrence is None else HybridCache(cache, self.empty_states(batch_size))
 
   def window(self, layer: int) -> int | None:
     """The window of a layer, or None for all tokens."""
@@ -416,13 +448,25 @@ def param_shapes(config: CausalLMConfig) -> dict[str, Any]:
     down = linear(experts.hidden_dim, width, experts.has_bias, experts.num)
     return {'router': router, 'experts': {**into, 'down': down}}
 
+  def recurrence(own):
+    of_heads = gain(own.num_heads)['gain']
+    params = {name: linear(width, size, own.has_bias) for name, size in own.products.items()}
+    params |= {'out': linear(own.inner_dim, width, own.has_bias), 'taps': array(own.conv_width, own.conv_dim)}
+    params |= {'taps_bias': array(own.conv_dim)} if own.has_conv_bias else {}
+    if own.kind == 'conv':
+      return params
+    norm_dim = own.value_dim if own.kind == 'delta' else own.inner_dim
+    params |= {'log_rate': of_heads, 'step_bias': of_heads, 'norm': gain(norm_dim)['gain']}
+    return params | ({'skip': of_heads} if own.kind == 'mamba' else {})
+
   def block(layer):
     own = config.of_layer(layer)
     head_dim = own.head_dim
     query_width, kv_width = own.num_heads * head_dim, own.num_cached_heads * head_dim
     attention: dict[str, Any] = {'out': linear(query_width, width, own.has_out_bias)}
     for name in own.projections:
-      attention[name] = linear(width, query_width if name == 'q' else kv_width, own.has_qkv_bias)
+      outputs = own.num_query_parts * head_dim if name == 'q' else kv_width
+      attention[name] = linear(width, outputs, own.has_qkv_bias)
     if own.has_qk_norm or own.has_wide_qk_norm:
       widths = {'q': query_width, 'k': kv_width} if own.has_wide_qk_norm else dict.fromkeys('qk', head_dim)
       attention |= {f'{name}_norm': gain(widths[name]) for name in own.projections if name != 'v'}
@@ -432,7 +476,9 @@ def param_shapes(config: CausalLMConfig) -> dict[str, Any]:
     norms = {'attention_norm': norm(), 'mlp_norm': norm()}
     if own.has_post_norms:
       norms |= {'attention_post_norm': norm(), 'mlp_post_norm': norm()}
-    params = {'attention': attention, 'mlp': mixture(experts) if experts else mlp(own), **norms}
+    is_recurrent = own.is_recurrent(layer)
+    mixer = {'recurrence': recurrence(own.recurrence)} if is_recurrent else {'attention': attention}
+    params = {**mixer, 'mlp': mixture(experts) if experts else mlp(own), **norms}
     if input_dim:
       into, out = linear(width, input_dim, False), linear(input_dim, width, False)
       params['layer_input'] = {'gate': into, 'out': out, 'norm': norm()}
@@ -458,7 +504,7 @@ def init_params(key: jax.Array, config: CausalLMConfig) -> dict[str, Any]:
     scale = shape.shape[-2] ** -0.5 if path[-1].key in ('kernel', 'unembedding') else shape.shape[-1] ** -0.5
     if path[-1].key == 'layer_scale':
       return jnp.full(shape.shape, 0.5, shape.dtype)
-    offset = 1.0 - config.gain_offset if path[-1].key == 'gain' else 0.0
+    offset = 1.0 - config.gain_offset if path[-1].key == 'gain' else float(path[-1].key in ('norm', 'skip'))
     return (offset + scale * jax.random.normal(key, shape.shape)).astype(shape.dtype)
 
   keys = jax.random.split(key, len(shapes))

@@ -73,6 +73,11 @@ _GEMMA4_LARGE = _GEMMA4 | {
   'hidden_size_per_layer_input': 0, 'attention_k_eq_v': True, 'num_global_key_value_heads': 1,
   'use_bidirectional_attention': 'vision',
 }  # fmt: skip
+_QWEN3_5 = {
+  'head_dim': 16, 'linear_key_head_dim': 6, 'linear_value_head_dim': 10, 'linear_num_key_heads': 2,
+  'linear_num_value_heads': 4, 'layer_types': ['linear_attention', 'linear_attention', 'full_attention'],
+}  # fmt: skip
+_LFM2 = {'layer_types': ['conv', 'conv', 'full_attention'], 'block_auto_adjust_ff_dim': False}
 # Name -> class of the model, and what differs from SIZES.
 CASES = {
   'llama': ('LlamaForCausalLM', {}),
@@ -96,6 +101,9 @@ CASES = {
   'gemma4_small': ('Gemma4ForCausalLM', _GEMMA4_SMALL),
   'gemma4_large': ('Gemma4ForCausalLM', _GEMMA4_LARGE),
   'gemma4_unified': ('Gemma4UnifiedForCausalLM', _GEMMA4 | {'attention_k_eq_v': True}),
+  'qwen3_5': ('Qwen3_5ForCausalLM', _QWEN3_5),
+  'lfm2': ('Lfm2ForCausalLM', _LFM2),
+  'lfm2_biased': ('Lfm2ForCausalLM', _LFM2 | {'conv_bias': True}),
   'gpt_neox': ('GPTNeoXForCausalLM', _GPT_NEOX),
   'gpt_neox_sequential': ('GPTNeoXForCausalLM', {**_GPT_NEOX, 'use_parallel_residual': False}),
   'gpt2': ('GPT2LMHeadModel', None),

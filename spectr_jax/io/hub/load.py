@@ -50,7 +50,10 @@ def _read_one(index, shape, tensors: Tensors, source: Source, name: str, dtype: 
   parts = []
   for rows in source.ranges(outputs):
     where = (rows, *inputs) if source.is_transposed else (*inputs, rows)
+    if source.has_axis:
+      where = (rows, slice(0, 1), *inputs)
     part = tensors.read(name, where).astype(dtype, copy=False)
+    part = part[:, 0] if source.has_axis else part
     parts.append(part.T if source.is_transposed else part)
   return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
 
@@ -196,7 +199,7 @@ def make_model(
         return kernel
     part = functools.partial(_read, shape=leaf.shape, tensors=tensors, source=source)
     if not is_int8(leaf):
-      return jax.make_array_from_callback(leaf.shape, place, functools.partial(part, dtype=config.dtype))
+      return jax.make_array_from_callback(leaf.shape, place, functools.partial(part, dtype=leaf.dtype))
     reads = _quantized_reads(functools.partial(part, dtype=accumulation_dtype(config.dtype)), leaf)
     with named(f'tensor {source.name}'):
       values, scale = (
