@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 
 _einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+_matmul = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
 
 
 @jax.tree_util.register_dataclass
@@ -50,6 +51,25 @@ def placed(old: jax.Array | None, new: jax.Array, num_before: jax.Array | int, n
     return jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), num_before, axis=1)
   spare = num_slots - new.shape[1]
   return jnp.pad(new, [(0, 0), (0, spare), *[(0, 0)] * (new.ndim - 2)]) if spare else new
+
+
+def _inverse(system: jax.Array) -> jax.Array:
+  """The inverse of `1 + system` `[..., N, N]`, strictly lower, from blocks on the diagonal to those of twice the size.
+
+  The library of a CPU would solve it with threads that wait in a loop for those of XLA.
+  """
+  num = system.shape[-1]
+  size, batch = 1 << (num - 1).bit_length(), system.shape[:-2]
+  system = jnp.pad(system, [(0, 0)] * len(batch) + [(0, size - num)] * 2)
+  inverse, width = jnp.ones((*batch, size, 1, 1), system.dtype), 1
+  while width < size:
+    blocks = system.reshape(*batch, size // width // 2, 2 * width, size // width // 2, 2 * width)
+    below = jnp.moveaxis(jnp.diagonal(blocks, axis1=-4, axis2=-2), -1, -3)[..., width:, :width]
+    first, second = inverse[..., ::2, :, :], inverse[..., 1::2, :, :]
+    below = -_matmul(_matmul(second, below), first)
+    inverse = jnp.block([[first, jnp.zeros_like(first)], [below, second]])
+    width *= 2
+  return inverse[..., 0, :num, :num]
 
 
 def recur(
@@ -79,7 +99,9 @@ def recur(
     `[B, N, H, value_dim]`, and `Writes` of M tokens.
   """
   dtype, num_new, num_slots, num_groups = state.dtype, key.shape[1], mask.shape[-1], key.shape[2]
-  query, key, value, log_decay = (x.astype(dtype) for x in (query, key, value, log_decay))
+  query, key, value, log_decay = jax.lax.optimization_barrier(
+    tuple(x.astype(dtype) for x in (query, key, value, log_decay))
+  )
 
   def by_group(x, axis):  # heads `H` as `G, H / G`
     return x.reshape(*x.shape[:axis], num_groups, -1, *x.shape[axis + 1 :])
@@ -104,7 +126,7 @@ def recur(
     if pending is not None:
       written -= _einsum('bgrnm,bmgrv->bgrnv', system, by_group(pending.values, 2))
     own = jax.lax.dynamic_slice_in_dim(system, num_before, num_new, axis=-1)
-    written = jax.lax.linalg.triangular_solve(own, written, left_side=True, lower=True, unit_diagonal=True)
+    written = _matmul(_inverse(own), written)
   written = jnp.moveaxis(written, 3, 1).reshape(value.shape)
   values = placed(before.values, written, num_before, num_slots)
   scores = _einsum('bngk,bmgk->bgnm', query, keys)[:, :, None] * shares
@@ -152,9 +174,11 @@ def convolve(committed: jax.Array, pending: jax.Array, taps: jax.Array, places: 
   """
   inputs = jnp.concatenate([committed, pending], axis=1)
   places = jnp.broadcast_to(places, (len(inputs), *places.shape[1:]))
-  taken = jax.vmap(lambda row, places: row[places])(inputs, places)
   wide = jnp.promote_types(inputs.dtype, jnp.float32)
-  return (taken.astype(wide) * taps.astype(wide)).sum(axis=2)
+  inputs, taps = inputs.astype(wide), taps.astype(wide)
+  terms = (jax.vmap(lambda row, at: row[at])(inputs, places[..., i]) * tap for i, tap in enumerate(taps))
+  # Without the barrier XLA computes it anew for every product that reads it.
+  return jax.lax.optimization_barrier(functools.reduce(jnp.add, terms))
 
 
 def last_inputs(committed: jax.Array, pending: jax.Array, path: jax.Array, num_committed: jax.Array) -> jax.Array:
