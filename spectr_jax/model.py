@@ -248,6 +248,11 @@ class Model:
     return self.truncate_fn is not truncate_cache or hasattr(_cache_like(self.init_cache_fn), 'truncate')
 
   @property
+  def keeps_ends(self) -> bool:
+    """Whether its cache, which cannot truncate, can be continued where it ends: it has a `keep`, as `HybridCache`."""
+    return hasattr(_cache_like(self.init_cache_fn), 'keep')
+
+  @property
   def num_kv_layers(self) -> int:
     """The layers of its cache whose keys and values a drafter may read; 0 for a cache of another kind."""
     cache = _cache_like(self.init_cache_fn)
@@ -367,7 +372,7 @@ class Model:
       tokens: Integers `[B, cache_size]`, right-padded.
       lengths: int32 `[B]`, the number of tokens of each row that are committed in the end, at least `num_kept`.
       cache: A cache whose first `num_kept[b]` tokens are those of the prompts; none is pending.
-      num_kept: int32 `[B]`; 0 for a model that cannot truncate, which begins with an empty cache.
+      num_kept: int32 `[B]`; for a model that cannot truncate 0, or all that the cache holds if it `keeps_ends`.
       num_new: The most tokens that a row gets, static.
 
     Returns:
@@ -375,7 +380,10 @@ class Model:
     """
     places = jnp.minimum(num_kept[:, None] + jnp.arange(num_new), tokens.shape[1] - 1)
     new = jnp.take_along_axis(tokens, places, axis=1)
-    cache = self.truncate_fn(cache, num_kept) if self.can_truncate else self.init_cache_fn(*tokens.shape)
+    if self.keeps_ends:
+      cache = cache.keep(num_kept)
+    else:
+      cache = self.truncate_fn(cache, num_kept) if self.can_truncate else self.init_cache_fn(*tokens.shape)
     return self.prefill(new, lengths - num_kept, cache, start=num_kept)
 
 

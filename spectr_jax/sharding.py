@@ -56,6 +56,10 @@ CAUSAL_LM_RULES = (
   *_matrix('(attention/(qkv|[qkv])|(mlp|shared)/(gate_up|gate|up))/kernel', (DATA, MODEL)),
   (r'(attention/(qkv|[qkv])|(mlp|shared)/(gate_up|gate|up))/bias', (MODEL,)),
   *_matrix('(attention/out|(mlp|shared)/down)/kernel', (MODEL, DATA)),
+  *_matrix('recurrence/(into|z)/kernel', (DATA, MODEL)),
+  *_matrix('recurrence/[ab]/kernel', (DATA, None)),
+  *_matrix('recurrence/out/kernel', (MODEL, DATA)),
+  (r'recurrence/(taps|taps_bias|log_rate|step_bias|norm|skip)', ()),
   *_matrix('(per_layer/projection|layer_input/(gate|out))/kernel', (DATA, None)),
   (r'(gain(/values)?|bias|layer_scale)', ()),
 )

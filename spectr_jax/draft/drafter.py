@@ -153,6 +153,7 @@ class Drafter(abc.ABC):
     may_pass: Whether rounds in which it has no guess for any row run the target on the last tokens alone. All
       candidates must be given.
     can_truncate: Whether its state can go back to a beginning of its text. If not, `read` begins with `num_kept` 0.
+    keeps_ends: Whether its state, if it can't, can be continued where it ends: `read` begins with all of it or none.
     grows: Whether rows have trees of their own (`Proposal.parents`).
   """
 
@@ -167,6 +168,7 @@ class Drafter(abc.ABC):
   mixes: bool = False
   may_pass: bool = False
   can_truncate: bool = True
+  keeps_ends: bool = False
   grows: bool = False
 
   def init(self, batch_size: int, cache_size: int) -> Any:

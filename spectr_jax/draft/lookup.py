@@ -184,6 +184,10 @@ class LookupBeside(Drafter):
     return self.drafter.can_truncate
 
   @property
+  def keeps_ends(self) -> bool:
+    return self.drafter.keeps_ends
+
+  @property
   def reads_target(self) -> bool:
     return self.drafter.reads_target
 

@@ -53,6 +53,10 @@ class CachedModelDrafter(DrawingDrafter):
   def can_truncate(self) -> bool:
     return self.model.can_truncate
 
+  @property
+  def keeps_ends(self) -> bool:
+    return self.model.keeps_ends
+
   def shardings(self, sharding) -> Self:
     return dataclasses.replace(
       super().shardings(sharding), model=sharding.of_model(self.model, is_divided=sharding.is_draft_divided)

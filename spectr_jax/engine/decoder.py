@@ -211,6 +211,11 @@ class Decoder:
     return all(each.can_truncate for each in (self.target, self.drafter) if each is not None)
 
   @property
+  def keeps_ends(self) -> bool:
+    """Whether what a row holds, which cannot go back, can be continued where it ends."""
+    return all(each.can_truncate or each.keeps_ends for each in (self.target, self.drafter) if each is not None)
+
+  @property
   def context_length(self) -> int | None:
     """The longest prompt plus continuation that both models were made for, in tokens, or None for no limit."""
     limits = [each.context_length for each in (self.target, self.drafter) if each is not None]

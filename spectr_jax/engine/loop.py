@@ -233,9 +233,10 @@ def commit(
     visited = jax.tree.map(lambda x: jax.vmap(jnp.multiply)(x, ~state.is_done), visited)
     result = dataclasses.replace(result, statistics=result.statistics + visited)
   path = jnp.pad(verdict.path, ((0, 0), (1, 0)))
+  # What the text does not keep, behind EOS or the limit, is not committed either: recurrent states cannot go back.
   # No token is negative. The comparison makes every write to the caches depend on the logits, also without a draft, so
   # the compiler sees that the caches are written after they were read, and copies none.
-  num_committed = jnp.where(state.is_done | (verdict.next_token < 0), 0, verdict.num_accepted + 1)
+  num_committed = jnp.where(verdict.next_token < 0, 0, result.lengths - state.result.lengths)
   state = dataclasses.replace(
     _extend_context(state, output, tokens, path, num_committed),
     constraint_states=state.states_after(decoder, proposal, verdict),

@@ -144,9 +144,16 @@ def read_rows(
   is_whole = np.array_equal(rows, np.arange(len(state.keys))) and np.array_equal(rows, sources)
   held = state.held if is_whole else _take_rows(decoder, state, sources.astype(np.int32))
   # The last token of a prompt is the root of the next tree.
-  num_kept = np.minimum(num_kept, lengths - 1) if decoder.can_truncate else np.zeros_like(lengths)
+  num_kept = np.minimum(num_kept, lengths - 1)
+  if not decoder.can_truncate:
+    ends = np.asarray(fetch(state.root_position))[np.minimum(sources, len(state.keys) - 1)]
+    num_kept = np.where(num_kept == ends, num_kept, 0) if decoder.keeps_ends else np.zeros_like(lengths)
   few = min(_FEW, decoder.cache_size)
-  num_new = few if decoder.can_truncate and (lengths - num_kept).max() <= 2 * few + 1 else decoder.cache_size
+  num_new = (
+    few
+    if (decoder.can_truncate or decoder.keeps_ends) and (lengths - num_kept).max() <= 2 * few + 1
+    else decoder.cache_size
+  )
   while True:
     ends = np.minimum(lengths, num_kept + num_new + 1).astype(np.int32)
     part = prompts._replace(lengths=_put(decoder, ends))

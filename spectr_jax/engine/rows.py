@@ -145,11 +145,15 @@ class Rows:
 
   def _held(self, tokens: np.ndarray) -> np.ndarray:
     """The number of tokens at the beginning of a prompt that each row holds, but for the last one, `[B]`."""
-    if not self.decoder.can_truncate:
+    if not self.decoder.can_truncate and not self.decoder.keeps_ends:
       return np.zeros(len(self._lengths), np.int64)
     is_other = self._texts[:, : len(tokens)] != tokens
     shared = np.where(is_other.any(axis=1), is_other.argmax(axis=1), len(tokens))
-    return np.clip(np.minimum(shared, self._lengths - 1), 0, len(tokens) - 1)
+    held = np.clip(np.minimum(shared, self._lengths - 1), 0, len(tokens) - 1)
+    if self.decoder.can_truncate:
+      return held
+    ends = np.asarray(fetch(self.state.root_position))
+    return np.where(held == ends, held, 0)
 
   def _places(self, prompts: Sequence[np.ndarray]) -> list[tuple[int, int, int]]:
     """For each prompt a free row, the row that holds the most of it, and how much that is."""

@@ -24,12 +24,13 @@ from spectr_jax.kernels.matrices import JOINED, joined_in_loop, matmul, params_f
 from spectr_jax.kernels.products import accumulation_dtype, rounded, sum_of
 from spectr_jax.kernels.tpu import fused_layers
 from spectr_jax.model import KVCache, Model, ModelOutput, slots_of
-from spectr_jax.models import experts, functions, layers
+from spectr_jax.models import experts, functions, layers, recurrent
 from spectr_jax.models.causal_lm_config import ACTIVATIONS, CausalLMConfig, Rope
 from spectr_jax.models.causal_lm_config import lm1b_config as lm1b_config
 from spectr_jax.models.functions import model_functions
 from spectr_jax.models.param_shapes import init_params as init_params
 from spectr_jax.models.param_shapes import param_shapes
+from spectr_jax.models.recurrent import HybridCache, Paths, RecurrentState
 from spectr_jax.sharding import CAUSAL_LM_RULES
 
 
@@ -95,17 +96,20 @@ def rotation_of(rope: Rope | None, positions: jax.Array) -> Rotation | None:
 
 
 def project(params, config: CausalLMConfig, x: jax.Array, rotation: Rotation | None) -> tuple[Any, ...]:
-  """Queries `[B, N, H, head_dim]`, and keys and values `[B, N, K, head_dim]`, normalized and rotated; None for keys and
-  values of a layer that has none.
+  """Queries `[B, N, H, head_dim]`, keys and values `[B, N, K, head_dim]`, normalized and rotated, and what gates the
+  outputs, like queries; None for what a layer does not have.
   """
 
   names = tuple(config.projections)
-  heads = [config.num_heads if name == 'q' else config.num_cached_heads for name in names]
+  heads = [config.num_query_parts if name == 'q' else config.num_cached_heads for name in names]
   products = linears(params, names, x, [number * config.head_dim for number in heads])
   if config.has_wide_qk_norm:
     products[:2] = [_rms_norm(params[f'{name}_norm'], product, config) for name, product in zip('qk', products)]
+  gate = None
   query, *others = (product.reshape(*x.shape[:2], -1, config.head_dim) for product in products)
   key, value = (others[0], others[-1]) if others else (None, None)
+  if config.has_output_gate:
+    query, gate = query[:, :, ::2], query[:, :, 1::2]
   if config.has_qk_norm:
     query = _rms_norm(params['q_norm'], query, config)
     key = key if key is None else _rms_norm(params['k_norm'], key, config)
@@ -114,7 +118,7 @@ def project(params, config: CausalLMConfig, x: jax.Array, rotation: Rotation | N
     value = layers.rms_norm(value, ones, epsilon=config.norm_epsilon)
   if rotation is not None:
     query, key = layers.rotate(query, rotation), key if key is None else layers.rotate(key, rotation)
-  return query, key, value
+  return query, key, value, gate
 
 
 def read_slots(
@@ -159,14 +163,27 @@ def attention(
   A layer without keys and values reads the pending ones `shared` and the committed ones of `layer`, another one.
   Training has another `mix`.
   """
-  query, key, value = project(params, config, x, rotation)
+  query, key, value, gate = project(params, config, x, rotation)
   sinks = {'sinks': params['sinks']} if config.has_sinks else {}
   if shared is None:
     mixed, keys, values = mix_fn(config, layer, query, key, value, visible, cache, **sinks)
   else:
     keys, values = shared
     mixed = read_slots(config, layer, query, keys, values, visible, cache, **sinks)
+  if gate is not None:
+    mixed = rounded(mixed * jax.nn.sigmoid(gate), mixed.dtype)
   return linear(params['out'], mixed.reshape(*x.shape[:2], -1)), keys, values
+
+
+def recurrence(
+  params, config: CausalLMConfig, x, paths: Paths, held: RecurrentState
+) -> tuple[jax.Array, RecurrentState]:
+  """The output `[B, N, embed_dim]` of a recurrent layer for `x` of that shape, and its state with tokens pending."""
+  own = config.recurrence
+  assert own is not None
+  products = linears(params, tuple(own.products), x, list(own.products.values()))
+  mixed, held = recurrent.mix(params, own, products, paths, held, config.norm_epsilon)
+  return linear(params['out'], mixed), held
 
 
 def activation(config: CausalLMConfig, products: jax.Array) -> jax.Array:
@@ -209,12 +226,14 @@ def block(
   *context,
   drop_fn: Callable[[str, jax.Array], jax.Array] = lambda part, out: out,
   layer_input: jax.Array | None = None,
+  state: tuple[Paths, RecurrentState] | None = None,
   **options,
 ):
-  """The stream `[B, N, embed_dim]` after a block, given `x` before it, and the layer's pending keys and values.
+  """The stream `[B, N, embed_dim]` after a block, given `x` before it, and the layer's pending keys and values, or its
+  state with the tokens pending if it is recurrent.
 
-  `context` and `options` are as for `attention`, behind `x`. `layer_input` is one of `layer_inputs`. Training drops
-  entries of what the parts `attention` and `mlp` add.
+  `context` and `options` are as for `attention`, behind `x`. `layer_input` is one of `layer_inputs`, and `state` what a
+  recurrent layer reads in place of these. Training drops entries of what the parts `attention` and `mlp` add.
   """
 
   def post(part, out):
@@ -222,7 +241,10 @@ def block(
     return drop_fn(part, out if config.residual_scale == 1 else _times(out, config.residual_scale))
 
   normed = norm(params['attention_norm'], x, config)
-  attended, keys, values = attention(params['attention'], config, layer, normed, *context, **options)
+  if state is None:
+    attended, *pending = attention(params['attention'], config, layer, normed, *context, **options)
+  else:
+    attended, *pending = recurrence(params['recurrence'], config, normed, *state)
   after = sum_of(x, post('attention', attended))
   before = x if config.is_parallel else after
   hidden = mlp(params['mlp'], config, norm(params['mlp_norm'], before, config))
@@ -235,7 +257,7 @@ def block(
     out = sum_of(out, norm(own['norm'], linear(own['out'], gated), config))
   if config.has_layer_scale:
     out = _times(out, params['layer_scale'])
-  return out, keys, values
+  return out, *pending
 
 
 def _times(x: jax.Array, factor: Any) -> jax.Array:
@@ -282,12 +304,12 @@ def streams_of(
   tokens: jax.Array,
   positions: jax.Array,
   mask: jax.Array,
-  cache: KVCache | None = None,
+  cache: KVCache | HybridCache | None = None,
   *,
   block_fn: Callable = block,
   constrain_fn: Callable[[jax.Array], jax.Array] = lambda x: x,
-) -> tuple[list[jax.Array], list[tuple[jax.Array, jax.Array]]]:
-  """The stream before and after every block and after the final norm, and the pending keys and values of all layers.
+) -> tuple[list[jax.Array], list[Any]]:
+  """The stream before and after every block and after the final norm, and what all layers have pending, see `block`.
 
   Training has another `block`, and constrains activations to their sharding.
   """
@@ -295,23 +317,30 @@ def streams_of(
   if config.rope is None:
     # Padding may stand at any position; a missing one would embed as NaN.
     x = sum_of(x, jnp.take(params['position_embedding'], positions, axis=0, mode='clip').astype(x.dtype))
+  held, paths = (), None
+  if config.recurrence is not None:
+    paths = Paths.of(config.recurrence, mask, cache)
+    held = config.empty_states(len(x)) if cache is None else cache.recurrent
+    cache = cache and cache.attention
   visible = {
     window: (visible_tokens(window, mask), cache and visible_slots(window, positions, cache), positions)
     for window in {config.window(layer) for layer in range(config.num_layers)}
   }
   rotations = {rope: rotation_of(rope, positions) for rope in map(config.rope_of, range(config.num_layers))}
-  pending, streams, inputs = [], [x], layer_inputs(params, config, tokens, x)
+  pending, streams, inputs, states = [], [x], layer_inputs(params, config, tokens, x), iter(held)
   for layer in range(config.num_layers):
     rotation, seen = rotations[config.rope_of(layer)], visible[config.window(layer)]
     own, source, more = config.of_layer(layer), config.kv_layer(layer), {}
+    if config.is_recurrent(layer):
+      more['state'] = paths, next(states)
     if inputs[layer] is not None:
       more['layer_input'] = inputs[layer]
-    if source != layer:
+    if layer >= config.num_own_layers:
       more['shared'] = pending[source]
-    x, keys, values = block_fn(params[f'layer_{layer}'], own, source, x, rotation, seen, cache, **more)
+    x, *new = block_fn(params[f'layer_{layer}'], own, source, x, rotation, seen, cache, **more)
     x = constrain_fn(x)
-    if source == layer:
-      pending.append((keys, values))
+    if layer < config.num_own_layers:
+      pending.append(new)
     streams.append(x)
   return [*streams, norm(params['final_norm'], x, config)], pending
 

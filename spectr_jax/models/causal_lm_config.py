@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, Mesh
 from spectr_jax.kernels.int8 import check_weights
 from spectr_jax.model import KVCache
 from spectr_jax.models.param_shapes import param_shapes
+from spectr_jax.models.recurrent import HybridCache, Recurrence, RecurrentState
 from spectr_jax.models.routing import Experts
 from spectr_jax.sharding import MODEL
 
@@ -130,6 +131,8 @@ class CausalLMConfig:
     layer_input_dim: Width of what every layer reads of the token beside the stream (per-layer embeddings); 0 for none.
     layer_vocab_size: Rows of the table of it, at least V.
     has_layer_scale: Whether the stream after every block is multiplied by a number.
+    has_output_gate: Whether what heads mix is multiplied by sigmoids, whose products follow those of each query.
+    recurrence: The recurrent layers, or None for none.
 
   Raises:
     ValueError: Sizes do not fit each other, a name is unknown, or a number is beyond its range.
@@ -182,6 +185,8 @@ class CausalLMConfig:
   layer_input_dim: int = 0
   layer_vocab_size: int = 0
   has_layer_scale: bool = False
+  has_output_gate: bool = False
+  recurrence: Recurrence | None = None
 
   def __post_init__(self):
     sizes = ('vocab_size', 'embed_dim', 'num_layers', 'num_heads', 'num_kv_heads', 'head_dim', 'mlp_dim')
@@ -217,6 +222,7 @@ class CausalLMConfig:
     if self.experts is not None and self.num_layers * self.experts.num > _MOST_EXPERTS:
       raise ValueError(f'{self.num_layers} layers of {self.experts.num} experts are too many; at most {_MOST_EXPERTS}')
     self._check_kinds()
+    self._check_recurrence()
     for rope in () if self._has_kinds else (self.rope, self.window_rope):
       if rope is not None and 2 * len(rope.frequencies) > self.head_dim:
         raise ValueError(f'{len(rope.frequencies)} rotary frequencies need heads of twice that; got {self.head_dim}')
@@ -241,6 +247,26 @@ class CausalLMConfig:
       for layer in range(self.num_layers):
         self.of_layer(layer)  # which checks its sizes
 
+  def _check_recurrence(self) -> None:
+    own = self.recurrence
+    if own is None:
+      return
+    if len(own.layers) != self.num_layers or all(own.layers):
+      raise ValueError(f'recurrent layers must be said of all {self.num_layers} layers, one of which has attention')
+    if own.kind == 'conv' and own.num_channels != self.embed_dim:
+      raise ValueError(f'short convolutions must have {self.embed_dim} channels, got {own.num_channels}')
+    if self.num_shared_layers or self.layer_input_dim:
+      raise ValueError('a decoder with recurrent layers has neither shared layers nor per-layer embeddings')
+
+  def is_recurrent(self, layer: int) -> bool:
+    """Whether a layer is recurrent."""
+    return self.recurrence is not None and self.recurrence.layers[layer]
+
+  @property
+  def num_query_parts(self) -> int:
+    """The outputs of queries, and of their gates, in units of `head_dim`."""
+    return self.num_heads * (2 if self.has_output_gate else 1)
+
   @property
   def num_cached_heads(self) -> int:
     """Heads of keys and values as they are stored."""
@@ -264,9 +290,9 @@ class CausalLMConfig:
     return {}
 
   def kv_layer(self, layer: int) -> int:
-    """The layer whose keys and values a layer reads."""
+    """The layer whose keys and values a layer reads, its number among those that have any in the cache."""
     if layer < self.num_own_layers:
-      return layer
+      return layer - sum(map(self.is_recurrent, range(layer)))
     before = self._has_window[: self.num_own_layers]
     return len(before) - 1 - before[::-1].index(self._has_window[layer])
 
@@ -308,10 +334,15 @@ class CausalLMConfig:
     full = copies(self.full_kv_heads, 1) if self.full_kv_heads else self.full_kv_copies
     return dataclasses.replace(self, kv_copies=copies(self.num_kv_heads, self.kv_copies), full_kv_copies=full)
 
-  def empty_cache(self, batch_size: int, cache_size: int) -> KVCache:
-    """An empty cache of the decoder's keys and values, see `KVCache.empty`."""
-    own = [self.of_layer(layer) for layer in range(self.num_own_layers)]
-    return KVCache.empty(
+  def empty_states(self, batch_size: int) -> tuple[RecurrentState, ...]:
+    """The states of the recurrent layers before a text."""
+    number = sum(map(self.is_recurrent, range(self.num_layers)))
+    return tuple(RecurrentState.empty(self.recurrence, batch_size, self.dtype) for _ in range(number))
+
+  def empty_cache(self, batch_size: int, cache_size: int) -> KVCache | HybridCache:
+    """An empty cache of the decoder's keys and values, see `KVCache.empty`, and of its states."""
+    own = [self.of_layer(layer) for layer in range(self.num_own_layers) if not self.is_recurrent(layer)]
+    cache = KVCache.empty(
       num_layers=len(own),
       batch_size=batch_size,
       num_heads=[layer.num_cached_heads for layer in own],
@@ -319,6 +350,7 @@ class CausalLMConfig:
       cache_size=cache_size,
       dtype=self.cache_dtype or self.dtype,
     )
+    return cache if self.recurrence is None else HybridCache(cache, self.empty_states(batch_size))
 
   def window(self, layer: int) -> int | None:
     """The window of a layer, or None for all tokens."""

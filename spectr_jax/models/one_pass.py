@@ -97,7 +97,7 @@ def read_context(
   context = causal_lm.norm(params['features_norm'], causal_lm.linear(params['features'], joined), backbone)
   pending = []
   for layer, rotation in enumerate(_rotations(config, positions)):
-    _, key, value = causal_lm.project(params[f'layer_{layer}']['attention'], backbone, context, rotation)
+    _, key, value, _ = causal_lm.project(params[f'layer_{layer}']['attention'], backbone, context, rotation)
     pending.append(cache.append(layer, key, value, num_pending_slots=num_new))
   return cache.with_pending(pending, num_new)
 

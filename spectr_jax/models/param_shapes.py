@@ -63,13 +63,25 @@ def param_shapes(config: CausalLMConfig) -> dict[str, Any]:
       params |= {name: norm() for name in ('norm', 'post_norm', 'mlp_post_norm')}
     return params
 
+  def recurrence(own):
+    of_heads = gain(own.num_heads)['gain']
+    params = {name: linear(width, size, own.has_bias) for name, size in own.products.items()}
+    params |= {'out': linear(own.inner_dim, width, own.has_bias), 'taps': array(own.conv_width, own.conv_dim)}
+    params |= {'taps_bias': array(own.conv_dim)} if own.has_conv_bias else {}
+    if own.kind == 'conv':
+      return params
+    norm_dim = own.value_dim if own.kind == 'delta' else own.inner_dim
+    params |= {'log_rate': of_heads, 'step_bias': of_heads, 'norm': gain(norm_dim)['gain']}
+    return params | ({'skip': of_heads} if own.kind == 'mamba' else {})
+
   def block(layer):
     own = config.of_layer(layer)
     head_dim = own.head_dim
     query_width, kv_width = own.num_heads * head_dim, own.num_cached_heads * head_dim
     attention: dict[str, Any] = {'out': linear(query_width, width, own.has_out_bias)}
     for name in own.projections:
-      attention[name] = linear(width, query_width if name == 'q' else kv_width, own.has_qkv_bias)
+      outputs = own.num_query_parts * head_dim if name == 'q' else kv_width
+      attention[name] = linear(width, outputs, own.has_qkv_bias)
     if own.has_qk_norm or own.has_wide_qk_norm:
       widths = {'q': query_width, 'k': kv_width} if own.has_wide_qk_norm else dict.fromkeys('qk', head_dim)
       attention |= {f'{name}_norm': gain(widths[name]) for name in own.projections if name != 'v'}
@@ -79,7 +91,9 @@ def param_shapes(config: CausalLMConfig) -> dict[str, Any]:
     norms = {'attention_norm': norm(), 'mlp_norm': norm()}
     if own.has_post_norms:
       norms |= {'attention_post_norm': norm(), 'mlp_post_norm': norm()}
-    params = {'attention': attention, **norms}
+    is_recurrent = own.is_recurrent(layer)
+    params = {'recurrence': recurrence(own.recurrence)} if is_recurrent else {'attention': attention}
+    params |= norms
     if experts is None or experts.are_beside_mlp:
       params['mlp'] = mlp(own)
     if experts is not None:
@@ -109,7 +123,7 @@ def init_params(key: jax.Array, config: CausalLMConfig) -> dict[str, Any]:
     scale = shape.shape[-2] ** -0.5 if path[-1].key in ('kernel', 'unembedding') else shape.shape[-1] ** -0.5
     if path[-1].key == 'layer_scale':
       return jnp.full(shape.shape, 0.5, shape.dtype)
-    offset = 1.0 - config.gain_offset if path[-1].key == 'gain' else 0.0
+    offset = 1.0 - config.gain_offset if path[-1].key == 'gain' else float(path[-1].key in ('norm', 'skip'))
     return (offset + scale * jax.random.normal(key, shape.shape)).astype(shape.dtype)
 
   keys = jax.random.split(key, len(shapes))

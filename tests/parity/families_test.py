@@ -86,6 +86,11 @@ _GEMMA4_LARGE = _GEMMA4 | {
 _GEMMA4_MIXTURE = _GEMMA4_LARGE | {
   'enable_moe_block': True, 'num_experts': 6, 'top_k_experts': 3, 'moe_intermediate_size': 24,
 }  # fmt: skip
+_QWEN3_5 = {
+  'head_dim': 16, 'linear_key_head_dim': 6, 'linear_value_head_dim': 10, 'linear_num_key_heads': 2,
+  'linear_num_value_heads': 4, 'layer_types': ['linear_attention', 'linear_attention', 'full_attention'],
+}  # fmt: skip
+_LFM2 = {'layer_types': ['conv', 'conv', 'full_attention'], 'block_auto_adjust_ff_dim': False}
 # Name -> class of the model, and what differs from SIZES.
 CASES = {
   'llama': ('LlamaForCausalLM', {}),
@@ -114,6 +119,9 @@ CASES = {
   'gemma4_large': ('Gemma4ForCausalLM', _GEMMA4_LARGE),
   'gemma4_mixture': ('Gemma4ForCausalLM', _GEMMA4_MIXTURE),
   'gemma4_unified': ('Gemma4UnifiedForCausalLM', _GEMMA4 | {'attention_k_eq_v': True}),
+  'qwen3_5': ('Qwen3_5ForCausalLM', _QWEN3_5),
+  'lfm2': ('Lfm2ForCausalLM', _LFM2),
+  'lfm2_biased': ('Lfm2ForCausalLM', _LFM2 | {'conv_bias': True}),
   'gpt_neox': ('GPTNeoXForCausalLM', _GPT_NEOX),
   'gpt_neox_sequential': ('GPTNeoXForCausalLM', {**_GPT_NEOX, 'use_parallel_residual': False}),
   'gpt2': ('GPT2LMHeadModel', None),

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from spectr_jax.io.hub import family_configs, gemma4_config
+from spectr_jax.io.hub import family_configs, gemma4_config, hybrid_configs
 from spectr_jax.io.hub.config_fields import FIELDS, check_requests, checked
 from spectr_jax.io.hub.scaled_tensors import METHODS, block_of
 from spectr_jax.io.untrusted import name_shown, named, shown
@@ -132,6 +132,34 @@ _GPT2_MODULES = {
 }
 
 
+_DELTA_MODULES = {
+  'recurrence/into': 'linear_attn.in_proj_qkv',
+  'recurrence/z': 'linear_attn.in_proj_z',
+  'recurrence/b': 'linear_attn.in_proj_b',
+  'recurrence/a': 'linear_attn.in_proj_a',
+  'recurrence/out': 'linear_attn.out_proj',
+  'recurrence/taps': 'linear_attn.conv1d.weight',
+  'recurrence/log_rate': 'linear_attn.A_log',
+  'recurrence/step_bias': 'linear_attn.dt_bias',
+  'recurrence/norm': 'linear_attn.norm.weight',
+}
+_LFM2_MODULES = LLAMA_MODULES | {
+  'final_norm': 'embedding_norm',
+  'attention_norm': 'operator_norm',
+  'attention/out': 'self_attn.out_proj',
+  'attention/q_norm': 'self_attn.q_layernorm',
+  'attention/k_norm': 'self_attn.k_layernorm',
+  'mlp_norm': 'ffn_norm',
+  'mlp/gate': 'feed_forward.w1',
+  'mlp/up': 'feed_forward.w3',
+  'mlp/down': 'feed_forward.w2',
+  'recurrence/into': 'conv.in_proj',
+  'recurrence/out': 'conv.out_proj',
+  'recurrence/taps': 'conv.conv.weight',
+  'recurrence/taps_bias': 'conv.conv.bias',
+}
+
+
 def _llama_family(model_type, read_config, modules=LLAMA_MODULES, known=(), **traits):
   return Family(model_type, read_config, 'model.', 'layers', modules, known=known, **traits)
 
@@ -203,6 +231,8 @@ FAMILIES = {
     buffers=('.attn.bias', '.attn.masked_bias'),
     num_layers='n_layer',
   ),
+  'Qwen3_5ForCausalLM': _llama_family('qwen3_5_text', hybrid_configs.qwen3_5, LLAMA_MODULES | _DELTA_MODULES),
+  'Lfm2ForCausalLM': _llama_family('lfm2', hybrid_configs.lfm2, _LFM2_MODULES),
   OWN: _llama_family('spectr_lm1b', family_configs.lm1b),
 }
 # Of multi-head latent attention.
@@ -215,7 +245,7 @@ def read_spec(spec: Mapping[str, Any], where: str = 'config.json') -> tuple[Fami
   Raises `ValueError` where something is unknown or missing, of the wrong kind, beyond all bounds, or not computed here.
   """
   with named(where):
-    spec = checked(spec, FIELDS, where)
+    spec = checked(spec, FIELDS | hybrid_configs.FIELDS, where)
     name = [*spec.get('architectures', []), 'none'][0]
     if name in _LATENT:
       raise ValueError(f'{name} has multi-head latent attention (MLA), which is not read')
@@ -244,7 +274,9 @@ def spec_of_layers(spec: Mapping[str, Any], layers: Sequence[int]) -> dict[str, 
   if config.num_shared_layers or config.full_head_dim:
     raise ValueError('the layers of this model read what others make, or differ from them: some alone are no model')
   fewer = {**spec, family.num_layers: len(layers)}
-  if config.windows or spec.get('layer_types'):
+  if config.recurrence is not None:
+    fewer['layer_types'] = [spec['layer_types'][layer] for layer in layers]
+  elif config.windows or spec.get('layer_types'):
     kinds = ('full_attention' if config.window(layer) is None else 'sliding_attention' for layer in layers)
     fewer['layer_types'] = list(kinds)
   if config.experts and config.experts.layers:
@@ -273,6 +305,7 @@ class Source:
   family: Family
   config: CausalLMConfig
   num_experts: int | None = None  # that the parameter is stacked of; None for one tensor
+  has_axis: bool = False  # whether the tensor has an axis of 1 behind its outputs, as convolutions of channels have
 
   @property
   def names(self) -> list[str]:
@@ -339,6 +372,9 @@ def source_of(path: str, shape: tuple[int, ...], family: Family, config: CausalL
   if not modules:
     return Source(f'{prefix}{family.modules[leaf]}', shape, False, None, family, config)  # a number beside modules
   module = '/'.join(modules)
+  if leaf == 'taps':
+    name = f'{prefix}{family.modules[f"{module}/{leaf}"]}'
+    return Source(name, (shape[1], 1, shape[0]), True, None, family, config, has_axis=True)
   if f'{module}/{leaf}' in family.modules:  # a parameter that is no module's
     return Source(f'{prefix}{family.modules[f"{module}/{leaf}"]}', shape, False, None, family, config)
   num_experts = None
@@ -349,7 +385,7 @@ def source_of(path: str, shape: tuple[int, ...], family: Family, config: CausalL
   if module in ('attention/q', 'attention/k', 'attention/v'):
     part = 'qkv'.index(module[-1])
   if part is not None:
-    num_heads = config.num_heads if part == 0 else config.num_kv_heads
+    num_heads = config.num_query_parts if part == 0 else config.num_kv_heads
     is_fused = len({family.modules[f'attention/{name}'] for name in 'qkv'}) == 1
     shape = *shape[:-1], (3 if is_fused else 1) * num_heads * config.head_dim
   is_transposed = family.is_transposed and leaf == 'kernel'

@@ -52,7 +52,10 @@ def _read_one(index, shape, tensors: Tensors, source: Source, name: str, dtype: 
   parts = []
   for rows in source.ranges(outputs):
     where = (rows, *inputs) if source.is_transposed else (*inputs, rows)
+    if source.has_axis:
+      where = (rows, slice(0, 1), *inputs)
     part = tensors.read(name, where).astype(dtype, copy=False)
+    part = part[:, 0] if source.has_axis else part
     parts.append(part.T if source.is_transposed else part)
   return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
 

@@ -21,6 +21,7 @@ _CLASSES: dict[str, tuple[str, Mapping[str, Any]]] = {
   'Gemma4ForConditionalGeneration': ('gemma4', {}),
   'Gemma4UnifiedForConditionalGeneration': ('gemma4_unified', {}),
   'Mistral3ForConditionalGeneration': ('mistral3', {}),
+  'Qwen3_5ForConditionalGeneration': ('qwen3_5', {}),
 }  # fmt: skip
 _FIELDS = {
   'architectures': list_of(TEXT, 100), 'model_type': TEXT, 'text_config': object_of({'model_type': TEXT}),
