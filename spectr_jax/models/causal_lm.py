@@ -228,7 +228,7 @@ def block(
   layer_input: jax.Array | None = None,
   state: tuple[Paths, RecurrentState] | None = None,
   **options,
-):
+) -> tuple[Any, ...]:
   """The stream `[B, N, embed_dim]` after a block, given `x` before it, and the layer's pending keys and values, or its
   state with the tokens pending if it is recurrent.
 
@@ -317,13 +317,12 @@ def streams_of(
   if config.rope is None:
     # Padding may stand at any position; a missing one would embed as NaN.
     x = sum_of(x, jnp.take(params['position_embedding'], positions, axis=0, mode='clip').astype(x.dtype))
-  held, paths = (), None
-  if config.recurrence is not None:
-    paths = Paths.of(config.recurrence, mask, cache)
-    held = config.empty_states(len(x)) if cache is None else cache.recurrent
-    cache = cache and cache.attention
+  held, kv = (
+    (cache.recurrent, cache.attention) if isinstance(cache, HybridCache) else (config.empty_states(len(x)), cache)
+  )
+  paths = config.recurrence and Paths.of(config.recurrence, mask, kv)
   visible = {
-    window: (visible_tokens(window, mask), cache and visible_slots(window, positions, cache), positions)
+    window: (visible_tokens(window, mask), kv and visible_slots(window, positions, kv), positions)
     for window in {config.window(layer) for layer in range(config.num_layers)}
   }
   rotations = {rope: rotation_of(rope, positions) for rope in map(config.rope_of, range(config.num_layers))}
@@ -337,7 +336,7 @@ def streams_of(
       more['layer_input'] = inputs[layer]
     if layer >= config.num_own_layers:
       more['shared'] = pending[source]
-    x, *new = block_fn(params[f'layer_{layer}'], own, source, x, rotation, seen, cache, **more)
+    x, *new = block_fn(params[f'layer_{layer}'], own, source, x, rotation, seen, kv, **more)
     x = constrain_fn(x)
     if layer < config.num_own_layers:
       pending.append(new)
@@ -372,7 +371,8 @@ def _for_decoding(params, *, config):
 
 
 def _init_cache(batch_size, cache_size, *, config):
-  return config.empty_cache(batch_size, cache_size)
+  cache = config.empty_cache(batch_size, cache_size)
+  return cache if config.recurrence is None else HybridCache(cache, config.empty_states(batch_size))
 
 
 def causal_lm(params: Mapping[str, Any], config: CausalLMConfig) -> Model:

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh
 from spectr_jax.kernels.int8 import check_weights
 from spectr_jax.model import KVCache
 from spectr_jax.models.param_shapes import param_shapes
-from spectr_jax.models.recurrent import HybridCache, Recurrence, RecurrentState
+from spectr_jax.models.recurrent import Recurrence, RecurrentState
 from spectr_jax.models.routing import Experts
 from spectr_jax.sharding import MODEL
 
@@ -336,13 +336,17 @@ class CausalLMConfig:
 
   def empty_states(self, batch_size: int) -> tuple[RecurrentState, ...]:
     """The states of the recurrent layers before a text."""
-    number = sum(map(self.is_recurrent, range(self.num_layers)))
-    return tuple(RecurrentState.empty(self.recurrence, batch_size, self.dtype) for _ in range(number))
+    own = self.recurrence
+    return (
+      ()
+      if own is None
+      else tuple(RecurrentState.empty(own, batch_size, self.dtype) for is_recurrent in own.layers if is_recurrent)
+    )
 
-  def empty_cache(self, batch_size: int, cache_size: int) -> KVCache | HybridCache:
-    """An empty cache of the decoder's keys and values, see `KVCache.empty`, and of its states."""
+  def empty_cache(self, batch_size: int, cache_size: int) -> KVCache:
+    """An empty cache of the decoder's keys and values, see `KVCache.empty`."""
     own = [self.of_layer(layer) for layer in range(self.num_own_layers) if not self.is_recurrent(layer)]
-    cache = KVCache.empty(
+    return KVCache.empty(
       num_layers=len(own),
       batch_size=batch_size,
       num_heads=[layer.num_cached_heads for layer in own],
@@ -350,7 +354,6 @@ class CausalLMConfig:
       cache_size=cache_size,
       dtype=self.cache_dtype or self.dtype,
     )
-    return cache if self.recurrence is None else HybridCache(cache, self.empty_states(batch_size))
 
   def window(self, layer: int) -> int | None:
     """The window of a layer, or None for all tokens."""

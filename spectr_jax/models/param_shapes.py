@@ -92,7 +92,7 @@ def param_shapes(config: CausalLMConfig) -> dict[str, Any]:
     if own.has_post_norms:
       norms |= {'attention_post_norm': norm(), 'mlp_post_norm': norm()}
     is_recurrent = own.is_recurrent(layer)
-    params = {'recurrence': recurrence(own.recurrence)} if is_recurrent else {'attention': attention}
+    params: dict[str, Any] = {'recurrence': recurrence(own.recurrence)} if is_recurrent else {'attention': attention}
     params |= norms
     if experts is None or experts.are_beside_mlp:
       params['mlp'] = mlp(own)

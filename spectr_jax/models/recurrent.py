@@ -123,7 +123,9 @@ class RecurrentState:
     """See `KVCache.commit`."""
     assert self.pending_inputs is not None
     inputs = last_inputs(self.inputs, self.pending_inputs, path, num_committed)
-    state = self.state if self.writes is None else fold(self.state, self.writes, path, num_committed)
+    state = self.state
+    if state is not None and self.writes is not None:
+      state = fold(state, self.writes, path, num_committed)
     return RecurrentState(inputs, state)
 
   def of_rows(self, is_kept: jax.Array) -> RecurrentState:
@@ -187,9 +189,9 @@ class Paths:
   num_before: jax.Array | int
 
   @classmethod
-  def of(cls, config: Recurrence, mask: jax.Array, cache: HybridCache | None) -> Paths:
-    is_first = cache is None or not cache.attention.pending_keys
-    return cls(mask, path_inputs(mask, config.conv_width), 0 if is_first else cache.attention.num_pending)
+  def of(cls, config: Recurrence, mask: jax.Array, cache: KVCache | None) -> Paths:
+    num_before = cache.num_pending if cache is not None and cache.pending_keys else 0
+    return cls(mask, path_inputs(mask, config.conv_width), num_before)
 
 
 def mix(
