@@ -1,4 +1,4 @@
-"""Gemma 4 beside `transformers` where it differs from other families: its cache, and its multimodal folders."""
+"""Caches of Gemma 4 and of recurrent layers, and multimodal folders, beside `transformers`."""
 
 import copy
 import importlib
@@ -28,12 +28,15 @@ _VISION = {
   'hidden_size': 16, 'intermediate_size': 16, 'num_hidden_layers': 1, 'num_attention_heads': 2,
   'num_key_value_heads': 2, 'head_dim': 8, 'position_embedding_size': 16, 'patch_size': 4, 'image_size': 16,
 }  # fmt: skip
+_QWEN3_5_VISION = {
+  'depth': 1, 'hidden_size': 16, 'intermediate_size': 16, 'num_heads': 2, 'out_hidden_size': 32, 'patch_size': 4,
+}  # fmt: skip
 _UNIFIED_VISION = {'hidden_size': 16, 'intermediate_size': 16, 'num_hidden_layers': 1, 'num_attention_heads': 2}
 _AUDIO = {
   'hidden_size': 16, 'num_hidden_layers': 1, 'num_attention_heads': 2, 'output_proj_dims': 16,
   'subsampling_conv_channels': [4, 4],
 }  # fmt: skip
-_CASES = ('gemma4_small', 'gemma4_large', 'gemma4_mixture')
+_CASES = ('gemma4_small', 'gemma4_large', 'gemma4_mixture', 'qwen3_5', 'lfm2')
 _SHARED = {'num_kv_shared_layers': 2, 'hidden_size_per_layer_input': 8}
 
 
@@ -128,17 +131,18 @@ def _whole(name):
     'gemma4_mixture': ('Gemma4', mixture, _VISION, {}),
     'gemma4_unified': ('Gemma4Unified', families_test.SIZES | families_test._GEMMA4, _UNIFIED_VISION, {}),
     'gemma3': ('Gemma3', gemma3, _VISION, {'mm_tokens_per_image': 4}),
+    'qwen3_5': ('Qwen3_5', families_test.SIZES | families_test.CASES['qwen3_5'][1], _QWEN3_5_VISION, {}),
     'mistral3': ('Mistral3', mistral, {'model_type': 'pixtral', **_VISION}, {}),
   }[name]
   config = getattr(transformers, f'{make}Config')(text_config=text, vision_config=vision, **more)
   return families_test.random_reference(getattr(transformers, f'{make}ForConditionalGeneration'), config)
 
 
-@pytest.mark.parametrize('name', ['gemma4', 'gemma4_mixture', 'gemma4_unified', 'gemma3', 'mistral3'])
+@pytest.mark.parametrize('name', ['gemma4', 'gemma4_mixture', 'gemma4_unified', 'gemma3', 'qwen3_5', 'mistral3'])
 def test_folders_of_multimodal_classes(name, tmp_path):
   whole = _whole(name)
   whole.save_pretrained(tmp_path / 'whole')
-  with pytest.warns(UserWarning, match='config.json: the text model alone is read; left out are .*vision_'):
+  with pytest.warns(UserWarning, match='config.json: the text model alone is read; left out are .*(vision_|visual)'):
     model = load_hub_model(tmp_path / 'whole')
   texts = np.random.default_rng(0).integers(3, 61, (2, 16))
   positions = jnp.broadcast_to(jnp.arange(16), texts.shape)
@@ -151,9 +155,9 @@ def test_folders_of_multimodal_classes(name, tmp_path):
 @pytest.mark.parametrize('name', _CASES[1:])
 def test_two_devices_write_the_text_of_one(name, tmp_path):
   """`decode.main` on a multimodal folder with a tokenizer, over a mesh of two and on one device."""
-  config = families_test._class_and_config(name)[1]
+  model_class, config = families_test._class_and_config(name)
   config.vocab_size = 320
-  reference = families_test.random_reference(transformers.Gemma4ForCausalLM, config)
+  reference = families_test.random_reference(model_class, config)
   reference.save_pretrained(tmp_path / 'target')
   tiny_hub.write(tmp_path / 'target', generation_config={'eos_token_id': 41})
   prompts = tmp_path / 'prompts.jsonl'
