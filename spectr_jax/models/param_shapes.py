@@ -99,7 +99,7 @@ def param_shapes(config: Any) -> dict[str, Any]:
 
 
 def init_params(key: jax.Array, config: Any) -> dict[str, Any]:
-  """Random parameters for a typed key and a `CausalLMConfig`; activations are near unit variance."""
+  """Random parameters for a typed key; activations are near unit variance."""
   shapes, structure = jax.tree_util.tree_flatten_with_path(param_shapes(dataclasses.replace(config, weights=None)))
 
   def draw(key, path, shape):
