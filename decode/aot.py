@@ -44,7 +44,7 @@ from spectr_jax.kernels.filters import FILTERS, FILTERS_BY_NAME
 from spectr_jax.kernels.thresholds import THRESHOLD_PASSES, THRESHOLDS
 from spectr_jax.methods import Method, get_method
 from spectr_jax.models import head, one_pass
-from spectr_jax.models.causal_lm import causal_lm
+from spectr_jax.models.causal_lm import causal_lm, config_of
 from spectr_jax.models.causal_lm_config import CausalLMConfig, lm1b_config
 from spectr_jax.models.head import HeadConfig
 from spectr_jax.models.one_pass_config import OnePassConfig
@@ -109,14 +109,18 @@ def _num_params(config: DraftConfig, vocab_size: int) -> int:
 
 
 def matmul_flops(model: Model, num_tokens: int) -> float:
-  """Floating-point operations of the matrix products with a model's parameters, each token with all of them."""
+  """Floating-point operations of the matrix products with a model's parameters, each token with all of them, or with
+  those of its experts.
+  """
   # The output head is the embedding or has its size.
   kernels = [
-    math.prod(leaf.shape)
+    leaf.shape
     for path, leaf in jax.tree_util.tree_leaves_with_path(model.params)
     if path[-1].key in ('kernel', 'embedding')
   ]
-  return 2.0 * num_tokens * sum(kernels)
+  experts = config_of(model).experts
+  used = (math.prod(shape) if len(shape) == 2 else experts.num_chosen * math.prod(shape[1:]) for shape in kernels)
+  return 2.0 * num_tokens * sum(used)
 
 
 def analyse(

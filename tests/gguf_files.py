@@ -81,7 +81,7 @@ METADATA = {
 _KINDS = {'mixtral': 'llama', 'gemma4 mixture': 'gemma4'}  # models that share another one's architecture
 # Numbers that stand beside the tensors of modules, and a factor of each of Gemma 4's frequencies.
 _BESIDE = {'router.scale': 'ffn_gate_inp.scale', 'router.per_expert_scale': 'ffn_down_exps.scale'}
-_TURNED = np.where(np.arange(HEAD_DIM) < HEAD_DIM // 4, 1, 1e30).astype(np.float32)
+TURNED = np.where(np.arange(HEAD_DIM) < HEAD_DIM // 4, 1, 1e30).astype(np.float32)
 _OF_EXPERT = re.compile(r'(?<=experts)\.(\d+)')
 TOKENIZER = {'model': 'gpt2', 'pre': 'gpt-2', 'tokens': ['a', 'b', 'ab'], 'merges': ['a b']}
 
@@ -170,5 +170,5 @@ def write_model(path, architecture='llama', kind=Type.F32, metadata=None, tensor
     as_kind = kind if tensor.ndim >= 2 and not name.endswith('bias') else Type.F32
     stored.append((stored_names(architecture)(name), gguf.quants.quantize(tensor, as_kind), as_kind))
   if kind_name == 'gemma4':
-    stored.append(('rope_freqs.weight', _TURNED, Type.F32))
+    stored.append(('rope_freqs.weight', TURNED, Type.F32))
   return write(path, kind_name, own | tokenizer | (metadata or {}), [*stored, *extra])

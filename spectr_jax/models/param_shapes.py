@@ -7,7 +7,7 @@ an output head or a norm is there where the configuration says so; `param_shapes
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +15,12 @@ import jax.numpy as jnp
 from spectr_jax.kernels.int8 import CHANNEL_AXES, INT8, Int8Kernel, quantized
 from spectr_jax.kernels.products import accumulation_dtype
 
-if TYPE_CHECKING:
-  from spectr_jax.models.causal_lm_config import CausalLMConfig  # which counts its parameters by this module
 
+def param_shapes(config: Any) -> dict[str, Any]:
+  """The shapes of all parameters, a nested dict of `jax.ShapeDtypeStruct`, and of `Int8Kernel` of these.
 
-def param_shapes(config: CausalLMConfig) -> dict[str, Any]:
-  """The shapes of all parameters, a nested dict of `jax.ShapeDtypeStruct`, and of `Int8Kernel` of these."""
+  `config` is a `CausalLMConfig`, which counts its parameters by this function.
+  """
 
   def array(*shape):
     return jax.ShapeDtypeStruct(shape, config.dtype)
@@ -115,7 +115,7 @@ def param_shapes(config: CausalLMConfig) -> dict[str, Any]:
   return shapes | {f'layer_{layer}': block(layer) for layer in range(config.num_layers)}
 
 
-def init_params(key: jax.Array, config: CausalLMConfig) -> dict[str, Any]:
+def init_params(key: jax.Array, config: Any) -> dict[str, Any]:
   """Random parameters for a typed key; activations are near unit variance."""
   shapes, structure = jax.tree_util.tree_flatten_with_path(param_shapes(dataclasses.replace(config, weights=None)))
 

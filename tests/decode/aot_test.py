@@ -25,7 +25,13 @@ def _num_entries(model):
 
 @pytest.mark.parametrize(
   ('name', 'num_params', 'num_kv_heads'),
-  [('llama_3_8b', 8_030_261_248, 8), ('llama_3_70b', 70_553_706_496, 8), ('qwen_3_8b', 8_190_735_360, 8)],
+  [
+    ('llama_3_8b', 8_030_261_248, 8),
+    ('llama_3_70b', 70_553_706_496, 8),
+    ('qwen_3_8b', 8_190_735_360, 8),
+    ('gpt_oss_20b', 20_914_757_184, 8),
+    ('gemma_4_26b_a4b', 25_233_141_790, 8),
+  ],
 )
 def test_shapes_of_public_models(name, num_params, num_kv_heads):
   config = aot.read_config(str(_HUB / name), 'bfloat16')
@@ -67,6 +73,9 @@ def test_products_are_counted_once_per_parameter():
   gains = config.embed_dim * (2 * config.num_layers + 1)
   embedding = config.vocab_size * config.embed_dim
   assert aot.matmul_flops(untied, 5) == 2 * 5 * (_num_entries(untied) - gains - embedding)
+  mixture = aot.abstract_model(aot.read_config(str(_HUB / 'gpt_oss_20b'), 'bfloat16'))
+  of_layer = 2 * 2880 * 64 * (64 + 8) + 2880 * 32 + 4 * 3 * 2880**2  # attention, the router, and 4 of 32 experts
+  assert aot.matmul_flops(mixture, 1) == 2 * (24 * of_layer + 201_088 * 2880)
 
 
 @pytest.mark.parametrize(

@@ -1,23 +1,30 @@
 """Assistants: their distributions beside a plain computation on whole texts, and decoding with them."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from exact import assert_engine_is_exact, assert_greedy_is_exact
-from tiny_heads import TARGET, D, V, all_features, padded, three_layers
+from hub_specs import SPECS
+from tiny_heads import TARGET, D, V, padded, three_layers
 
-from spectr_jax import SamplingParams, TokenTree, lookup_drafter
+from spectr_jax import METHODS, SamplingParams, TokenTree, generate, lookup_drafter
 from spectr_jax.draft import Confident, DraftContext, DraftRequest, Likeliest, assistant_drafter, growing
 from spectr_jax.engine.decoder import Decoder
-from spectr_jax.engine.loop import noise_keys, propose, run_round
+from spectr_jax.engine.loop import run_round
 from spectr_jax.engine.reading import init_decode
+from spectr_jax.io.hub.families import read_spec
+from spectr_jax.methods import why_not, with_gumbel
 from spectr_jax.models import assistant, head
 from spectr_jax.models.assistant import AssistantConfig
+from spectr_jax.models.causal_lm import causal_lm
 from spectr_jax.models.causal_lm_config import CausalLMConfig, Rope
+from spectr_jax.models.param_shapes import init_params
 from spectr_jax.models.table import table_model
+from spectr_jax.testing import tiny_transformers
 
 pytestmark = pytest.mark.usefixtures('highest')
 
@@ -31,8 +38,13 @@ _CLUSTERS = dataclasses.replace(
 )
 
 
+@functools.partial(jax.jit, static_argnames='config')
+def _random_params(key, *, config):
+  return head.random_params(key, assistant.param_shapes(config))
+
+
 def _assistant(config=_CONFIG, seed=1, scale=1.0):
-  params = head.random_params(jax.random.key(seed), assistant.param_shapes(config))
+  params = _random_params(jax.random.key(seed), config=config)
   params['embedding'] = scale * params['embedding']
   if config.num_centroids:
     order = np.random.default_rng(0).permutation(config.block.vocab_size)
@@ -51,19 +63,26 @@ def _rms(x, gain):
   return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + 1e-6) * gain
 
 
+@jax.jit
+def _whole(target, tokens):
+  """What the target makes of a text: its last hidden states, and the keys and values of every layer."""
+  size = len(tokens)
+  causal, places = jnp.tril(jnp.ones((size, size), bool)), jnp.arange(size)[None]
+  output = target.with_features((-1,)).apply(tokens[None], places, causal, target.init_cache_fn(1, size))
+  cache = output.cache.commit(places, jnp.array([size]))
+  return output.features[0, :, 0], cache.keys, cache.values, target.embed_fn(target.params, jnp.arange(V))
+
+
 def _plain(params, target, text, guesses):
   """The logits `[len(guesses), V]` after the last token of a text and after each guess but the last, in float64."""
   params = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
   size = len(text)
-  cache, _ = target.prefill(padded(text)[None], jnp.array([size - 1]), target.init_cache_fn(1, 40))
-  kept = [
-    (np.float64(cache.keys[i][0, 0, :, : size - 1]), np.float64(cache.values[i][0, 0, : size - 1])) for i in (0, 2)
-  ]
-  hidden = np.float64(all_features(target, padded(text), layers=(-1,))[size - 2, 0]) if size > 1 else np.zeros(D)
+  features, *read, embedding = jax.tree.map(np.float64, _whole(target, padded(text)))
+  kept = [(keys[0, 0, :, : size - 1], values[0, 0, : size - 1]) for keys, values in zip(*read)][::2]
+  hidden = features[size - 2] if size > 1 else np.zeros(D)
   found = []
   for token in (text[-1], *guesses[:-1]):
-    embedded = np.float64(target.embed_fn(target.params, jnp.asarray(token)))
-    x = np.concatenate([embedded, hidden]) @ params['before']['kernel']
+    x = np.concatenate([embedding[token], hidden]) @ params['before']['kernel']
     for layer, (keys, values) in enumerate(kept):
       own, name = params[f'layer_{layer}'], 'attention'
       query = (_rms(x, own['attention_norm']['gain']) @ own[name]['q']['kernel']).reshape(4, 4)
@@ -94,19 +113,19 @@ def test_guesses_have_the_distributions_of_the_whole_text():
   target, drafter, temperature = three_layers(), _assistant(), 2.0
   tree = TokenTree.chains(1, 3)
   decoder = Decoder.make(target, drafter, method='block', tree=tree, max_new_tokens=20, cache_size=40)
-  prompts, lengths = jax.random.randint(jax.random.key(3), (4, 9), 0, V), jnp.array([9, 6, 1, 2])
+  prompts, lengths = np.random.default_rng(3).integers(0, V, (4, 9)), np.array([9, 6, 1, 2])
   state = init_decode(decoder, jax.random.key(2), prompts, lengths, sampling=SamplingParams(temperature))
-  draft, advance, kept = jax.jit(propose), jax.jit(run_round), set()
+  advance, kept = jax.jit(run_round), set()
   for _ in range(4):
-    proposal = draft(decoder, state, noise_keys(decoder, state)[0])
+    result, before = state.result, state.root_position
+    state, done = advance(decoder, state)
+    proposal, result, before = jax.device_get((done.proposal, result, before))
     for row, length in enumerate(lengths.tolist()):
-      text = [*prompts[row, :length].tolist(), *state.result.tokens[row, : state.result.lengths[row]].tolist()]
+      text = [*prompts[row, :length].tolist(), *result.tokens[row, : result.lengths[row]].tolist()]
       logits = _plain(drafter.params, target, text, proposal.tokens[row].tolist()) / temperature
       probs = np.exp(logits - logits.max(axis=1, keepdims=True))
       np.testing.assert_allclose(proposal.probs[row], probs / probs.sum(axis=1, keepdims=True), atol=2e-5)
-    before = state.root_position
-    state, _ = advance(decoder, state)
-    kept |= set((state.root_position - before).tolist())
+    kept |= set((np.asarray(state.root_position) - before).tolist())
   assert len(kept) > 2
 
 
@@ -142,19 +161,68 @@ def test_greedy_text_is_that_without_a_draft(shape):
   assert_greedy_is_exact(three_layers(), drafter, prompts, lengths, method='specinfer', tree=_TREES[shape])
 
 
+_SMALL = {
+  'chain': TokenTree.chains(1, 3), 'chains': TokenTree.chains(2, 2), 'tree': TokenTree.from_parents((0, 0, 1, 2, 2)),
+  'likeliest': TokenTree.slots((2, 2)), 'confident': TokenTree.slots((2, 2)),
+}  # fmt: skip
+_SAMPLED = [name for name, method in METHODS.items() if method.is_lossless and method.max_drafts != 0]
+
+
+def _fitting(name):
+  """The shapes on which a method takes an assistant: all chains and trees, or a chain, and those that grow."""
+  shapes = 'chain' if METHODS[name].max_drafts == 1 else 'chains tree likeliest confident'
+  drafters = {shape: growing(_tiny(), _GROWTHS[shape]) if shape in _GROWTHS else _tiny() for shape in shapes.split()}
+  return [shape for shape in drafters if not why_not(METHODS[name], _SMALL[shape], drafters[shape])]
+
+
+def test_methods_that_take_an_assistant():
+  fitting = {name: set(_fitting(name)) for name in _SAMPLED}
+  assert [name for name in fitting if not fitting[name]] == ['greedy_block']  # whose draft must not change
+  assert {name for name in fitting if 'tree' in fitting[name]} == {
+    name for name in _SAMPLED if METHODS[name].max_drafts is None
+  }
+  assert {name for name in fitting if 'likeliest' in fitting[name]} >= {'specinfer', 'race_traversal'}
+  assert {name for name in fitting if 'confident' in fitting[name]} >= {'spectr', 'specinfer', 'gsd', 'race_traversal'}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-  ('num_centroids', 'method', 'tree'),
-  [
-    (0, 'block', TokenTree.chains(1, 3)),
-    (0, 'spectr', TokenTree.chains(2, 2)),
-    (0, 'race_traversal', TokenTree.chains(2, 2)),
-    (5, 'traversal', TokenTree.from_parents((0, 0, 1, 2, 2))),
-    (5, 'specinfer', TokenTree.chains(2, 2)),
-  ],
-)
-def test_the_loop_is_exact(num_centroids, method, tree):
-  assert_engine_is_exact(_tiny(num_centroids), method, tree)
+@pytest.mark.parametrize('name', [name for name in _SAMPLED if name != 'greedy_block'])
+def test_the_loop_is_exact(name):
+  """On every shape: sampled text by a chi-square test, and greedy text."""
+  target, prompts, lengths = tiny_transformers()[0], np.array([[1, 2, 1], [3, 0, 0]]), np.array([3, 1])
+  for shape in _fitting(name):
+    drafter = _tiny(5 if shape == 'tree' else 0)
+    drafter = growing(drafter, _GROWTHS[shape]) if shape in _GROWTHS else drafter
+    assert_engine_is_exact(drafter, name, _SMALL[shape])
+    assert_greedy_is_exact(target, drafter, prompts, lengths, method=name, tree=_SMALL[shape])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('shape', ['chain', 'tree'])
+def test_seed_exact_texts_are_those_without_a_draft(shape):
+  target, prompts, lengths = tiny_transformers()[0], np.array([[1, 2, 1], [3, 0, 0]]), np.array([3, 1])
+  options = {'max_new_tokens': 12, 'sampling': SamplingParams(0.9)}
+  texts = [
+    generate(jax.random.key(4), target, drafter, prompts, lengths, method=method, tree=tree, **options).tokens
+    for drafter, method, tree in (
+      (None, with_gumbel(METHODS['autoregressive']), None), (_tiny(), 'ersd', _SMALL[shape]),
+    )
+  ]  # fmt: skip
+  np.testing.assert_array_equal(*texts)
+
+
+# A mixture, with an assistant that reads its keys and values.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('method', ['spectr', 'race_traversal'])
+def test_the_loop_is_exact_for_a_mixture(method):
+  sizes = {'vocab_size': 5, 'num_hidden_layers': 2, 'layer_types': ['sliding_attention', 'full_attention']}
+  config = read_spec(SPECS['gemma4_mixture'] | sizes)[1]
+  target = causal_lm(init_params(jax.random.key(3), config), config)
+  block = dataclasses.replace(config, projections='q', experts=None, logit_soft_cap=None)
+  drafter = _assistant(AssistantConfig(block, config.embed_dim, (0, 1)), scale=3.0)
+  assert_engine_is_exact(drafter, method, TokenTree.chains(2, 2), target=target)
 
 
 def test_targets_whose_keys_it_cannot_read():

@@ -14,9 +14,9 @@ from spectr_jax.testing import chi_square, engine_counts, enumeration, ordinary_
 _SAMPLING = {'temperature': 0.9, 'top_k': 4, 'top_p': 0.95}
 
 
-def p_values(drafter, method, tree, *, prompts=([1, 2, 1], [3]), num_tokens=3, num_samples=5_000, seed=5):
+def p_values(drafter, method, tree, *, prompts=([1, 2, 1], [3]), num_tokens=3, num_samples=5_000, seed=5, target=None):
   """Those of the first tokens after each prompt, jointly, over rounds that keep none, some or all guesses."""
-  target, _ = tiny_transformers()
+  target = target or tiny_transformers()[0]
   counts = engine_counts(
     jax.random.key(seed), target, drafter, prompts, method=coarse(METHODS[method]), tree=tree, num_tokens=num_tokens,
     num_samples=num_samples, batch_size=2500, **_SAMPLING,

@@ -17,8 +17,12 @@ TARGET = causal_lm.CausalLMConfig(V, D, 3, 2, 1, 4, 12, 64, rope=causal_lm.Rope(
 @functools.cache
 def three_layers():
   """A target with random parameters."""
-  params = jax.tree.map(lambda x: 2 * x, causal_lm.init_params(jax.random.key(0), TARGET))
-  return causal_lm.causal_lm(params, TARGET)
+
+  @jax.jit
+  def params():
+    return jax.tree.map(lambda x: 2 * x, causal_lm.init_params(jax.random.key(0), TARGET))
+
+  return causal_lm.causal_lm(params(), TARGET)
 
 
 @functools.partial(jax.jit, static_argnames='layers')

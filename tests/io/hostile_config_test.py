@@ -91,6 +91,9 @@ def _header(architecture):
   data = np.random.default_rng(0).normal(size=offset // 4).astype(np.float32).view(np.uint8)
   own = gguf_files.SIZES | gguf_files.METADATA[architecture] | _MORE_METADATA.get(architecture, {})
   kind = gguf_files.kind_of(architecture)
+  if kind == 'gemma4':
+    tensors['rope_freqs.weight'] = StoredTensor(gguf_files.TURNED.shape, 0, offset)
+    data = np.concatenate([data, gguf_files.TURNED.view(np.uint8)])
   metadata = {'general.architecture': kind} | {f'{kind}.{key}': x for key, x in own.items()}
   return GgufHeader('there.gguf', metadata, tensors, data)
 

@@ -105,7 +105,10 @@ FIELDS = BLOCK_FIELDS | _fields(
   ('swiglu_limit swiglu_alpha', SOFT_CAP),
 )
 # Fields in which null is a value of its own, another one than the default.
-_NULLABLE = ('num_key_value_heads', 'sliding_window', 'attn_logit_softcapping', 'final_logit_softcapping')
+_NULLABLE = (
+  'num_key_value_heads', 'sliding_window', 'attn_logit_softcapping', 'final_logit_softcapping',
+  'hidden_size_per_layer_input',
+)  # fmt: skip
 
 # Fields that change what is computed, in some family or another, by the values that change nothing here.
 _EXPERTS = dict.fromkeys(('num_experts', 'num_local_experts', 'n_routed_experts', 'moe_num_experts'), (0, 1))

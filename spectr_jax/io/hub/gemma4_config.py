@@ -74,7 +74,7 @@ def gemma4(spec: dict[str, Any]) -> CausalLMConfig:
       if not isinstance(given.get(kind), dict):
         raise ValueError(f'rope_parameters has no {kind}')
       ropes[kind] = rope_parameters(spec, 'rope_parameters', given[kind])
-  by_layer = spec.get('hidden_size_per_layer_input', 0 if is_unified else 256)
+  by_layer = spec.get('hidden_size_per_layer_input', 0 if is_unified else 256) or 0
   experts = None
   if spec.get('enable_moe_block', False):
     sizes = (spec[name] for name in ('num_experts', 'top_k_experts', 'moe_intermediate_size'))

@@ -34,6 +34,7 @@ def test_fields_that_are_not_there():
   assert config.rope.frequencies[63] == pytest.approx(1e6 ** (-126 / 512))
   assert config.rope.frequencies[64] == 0
   assert config.window_rope.frequencies[1] == pytest.approx(1e4 ** (-2 / 256))
+  assert read_spec(_BARE | {'hidden_size_per_layer_input': None})[1].layer_input_dim == 0
   unified = read_spec(_BARE | {'architectures': ['Gemma4UnifiedForCausalLM'], 'model_type': 'gemma4_unified_text'})[1]
   assert (unified.layer_input_dim, unified.window(0)) == (0, 1024)
 

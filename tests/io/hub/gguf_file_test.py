@@ -424,7 +424,7 @@ def test_metadata_of_gemma_4_that_is_refused(metadata, problem, tmp_path):
 
 @pytest.mark.parametrize('divisors', [[1] * 8 + [2] * 8, [1e30] * 8 + [1] * 8, [float('nan')] * 16, None])
 def test_divisors_of_gemma_4_that_are_refused(divisors, monkeypatch, tmp_path):
-  monkeypatch.setattr(gguf_files, '_TURNED', np.float32(divisors or [1] * 4))
+  monkeypatch.setattr(gguf_files, 'TURNED', np.float32(divisors or [1] * 4))
   message = 'must hold 1 and then 1e30' if divisors else 'must be 16 float32 numbers'
   assert message in _refusal(_write(tmp_path / 'model.gguf', 'gemma4'))
 
