@@ -25,7 +25,7 @@ from spectr_jax.tree import TokenTree
 pytestmark = pytest.mark.usefixtures('highest')
 
 NUM, WIDTH, HIDDEN = 8, 16, 12
-NAMES = 'mixtral', 'qwen3_moe', 'olmoe', 'gpt_oss', 'glm4_moe'
+NAMES = 'mixtral', 'qwen3_moe', 'olmoe', 'gpt_oss', 'glm4_moe', 'granitemoe'
 
 
 def _softmax(x):
