@@ -47,7 +47,7 @@ def _with_header(path, header, data=b''):
     ({'a': {'dtype': 'F32', 'shape': [1] * 10**5, 'data_offsets': [0, 4]}}, b'1234', 'has 100000 axes'),
     ({'a': {'dtype': 'F32', 'shape': [0, 2**60], 'data_offsets': [0, 0]}}, b'', 'has too many numbers'),
     ({'a': {'dtype': 'F32', 'shape': [2**33, 2**33], 'data_offsets': [0, 4]}}, b'1234', 'is damaged'),
-    ({'a': {'dtype': 'F8_E4M3', 'shape': [4], 'data_offsets': [0, 4]}}, b'1234', 'of type F8_E4M3; known are'),
+    ({'a': {'dtype': 'F8_E5M2', 'shape': [4], 'data_offsets': [0, 4]}}, b'1234', 'of type F8_E5M2; known are'),
     ({'\x1b[2J' * 10**4: {'dtype': 'I8', 'shape': [4], 'data_offsets': [0, 4]}}, b'1234', 'of type I8'),
     (b'{"a":' * 10**5, b'', 'is damaged'),
     (b' ' * (2**24 + 1), b'', 'a header of 16,777,217 bytes'),

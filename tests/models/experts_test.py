@@ -26,7 +26,7 @@ from spectr_jax.tree import TokenTree
 pytestmark = pytest.mark.usefixtures('highest')
 
 NUM, WIDTH, HIDDEN = 8, 16, 12
-NAMES = 'mixtral', 'qwen3_moe', 'olmoe', 'gpt_oss', 'glm4_moe', 'gemma4_mixture'
+NAMES = 'mixtral', 'qwen3_moe', 'olmoe', 'gpt_oss', 'glm4_moe', 'granitemoe', 'gemma4_mixture'
 
 
 def _softmax(x):

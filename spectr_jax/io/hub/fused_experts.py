@@ -1,9 +1,9 @@
 """Files with all experts of a layer in one tensor, read as files with a tensor for each expert.
 
-In gpt-oss gate and up take turns in `gate_up_proj`. It is `[E, D, 2 F]` in floating point numbers, and in MXFP4 (Open
+Gate and up take turns in gpt-oss's `gate_up_proj`. It is `[E, D, 2 F]` in floating point numbers, and in MXFP4 (Open
 Compute Project 2023) `_blocks`, uint8 `[E, 2 F, D / 32, 16]`, with `_scales`, `[E, 2 F, D / 32]`: numbers of 4 bits,
-the lower half of a byte first, times 2^(scale - 127). In Gemma 4 it is `[E, 2 F, D]`, gates
-first, and so is Granite's `input_linear`.
+the lower half of a byte first, times 2^(scale - 127). Gemma 4's and
+Granite's `input_linear` are `[E, 2 F, D]`, all gates first.
 """
 
 from __future__ import annotations

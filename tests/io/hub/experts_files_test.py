@@ -164,6 +164,48 @@ def test_no_read_is_larger_than_both_matrices_of_an_expert():
     assert max(size for name, size in recorded.reads if '.experts.' in name) <= 64 * 64
 
 
+_GRANITE = 'model.layers.1.block_sparse_moe'
+
+
+def _granite():
+  """Tensors of Granite as its files have them."""
+  tensors = tensors_of(SPECS['granitemoe'])
+  fused = {name: x for name, x in tensors.items() if '.experts.' not in name}
+  for layer in range(2):
+    own = f'model.layers.{layer}.block_sparse_moe'
+    gate, up, down = (
+      np.stack([tensors[f'{own}.experts.{i}.{part}_proj.weight'] for i in range(4)]) for part in ('gate', 'up', 'down')
+    )
+    fused |= {f'{own}.input_linear.weight': np.concatenate([gate, up], axis=1), f'{own}.output_linear.weight': down}
+  return tensors, fused
+
+
+def test_experts_of_granite_come_to_their_places(tmp_path):
+  tensors, fused = _granite()
+  expected = make_model(SPECS['granitemoe'], Recorded(tensors)).params
+  recorded = Recorded(fused)
+  jax.tree.map(np.testing.assert_array_equal, make_model(SPECS['granitemoe'], recorded).params, expected)
+  assert max(size for name, size in recorded.reads if 'linear' in name) == 24 * 16  # one matrix of one expert
+  loaded = load_hub_model(write_model(tmp_path / 'granite', SPECS['granitemoe'], fused)).params
+  jax.tree.map(np.testing.assert_array_equal, loaded, expected)
+
+
+@pytest.mark.parametrize(
+  ('name', 'change', 'problem'),
+  [
+    ('input_linear', lambda x: x[:3], 'has 3 experts, the configuration 4'),
+    ('input_linear', lambda x: x[:, :-1], 'has gates without an up'),
+    ('input_linear', lambda x: x[0], 'has 2 axes, expected 3'),
+    ('output_linear', lambda x: x[:, :-1], r'experts.0.down_proj.weight must have shape \(16, 24\), got \(15, 24\)'),
+  ],
+)
+def test_fused_tensors_of_granite_that_are_refused(name, change, problem):
+  _, fused = _granite()
+  fused[f'{_GRANITE}.{name}.weight'] = change(fused[f'{_GRANITE}.{name}.weight'])
+  with pytest.raises(ValueError, match=problem):
+    make_model(SPECS['granitemoe'], Recorded(fused))
+
+
 def _changed(name, change):
   fused, _ = _in_mxfp4(_fused(tensors_of(_GPT_OSS)), np.random.default_rng(0))
   fused[name] = change(fused[name])
@@ -242,6 +284,10 @@ def test_fused_tensors_that_are_refused(name, change, problem):
       {'quantization_config': {'quant_method': 'gptq'}},
       'quantized by gptq are not read; known are mxfp4, fp8,',
     ),
+    ('granitemoe', {'residual_multiplier': 0}, 'residual_multiplier must be'),
+    ('granitemoe', {'logits_scaling': 1e300}, 'logits_scaling must be'),
+    ('granitemoe', {'num_experts_per_tok': 5}, 'num_chosen of experts must be from 1 to 4, got 5'),
+    ('llama', {'residual_multiplier': 0.5}, 'residual_multiplier 0.5 is not supported'),
     ('llama', {'num_experts': 8}, 'num_experts 8 is not supported'),
     ('llama', {'quantization_config': {'quant_method': 'mxfp4'}}, 'quantized by mxfp4 are not read'),
   ],
