@@ -51,6 +51,10 @@ SPECS = {
     num_experts=5, top_k_experts=2, moe_intermediate_size=12,
   ),
   'gemma4_unified': _spec('Gemma4UnifiedForCausalLM', **_GEMMA4),
+  'qwen3_5': _spec('Qwen3_5ForCausalLM', head_dim=8, linear_key_head_dim=3, linear_value_head_dim=5,
+    linear_num_key_heads=2, linear_num_value_heads=4, layer_types=['linear_attention', 'full_attention'],
+  ),
+  'lfm2': _spec('Lfm2ForCausalLM', layer_types=['conv', 'full_attention'], conv_bias=True, block_multiple_of=8),
   'gpt_neox': _spec('GPTNeoXForCausalLM', num_key_value_heads=None, rotary_pct=0.5),
   'gpt2': {
     'architectures': ['GPT2LMHeadModel'], 'vocab_size': 32, 'n_embd': 16, 'n_layer': 2, 'n_head': 4, 'n_positions': 32,

@@ -275,7 +275,8 @@ def spec_of_layers(spec: Mapping[str, Any], layers: Sequence[int]) -> dict[str, 
     raise ValueError('the layers of this model read what others make, or differ from them: some alone are no model')
   fewer = {**spec, family.num_layers: len(layers)}
   if config.recurrence is not None:
-    fewer['layer_types'] = [spec['layer_types'][layer] for layer in layers]
+    name = hybrid_configs.LAYER_TYPES[config.recurrence.kind]
+    fewer['layer_types'] = [name if config.is_recurrent(layer) else 'full_attention' for layer in layers]
   elif config.windows or spec.get('layer_types'):
     kinds = ('full_attention' if config.window(layer) is None else 'sliding_attention' for layer in layers)
     fewer['layer_types'] = list(kinds)

@@ -29,11 +29,12 @@ FIELDS: dict[str, Kind] = {
   'block_auto_adjust_ff_dim': FLAG,
   'tie_embedding': FLAG,
 }
+LAYER_TYPES = {'delta': 'linear_attention', 'conv': 'conv'}  # of recurrent layers, by their kind
 
 
-def _recurrent_layers(spec: Mapping[str, Any], name: str, usual: list[bool]) -> tuple[bool, ...]:
-  """Which layers are recurrent: those that `layer_types` gives a name, or those that are `usual` in older files."""
-  kinds = spec.get('layer_types')
+def _recurrent_layers(spec: Mapping[str, Any], kind: str, usual: list[bool]) -> tuple[bool, ...]:
+  """Which layers are recurrent: those that `layer_types` gives the name of, or the `usual` ones in older files."""
+  kinds, name = spec.get('layer_types'), LAYER_TYPES[kind]
   if kinds is None:
     return tuple(usual)
   unknown = [kind for kind in kinds if kind not in (name, 'full_attention')]
@@ -51,7 +52,7 @@ def qwen3_5(spec: dict[str, Any], **differences: Any) -> CausalLMConfig:
   step = spec.get('full_attention_interval', 4)
   recurrence = Recurrence(
     'delta',
-    _recurrent_layers(spec, 'linear_attention', [(i + 1) % step != 0 for i in range(spec['num_hidden_layers'])]),
+    _recurrent_layers(spec, 'delta', [(i + 1) % step != 0 for i in range(spec['num_hidden_layers'])]),
     num_heads=spec.get('linear_num_value_heads', 32),
     num_groups=spec.get('linear_num_key_heads', 16),
     key_dim=spec.get('linear_key_head_dim', 128),

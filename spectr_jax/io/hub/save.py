@@ -40,8 +40,8 @@ def _tensors(params: Mapping[str, Any], family: Family, config: CausalLMConfig, 
       at = 0
       for outputs in source.ranges(slice(0, one.shape[-1])):
         part = one[..., at : at + outputs.stop - outputs.start]
-        part = part.T if source.is_transposed else part
-        tensor[outputs if source.is_transposed else (..., outputs)] = part[:, None] if source.has_axis else part
+        stored = part.T if source.is_transposed else part
+        tensor[outputs if source.is_transposed else (..., outputs)] = stored[:, None] if source.has_axis else stored
         at += part.shape[-1]
   return tensors
 

@@ -76,13 +76,16 @@ def test_a_tokenizer_is_the_same_again(backend, parts, add_bos, tmp_path):
 def test_some_layers_of_a_model(name):
   num_layers = {'n_layer': 6} if name == 'gpt2' else {'num_hidden_layers': 6}
   spec = SPECS[name] | num_layers
+  if 'layer_types' in spec:
+    spec['layer_types'] = spec['layer_types'] * 3
   config, layers = read_spec(spec)[1], (0, 3, 5)
   fewer = read_spec(spec_of_layers(spec, layers))[1]
   windows = tuple(config.window(layer) for layer in layers) if config.windows else ()
   experts = config.experts
   if experts is not None and experts.layers:
     experts = dataclasses.replace(experts, layers=(False, True, True))
-  assert fewer == dataclasses.replace(config, num_layers=3, windows=windows, experts=experts)
+  recurrence = config.recurrence and dataclasses.replace(config.recurrence, layers=(True, False, False))
+  assert fewer == dataclasses.replace(config, num_layers=3, windows=windows, experts=experts, recurrence=recurrence)
   if name == 'gemma3':
     assert windows == (4, None, None)
     assert read_spec(spec_of_layers(spec, (1, 3)))[1].windows == ()
@@ -101,7 +104,7 @@ def test_what_is_refused(tokenizer, tmp_path):
     with pytest.raises(ValueError, match='config.json would describe another model'):
       save(model, spec | changes)
   mixture = SPECS['gemma4_mixture']
-  with pytest.raises(ValueError, match='a mixture of the family gemma4_text is not saved'):
+  with pytest.raises(ValueError, match='a model of the family gemma4_text is not saved'):
     save(load_hub_model(tiny_hub.write_model(tmp_path / 'mixture', mixture)), mixture)
   copies = dataclasses.replace(config_of(model), kv_copies=2)
   attention = {name: {'kernel': np.repeat(model.params['layer_0']['attention'][name]['kernel'], 2, 1)} for name in 'kv'}
