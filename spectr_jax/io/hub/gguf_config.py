@@ -224,7 +224,7 @@ def _experts(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
   if architecture == 'qwen3moe':
     return fields
   if architecture == 'gemma4':
-    return {**fields, 'enable_moe_block': True, 'top_k_experts': fields.pop('num_experts_per_tok')}
+    return fields | {'enable_moe_block': True, 'top_k_experts': fields['num_experts_per_tok']}
   fields['intermediate_size'] = hidden
   if architecture == 'gpt-oss':
     # llama.cpp rounds the ends of YaRN's ramp; the model was trained without this.
