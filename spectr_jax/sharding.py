@@ -57,7 +57,7 @@ CAUSAL_LM_RULES = (
   (r'(attention/(qkv|[qkv])|(mlp|shared)/(gate_up|gate|up))/bias', (MODEL,)),
   *_matrix('(attention/out|(mlp|shared)/down)/kernel', (MODEL, DATA)),
   *_matrix('recurrence/(into|z)/kernel', (DATA, MODEL)),
-  *_matrix('recurrence/[ab]/kernel', (DATA, None)),
+  *_matrix('(recurrence/[ab]|shared_gate)/kernel', (DATA, None)),
   *_matrix('recurrence/out/kernel', (MODEL, DATA)),
   (r'recurrence/(taps|taps_bias|log_rate|step_bias|norm|skip)', ()),
   *_matrix('(per_layer/projection|layer_input/(gate|out))/kernel', (DATA, None)),

@@ -54,6 +54,13 @@ SPECS = {
   'qwen3_5': _spec('Qwen3_5ForCausalLM', head_dim=8, linear_key_head_dim=3, linear_value_head_dim=5,
     linear_num_key_heads=2, linear_num_value_heads=4, layer_types=['linear_attention', 'full_attention'],
   ),
+  'qwen3_next': _spec('Qwen3NextForCausalLM', head_dim=8, linear_key_head_dim=3, linear_value_head_dim=5,
+    linear_num_key_heads=2, linear_num_value_heads=4, layer_types=['linear_attention', 'full_attention'], num_experts=4,
+    num_experts_per_tok=2, moe_intermediate_size=12, shared_expert_intermediate_size=10,
+  ),
+  'granite_hybrid': _spec('GraniteMoeHybridForCausalLM', layer_types=['mamba', 'attention'], mamba_n_heads=4,
+    mamba_d_state=6, num_local_experts=0, shared_intermediate_size=20, attention_multiplier=0.3, logits_scaling=2.0,
+  ),
   'lfm2': _spec('Lfm2ForCausalLM', layer_types=['conv', 'full_attention'], conv_bias=True, block_multiple_of=8),
   'gpt_neox': _spec('GPTNeoXForCausalLM', num_key_value_heads=None, rotary_pct=0.5),
   'gpt2': {

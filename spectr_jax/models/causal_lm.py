@@ -201,7 +201,11 @@ def mlp(params, config: CausalLMConfig, x: jax.Array) -> jax.Array:
     if 'shared' not in params:
       return out
     own = dataclasses.replace(config, experts=None, mlp_dim=config.experts.shared_dim)
-    return sum_of(out, mlp(params['shared'], own, x))
+    shared = mlp(params['shared'], own, x)
+    if 'shared_gate' in params:
+      gate = linear(params['shared_gate'], x)
+      shared = rounded(shared * jax.nn.sigmoid(gate.astype(accumulation_dtype(x.dtype))), x.dtype)
+    return sum_of(out, shared)
   if config.is_gated:
     gate, up = linears(params, ('gate', 'up'), x, [config.mlp_dim] * 2)
     hidden = activation(config, gate) * up

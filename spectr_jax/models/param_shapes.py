@@ -58,6 +58,8 @@ def param_shapes(config: Any) -> dict[str, Any]:
     params = {'router': router, 'experts': {**into, 'down': down}}
     if experts.shared_dim:
       params['shared'] = mlp(dataclasses.replace(config, mlp_dim=experts.shared_dim))
+    if experts.has_shared_gate:
+      params['shared_gate'] = linear(width, 1, False)
     if experts.are_beside_mlp:
       router |= gain(width) | {'expert_scale': array(experts.num)}
       params |= {name: norm() for name in ('norm', 'post_norm', 'mlp_post_norm')}

@@ -39,6 +39,7 @@ class Experts:
       the decoder's activation.
     gate_factor: See `limit`.
     shared_dim: Hidden width of an MLP that every token goes through beside its experts; 0 for none.
+    has_shared_gate: Whether the output of that MLP is multiplied by a sigmoid of a product of its input.
     are_beside_mlp: Whether layers with experts have an MLP as well, whose output is added (Gemma 4). The router then
       reads the stream before both, normalized, and has a factor of each expert's weights.
     logit_scale: Factor of the router's logits.
@@ -62,6 +63,7 @@ class Experts:
   limit: float | None = None
   gate_factor: float = 1.702
   shared_dim: int = 0
+  has_shared_gate: bool = False
   are_beside_mlp: bool = False
   logit_scale: float = 1.0
 

@@ -90,6 +90,17 @@ _QWEN3_5 = {
   'head_dim': 16, 'linear_key_head_dim': 6, 'linear_value_head_dim': 10, 'linear_num_key_heads': 2,
   'linear_num_value_heads': 4, 'layer_types': ['linear_attention', 'linear_attention', 'full_attention'],
 }  # fmt: skip
+_QWEN3_5_MOE = _QWEN3_5 | {
+  'num_experts': 5, 'num_experts_per_tok': 2, 'moe_intermediate_size': 24, 'shared_expert_intermediate_size': 20,
+}  # fmt: skip
+_GRANITE_HYBRID = {
+  'layer_types': ['mamba', 'mamba', 'attention'], 'mamba_n_heads': 8, 'mamba_d_head': 8, 'mamba_n_groups': 2,
+  'mamba_d_state': 6, 'num_local_experts': 0, 'num_experts_per_tok': 0, 'shared_intermediate_size': 40,
+  'attention_multiplier': 0.3, 'embedding_multiplier': 3.0, 'residual_multiplier': 0.5, 'logits_scaling': 2.0,
+}  # fmt: skip
+_GRANITE_HYBRID_MOE = _GRANITE_HYBRID | {
+  'num_local_experts': 4, 'num_experts_per_tok': 2, 'position_embedding_type': 'rope', 'mamba_proj_bias': True,
+}  # fmt: skip
 _LFM2 = {'layer_types': ['conv', 'conv', 'full_attention'], 'block_auto_adjust_ff_dim': False}
 # Name -> class of the model, and what differs from SIZES.
 CASES = {
@@ -120,6 +131,10 @@ CASES = {
   'gemma4_mixture': ('Gemma4ForCausalLM', _GEMMA4_MIXTURE),
   'gemma4_unified': ('Gemma4UnifiedForCausalLM', _GEMMA4 | {'attention_k_eq_v': True}),
   'qwen3_5': ('Qwen3_5ForCausalLM', _QWEN3_5),
+  'qwen3_5_moe': ('Qwen3_5MoeForCausalLM', _QWEN3_5_MOE),
+  'qwen3_next': ('Qwen3NextForCausalLM', _QWEN3_5_MOE | {'mlp_only_layers': [1], 'norm_topk_prob': True}),
+  'granite_hybrid': ('GraniteMoeHybridForCausalLM', _GRANITE_HYBRID),
+  'granite_hybrid_moe': ('GraniteMoeHybridForCausalLM', _GRANITE_HYBRID_MOE),
   'lfm2': ('Lfm2ForCausalLM', _LFM2),
   'lfm2_biased': ('Lfm2ForCausalLM', _LFM2 | {'conv_bias': True}),
   'gpt_neox': ('GPTNeoXForCausalLM', _GPT_NEOX),

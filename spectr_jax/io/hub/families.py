@@ -32,6 +32,32 @@ def _by_part(part: int, head: np.ndarray, config: CausalLMConfig) -> np.ndarray:
   return (part * config.num_heads + head) * config.head_dim
 
 
+# Where the outputs of parameters stand among those of a tensor that holds several, and how many it has.
+
+
+def _of_key_heads(part: str, outputs: np.ndarray, config: CausalLMConfig) -> tuple[np.ndarray, int]:
+  """Qwen3-Next's products, ordered by the heads of keys: queries, keys, values and gates of each, or `b` and `a`."""
+  own = config.recurrence
+  assert own is not None
+  size = own.num_heads // own.num_groups
+  if part in ('a', 'b'):
+    head, offset = np.divmod(outputs, size)
+    return 2 * size * head + (part == 'a') * size + offset, 2 * own.num_heads
+  key, value, keys = own.key_dim, size * own.value_dim, own.num_groups * own.key_dim
+  kind = np.full_like(outputs, 3) if part == 'z' else np.searchsorted([keys, 2 * keys], outputs, side='right')
+  begins, widths, before = np.array(
+    [(0, key, 0), (keys, key, key), (2 * keys, value, 2 * key), (0, value, 2 * key + value)]
+  ).T
+  head, offset = np.divmod(outputs - begins[kind], widths[kind])
+  return 2 * (key + value) * head + before[kind] + offset, own.conv_dim + own.inner_dim
+
+
+def _halves(part: str, outputs: np.ndarray, config: CausalLMConfig) -> tuple[np.ndarray, int]:
+  """Gates, then what they multiply."""
+  width = config.experts.shared_dim if config.experts else config.mlp_dim
+  return outputs + (part == 'up') * width, 2 * width
+
+
 @dataclasses.dataclass(frozen=True)
 class Family:
   """A family of checkpoints."""
@@ -51,6 +77,10 @@ class Family:
   quantization: str | None = None  # the method of quantized weights that it reads
   dense_layers: str = 'mlp_only_layers'  # the field for layers without experts: their numbers, or how many come first
   is_saved: bool = True  # whether models are written as their files are, which have all experts in one tensor otherwise
+  # Of parameters that share a tensor, by our names: rules like `_halves`.
+  fused: Mapping[str, Callable[[str, np.ndarray, CausalLMConfig], tuple[np.ndarray, int]]] = dataclasses.field(
+    default_factory=dict
+  )
   more_layers: str | None = None  # the field for the number of layers after the last that guess, which are not read
 
 
@@ -143,6 +173,29 @@ _DELTA_MODULES = {
   'recurrence/step_bias': 'linear_attn.dt_bias',
   'recurrence/norm': 'linear_attn.norm.weight',
 }
+_QWEN_SHARED_MODULES = {
+  **{f'mlp/shared/{name}': f'mlp.shared_expert.{name}_proj' for name in ('gate', 'up', 'down')},
+  'mlp/shared_gate': 'mlp.shared_expert_gate',
+}
+_QWEN_NEXT_MODULES = _DELTA_MODULES | {
+  **dict.fromkeys(('recurrence/into', 'recurrence/z'), 'linear_attn.in_proj_qkvz'),
+  **dict.fromkeys(('recurrence/b', 'recurrence/a'), 'linear_attn.in_proj_ba'),
+}
+_GRANITE_HYBRID_MODULES = _GRANITE_MOE_MODULES | {
+  **{
+    f'{mlp}/{ours}': f'shared_mlp.{theirs}_linear'
+    for mlp in ('mlp', 'mlp/shared')
+    for ours, theirs in (('gate', 'input'), ('up', 'input'), ('down', 'output'))
+  },
+  'recurrence/into': 'mamba.in_proj',
+  'recurrence/out': 'mamba.out_proj',
+  'recurrence/taps': 'mamba.conv1d.weight',
+  'recurrence/taps_bias': 'mamba.conv1d.bias',
+  'recurrence/log_rate': 'mamba.A_log',
+  'recurrence/step_bias': 'mamba.dt_bias',
+  'recurrence/norm': 'mamba.norm.weight',
+  'recurrence/skip': 'mamba.D',
+}
 _LFM2_MODULES = LLAMA_MODULES | {
   'final_norm': 'embedding_norm',
   'attention_norm': 'operator_norm',
@@ -232,6 +285,27 @@ FAMILIES = {
     num_layers='n_layer',
   ),
   'Qwen3_5ForCausalLM': _llama_family('qwen3_5_text', hybrid_configs.qwen3_5, LLAMA_MODULES | _DELTA_MODULES),
+  'Qwen3_5MoeForCausalLM': _llama_family(
+    'qwen3_5_moe_text',
+    hybrid_configs.qwen3_5_moe,
+    _QWEN_MOE_MODULES | _DELTA_MODULES | _QWEN_SHARED_MODULES,
+    _EXPERTS,
+  ),
+  'Qwen3NextForCausalLM': _llama_family(
+    'qwen3_next',
+    hybrid_configs.qwen3_5_moe,
+    _QWEN_MOE_MODULES | _QWEN_NEXT_MODULES | _QWEN_SHARED_MODULES,
+    _EXPERTS,
+    fused=dict.fromkeys((f'recurrence/{name}' for name in ('into', 'z', 'b', 'a')), _of_key_heads),
+  ),
+  'GraniteMoeHybridForCausalLM': _llama_family(
+    'granitemoehybrid',
+    hybrid_configs.granitemoehybrid,
+    _GRANITE_HYBRID_MODULES,
+    (*_EXPERTS, *_GRANITE_FIELDS, 'position_embedding_type'),
+    fused=dict.fromkeys((f'{mlp}/{name}' for mlp in ('mlp', 'mlp/shared') for name in ('gate', 'up')), _halves),
+    is_saved=False,
+  ),
   'Lfm2ForCausalLM': _llama_family('lfm2', hybrid_configs.lfm2, _LFM2_MODULES),
   OWN: _llama_family('spectr_lm1b', family_configs.lm1b),
 }
@@ -306,6 +380,7 @@ class Source:
   family: Family
   config: CausalLMConfig
   num_experts: int | None = None  # that the parameter is stacked of; None for one tensor
+  module: str = ''  # of `Family.fused`, where the parameter shares the tensor by one of these rules
   has_axis: bool = False  # whether the tensor has an axis of 1 behind its outputs, as convolutions of channels have
 
   @property
@@ -317,11 +392,15 @@ class Source:
 
   def ranges(self, outputs: slice) -> Iterator[slice]:
     """Ranges of the tensor's outputs that, joined, are a range of the parameter's; neighbors are one."""
-    if self.part is None:
+    if self.part is None and not self.module:
       yield outputs
       return
-    heads, offsets = np.divmod(np.arange(outputs.start, outputs.stop), self.config.head_dim)
-    places = self.family.head_start(self.part, heads, self.config) + offsets
+    own = np.arange(outputs.start, outputs.stop)
+    if self.part is None:
+      places, _ = self.family.fused[self.module](self.module.split('/')[-1], own, self.config)
+    else:
+      heads, offsets = np.divmod(own, self.config.head_dim)
+      places = self.family.head_start(self.part, heads, self.config) + offsets
     for each in np.split(places, np.flatnonzero(np.diff(places) != 1) + 1):
       yield slice(int(each[0]), int(each[-1]) + 1)
 
@@ -389,7 +468,10 @@ def source_of(path: str, shape: tuple[int, ...], family: Family, config: CausalL
     num_heads = config.num_query_parts if part == 0 else config.num_kv_heads
     is_fused = len({family.modules[f'attention/{name}'] for name in 'qkv'}) == 1
     shape = *shape[:-1], (3 if is_fused else 1) * num_heads * config.head_dim
+  fused = module if module in family.fused else ''
+  if fused:
+    shape = *shape[:-1], family.fused[module](modules[-1], np.arange(1), config)[1]
   is_transposed = family.is_transposed and leaf == 'kernel'
   name = f'{prefix}{family.modules[module]}.{_LEAVES[leaf]}'
   shape = shape[::-1] if is_transposed else shape
-  return Source(name, shape, is_transposed, part, family, config, num_experts)
+  return Source(name, shape, is_transposed, part, family, config, num_experts, fused)

@@ -271,7 +271,7 @@ def gpt2(spec: dict[str, Any]) -> CausalLMConfig:
 def granite(spec: dict[str, Any], **differences: Any) -> CausalLMConfig:
   return llama_config(
     spec,
-    windows=layer_windows(spec),
+    windows=() if 'recurrence' in differences else layer_windows(spec),
     query_scale=spec.get('attention_multiplier', 1.0),
     embedding_scale=spec.get('embedding_multiplier', 1.0),
     residual_scale=spec.get('residual_multiplier', 1.0),
@@ -286,7 +286,7 @@ def granite(spec: dict[str, Any], **differences: Any) -> CausalLMConfig:
 _NUMBERS = 'num_experts', 'num_local_experts', 'n_routed_experts'
 
 
-def _experts(spec: Mapping[str, Any], hidden_dim: int, num: int, num_chosen: int, **traits: Any) -> Experts:
+def experts_of(spec: Mapping[str, Any], hidden_dim: int, num: int, num_chosen: int, **traits: Any) -> Experts:
   """The experts, whose number files of one family have by several names, or do not have: then it is `num`."""
   numbers = {name: spec[name] for name in _NUMBERS if name in spec}
   if len(set(numbers.values())) > 1:
@@ -297,7 +297,7 @@ def _experts(spec: Mapping[str, Any], hidden_dim: int, num: int, num_chosen: int
 
 def mixtral(spec: dict[str, Any]) -> CausalLMConfig:
   spec = {'num_key_value_heads': 8, 'rope_theta': 1e6, 'rms_norm_eps': 1e-5, **spec}
-  experts = _experts(spec, spec['intermediate_size'], 8, 2)
+  experts = experts_of(spec, spec['intermediate_size'], 8, 2)
   return llama_config(spec, experts=experts, windows=layer_windows(spec, lambda layer: True))
 
 
@@ -305,7 +305,7 @@ def qwen3_moe(spec: dict[str, Any]) -> CausalLMConfig:
   spec = {'num_key_value_heads': 4, **spec}
   step, dense = spec.get('decoder_sparse_step', 1), set(spec.get('mlp_only_layers', []))
   layers = tuple(i not in dense and (i + 1) % step == 0 for i in range(spec['num_hidden_layers']))
-  experts = _experts(
+  experts = experts_of(
     spec,
     spec.get('moe_intermediate_size', 768),
     128,
@@ -319,7 +319,7 @@ def qwen3_moe(spec: dict[str, Any]) -> CausalLMConfig:
 
 def olmoe(spec: dict[str, Any]) -> CausalLMConfig:
   spec = {'rms_norm_eps': 1e-5, 'max_position_embeddings': 4096, **spec}
-  experts = _experts(spec, spec['intermediate_size'], 64, 8, is_normalized=spec.get('norm_topk_prob', False))
+  experts = experts_of(spec, spec['intermediate_size'], 64, 8, is_normalized=spec.get('norm_topk_prob', False))
   return llama_config(spec, experts=experts, has_wide_qk_norm=True, windows=layer_windows(spec))
 
 
@@ -333,7 +333,7 @@ def gpt_oss(spec: dict[str, Any]) -> CausalLMConfig:
   spec = {'rms_norm_eps': 1e-5, 'rope_theta': 150000.0, 'attention_bias': True, 'head_dim': 64, **spec}
   if not spec.get('rope_scaling') and not spec.get('rope_parameters'):
     spec['rope_parameters'] = _GPT_OSS_ROPE
-  experts = _experts(
+  experts = experts_of(
     spec,
     spec['intermediate_size'],
     128,
@@ -351,7 +351,7 @@ def gpt_oss(spec: dict[str, Any]) -> CausalLMConfig:
 def glm4_moe(spec: dict[str, Any]) -> CausalLMConfig:
   spec = {'num_key_value_heads': 8, 'partial_rotary_factor': 0.5, 'rms_norm_eps': 1e-5, **spec}
   hidden_dim, num_dense = spec.get('moe_intermediate_size', 1408), spec.get('first_k_dense_replace', 1)
-  experts = _experts(
+  experts = experts_of(
     spec,
     hidden_dim,
     128,
@@ -376,5 +376,5 @@ def glm4_moe(spec: dict[str, Any]) -> CausalLMConfig:
 
 def granitemoe(spec: dict[str, Any]) -> CausalLMConfig:
   return granite(
-    spec, experts=_experts(spec, spec['intermediate_size'], 8, 2, is_chosen_first=True, is_normalized=False)
+    spec, experts=experts_of(spec, spec['intermediate_size'], 8, 2, is_chosen_first=True, is_normalized=False)
   )

@@ -22,6 +22,7 @@ _CLASSES: dict[str, tuple[str, Mapping[str, Any]]] = {
   'Gemma4UnifiedForConditionalGeneration': ('gemma4_unified', {}),
   'Mistral3ForConditionalGeneration': ('mistral3', {}),
   'Qwen3_5ForConditionalGeneration': ('qwen3_5', {}),
+  'Qwen3_5MoeForConditionalGeneration': ('qwen3_5_moe', {}),
 }  # fmt: skip
 _FIELDS = {
   'architectures': list_of(TEXT, 100), 'model_type': TEXT, 'text_config': object_of({'model_type': TEXT}),
