@@ -73,7 +73,7 @@ def _read_config(spec: Mapping[str, Any], target: Model, dtype: str | None) -> t
   num_layers, num_shared = text.get('num_hidden_layers'), text.get('num_kv_shared_layers', 0)
   if num_shared not in (0, num_layers):
     raise ValueError(f'num_kv_shared_layers must be {num_layers}, all layers of an assistant; got {num_shared!r}')
-  for name in ('hidden_size_per_layer_input', 'use_double_wide_mlp'):
+  for name in ('hidden_size_per_layer_input', 'use_double_wide_mlp', 'enable_moe_block'):
     if text.get(name):
       raise ValueError(f'{name} {text[name]!r} is not supported in an assistant')
   alone = {'architectures': [architecture[kind]], 'num_kv_shared_layers': 0, 'hidden_size_per_layer_input': 0}

@@ -93,7 +93,7 @@ def test_an_untied_head_is_the_one_that_counts(tmp_path, target):
     ({}, {'num_hidden_layers': 10_000, 'num_kv_shared_layers': 0, 'layer_types': None}, '10000 layers, but'),
     ({}, {'head_dim': 4}, 'layer 0 of the assistant reads 2 heads of 4 numbers, and layer 0 of the target has 2 of 6'),
     ({}, {'global_head_dim': 10}, 'layer 1 of the assistant reads 2 heads of 10 numbers'),
-    ({}, {'enable_moe_block': True}, 'enable_moe_block True is not supported'),
+    ({}, {'enable_moe_block': True}, 'enable_moe_block True is not supported in an assistant'),
   ],
 )
 def test_what_is_refused(tmp_path, target, fields, text, message):
