@@ -10,11 +10,13 @@ import pytest
 
 import spectr_jax
 from spectr_jax import Decoder, Request, SamplingParams, Session, TokenTree, lookup_drafter
+from spectr_jax.draft import model_drafter
 from spectr_jax.engine.rows import Rows
 from spectr_jax.model import Model
 from spectr_jax.models.causal_lm import causal_lm, init_params
 from spectr_jax.models.causal_lm_config import CausalLMConfig, Rope
 from spectr_jax.models.recurrent import Recurrence
+from tests.draft.exact import assert_engine_is_exact
 from tests.slow import slow
 
 _VOCAB, _NEW = 17, 10
@@ -30,9 +32,9 @@ _KINDS = {
 pytestmark = pytest.mark.usefixtures('highest')
 
 
-def _config(kind):
+def _config(kind, vocab_size=_VOCAB):
   return CausalLMConfig(
-    _VOCAB, 32, 3, 4, 2, 8, 48, 256, rope=Rope((1.0, 0.1)), has_output_gate=kind == 'delta', has_qk_norm=True,
+    vocab_size, 32, 3, 4, 2, 8, 48, 256, rope=Rope((1.0, 0.1)), has_output_gate=kind == 'delta', has_qk_norm=True,
     recurrence=_KINDS[kind],
   )  # fmt: skip
 
@@ -122,6 +124,15 @@ def test_greedy_texts_are_those_without_a_draft(kind, method, tree, drafter):
   drafted = _greedy(model, drafter(model), prompts, lengths, method=method, tree=tree)
   np.testing.assert_array_equal(drafted.tokens, plain.tokens)
   assert drafted.num_target_calls.sum() < plain.num_target_calls.sum()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('method', ['spectr', 'race_traversal'])
+@pytest.mark.parametrize('kind', ['delta', 'mamba'])
+def test_the_loop_is_exact(kind, method):
+  """Sampled text by a chi-square test, with a draft of the same kind."""
+  target = causal_lm(init_params(jax.random.key(3), _config(kind, 5)), _config(kind, 5))
+  assert_engine_is_exact(model_drafter(_near(target, 0.2)), method, TokenTree.chains(2, 2), target=target)
 
 
 def test_rejecting_everything_is_decoding_without_a_draft(kind):
