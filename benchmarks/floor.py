@@ -43,7 +43,7 @@ def _kernels(params: Any) -> list[Any]:
 
   leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_kernel)
   names = {'kernel', 'unembedding'} if 'unembedding' in params else {'kernel', 'embedding'}
-  return [leaf for keys, leaf in leaves if keys[-1].key in names and len(leaf.shape) == 2]
+  return [leaf for keys, leaf in leaves if getattr(keys[-1], 'key', None) in names and len(leaf.shape) == 2]
 
 
 def _num_bytes(kernel: Any) -> int:

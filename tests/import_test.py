@@ -104,7 +104,7 @@ print(json.dumps([names, changed]))
 @pytest.mark.slow
 def test_imports_have_no_side_effects():
   names, changed = _run(_SIDE_EFFECTS, 'spectr_jax', 'common', 'decode', 'train')
-  assert {'spectr_jax.io.model_files', 'common.processes', 'decode.main', 'train.checkpoint'} <= set(names)
+  assert {'spectr_jax.io.hub.save', 'common.processes', 'decode.main', 'train.checkpoint'} <= set(names)
   assert changed == {}
 
 

@@ -382,5 +382,5 @@ def test_lookup_in_the_loop(name, method, has_corpus):
   corpus = lookup_corpus([[3, 1, 4], [4, 4, 0, 2, 3, 0], [1, 3], [2, 1, 0, 0, 4, 1]]) if has_corpus else None
   options = {'lookup_max': 3, 'lookup_min': 1, 'corpus': corpus}
   drafter = lookup_drafter(5, **options) if name == 'alone' else lookup_beside(_BESIDE[name](), **options)
-  options = {'prompts': ([1, 2, 1, 2, 1], [3], [0, 4, 4]), 'num_tokens': 4, 'num_samples': 7_500, 'seed': 6}
+  options = {'prompts': ([1, 2, 1, 2, 1], [3], [0, 4, 4]), 'num_tokens': 4, 'num_samples': 7_500, 'seed': 7}
   assert_engine_is_exact(drafter, method, TokenTree.chains(2, 2), **options)

@@ -207,7 +207,9 @@ def make_model(
         return kernel
     part = functools.partial(_read, shape=leaf.shape, tensors=tensors, source=source)
     if not is_int8(leaf):
-      return jax.make_array_from_callback(leaf.shape, place, functools.partial(part, dtype=leaf.dtype))
+      # Gains are rounded like kernels, as in Transformers; rates and biases of choices keep their type.
+      dtype = config.dtype if keys[-1].key == 'gain' else leaf.dtype
+      return jax.make_array_from_callback(leaf.shape, place, functools.partial(part, dtype=dtype))
     reads = _quantized_reads(functools.partial(part, dtype=accumulation_dtype(config.dtype)), leaf)
     with named(f'tensor {source.name}'):
       values, scale = (
