@@ -8,7 +8,8 @@ import tokenizers
 from safetensors.numpy import save_file
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-from spectr_jax.io.hub.families import read_spec, source_of
+from spectr_jax.io.hub.families import read_spec
+from spectr_jax.io.hub.sources import source_of
 from spectr_jax.models.param_shapes import param_shapes
 
 # One of them stands alone behind a gap in the ids.

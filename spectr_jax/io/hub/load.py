@@ -12,11 +12,12 @@ import numpy as np
 from etils import epath
 from jax.sharding import Mesh, SingleDeviceSharding
 
-from spectr_jax.io.hub.families import Source, is_unread, num_more_layers, read_spec, source_of, telling_names
+from spectr_jax.io.hub.families import read_spec
 from spectr_jax.io.hub.fused_experts import split_experts
 from spectr_jax.io.hub.gguf_tensors import GgufTensors
 from spectr_jax.io.hub.redundant import check_model_buffers, settle_head
 from spectr_jax.io.hub.scaled_tensors import with_scales
+from spectr_jax.io.hub.sources import Source, is_unread, num_more_layers, source_of, telling_names
 from spectr_jax.io.hub.tensors import SafetensorsFolder, Tensors, check_tensors
 from spectr_jax.io.hub.text_part import text_spec, text_tensors, warn_of_left_out
 from spectr_jax.io.untrusted import named, read_object

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from spectr_jax.io.hub.families import read_spec, source_of, telling_names
+from spectr_jax.io.hub.families import read_spec
+from spectr_jax.io.hub.sources import source_of, telling_names
 from spectr_jax.io.hub.tensors import Tensors, are_equal, row_ranges
 from spectr_jax.io.untrusted import name_shown, named
 from spectr_jax.models.causal_lm_config import Rope

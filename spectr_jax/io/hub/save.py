@@ -14,8 +14,9 @@ from etils import epath
 from safetensors.numpy import save
 
 from spectr_jax.io.checksums import file_hash
-from spectr_jax.io.hub.families import FAMILIES, OWN, Family, read_spec, source_of
+from spectr_jax.io.hub.families import FAMILIES, OWN, Family, read_spec
 from spectr_jax.io.hub.hub_tokenizer import HubTokenizer
+from spectr_jax.io.hub.sources import source_of
 from spectr_jax.io.new_files import new_folder
 from spectr_jax.io.tokenizer import Tokenizer, TokenizerBase
 from spectr_jax.kernels.int8 import check_savable

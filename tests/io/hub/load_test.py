@@ -18,9 +18,10 @@ from hub_specs import SPECS
 from tiny_hub import Recorded, random_array, tensors_of, write_model
 
 from spectr_jax.io.hub import load
-from spectr_jax.io.hub.families import read_spec, source_of
+from spectr_jax.io.hub.families import read_spec
 from spectr_jax.io.hub.load import load_hub_model, make_model, read_hub_config
 from spectr_jax.io.hub.rope import read_rope
+from spectr_jax.io.hub.sources import source_of
 from spectr_jax.io.load import hub_folder, load_model
 from spectr_jax.kernels.int8 import quantized
 from spectr_jax.models.causal_lm import config_of
