@@ -295,6 +295,13 @@ def experts_of(spec: Mapping[str, Any], hidden_dim: int, num: int, num_chosen: i
   return Experts(num, spec.get('num_experts_per_tok', num_chosen), hidden_dim, **traits)
 
 
+def layers_with_experts(spec: Mapping[str, Any]) -> tuple[bool, ...]:
+  """Which layers of Qwen's mixtures have experts; empty for all."""
+  step, dense = spec.get('decoder_sparse_step', 1), set(spec.get('mlp_only_layers', []))
+  layers = tuple(i not in dense and (i + 1) % step == 0 for i in range(spec['num_hidden_layers']))
+  return () if all(layers) else layers
+
+
 def mixtral(spec: dict[str, Any]) -> CausalLMConfig:
   spec = {'num_key_value_heads': 8, 'rope_theta': 1e6, 'rms_norm_eps': 1e-5, **spec}
   experts = experts_of(spec, spec['intermediate_size'], 8, 2)
@@ -303,14 +310,12 @@ def mixtral(spec: dict[str, Any]) -> CausalLMConfig:
 
 def qwen3_moe(spec: dict[str, Any]) -> CausalLMConfig:
   spec = {'num_key_value_heads': 4, **spec}
-  step, dense = spec.get('decoder_sparse_step', 1), set(spec.get('mlp_only_layers', []))
-  layers = tuple(i not in dense and (i + 1) % step == 0 for i in range(spec['num_hidden_layers']))
   experts = experts_of(
     spec,
     spec.get('moe_intermediate_size', 768),
     128,
     8,
-    layers=() if all(layers) else layers,
+    layers=layers_with_experts(spec),
     is_normalized=spec.get('norm_topk_prob', False),
   )
   windows = layer_windows({**spec, 'sliding_window': _qwen_window(spec)}, lambda layer: True)

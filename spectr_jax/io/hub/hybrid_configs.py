@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spectr_jax.io.hub.config_fields import FACTOR, HEAD_DIM, HEADS, LAYERS, WIDTH, Kind
-from spectr_jax.io.hub.family_configs import experts_of, granite, llama_config
+from spectr_jax.io.hub.family_configs import experts_of, granite, layers_with_experts, llama_config
 from spectr_jax.io.untrusted import FLAG, TEXT, either, list_of, object_of, real, shown, whole
 from spectr_jax.models.causal_lm_config import CausalLMConfig, Rope
 from spectr_jax.models.recurrent import Recurrence
@@ -82,14 +82,12 @@ def qwen3_5(spec: dict[str, Any], **differences: Any) -> CausalLMConfig:
 
 def qwen3_5_moe(spec: dict[str, Any]) -> CausalLMConfig:
   """Also of Qwen3-Next, whose files may name layers without experts."""
-  step, dense = spec.get('decoder_sparse_step', 1), set(spec.get('mlp_only_layers', []))
-  layers = tuple(i not in dense and (i + 1) % step == 0 for i in range(spec['num_hidden_layers']))
   experts = experts_of(
     spec,
     spec.get('moe_intermediate_size', 512),
     256,
     8,
-    layers=() if all(layers) else layers,
+    layers=layers_with_experts(spec),
     is_normalized=spec.get('norm_topk_prob', True),
     shared_dim=spec.get('shared_expert_intermediate_size', 512),
     has_shared_gate=True,
