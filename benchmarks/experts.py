@@ -80,10 +80,6 @@ def compare(
       yield name, size, found['experts'], *(1e3 * each for each in times), times[0] / times[1], times[0] / first
 
 
-def _line(values) -> str:
-  return ' '.join(f'{value:>10.2f}' if isinstance(value, float) else f'{value:>10}' for value in values)
-
-
 if __name__ == '__main__':
   _NUM_EXPERTS = flags.DEFINE_integer('num_experts', 128, 'Experts of the layer.', lower_bound=1)
   _NUM_CHOSEN = flags.DEFINE_integer('num_chosen', 8, 'Experts of a token.', lower_bound=1)
@@ -98,8 +94,8 @@ if __name__ == '__main__':
     del argv
     experts = Experts(_NUM_EXPERTS.value, _NUM_CHOSEN.value, _HIDDEN_DIM.value)
     sizes = [int(size) for size in _SIZES.value]
-    print(_line(COLUMNS))
+    print(timing.line(COLUMNS))
     for row in compare(experts, _MODEL_DIM.value, _DTYPE.value, _SKEW.value, sizes, _NUM_RUNS.value):
-      print(_line(row), flush=True)
+      print(timing.line(row, digits=2), flush=True)
 
   command_line.run(main)

@@ -127,10 +127,6 @@ def measure(config: CausalLMConfig, kinds, sizes, num_runs: int) -> Iterator[tup
       yield kind, size, *(1e3 * each for each in seconds.values()), *ratios, num_bytes / 2**20, num_theirs / 2**20
 
 
-def _line(values) -> str:
-  return ' '.join(f'{value:>12.3f}' if isinstance(value, float) else f'{value:>12}' for value in values)
-
-
 if __name__ == '__main__':
   _NUM_LAYERS = flags.DEFINE_integer('num_layers', 8, 'Layers, a multiple of 4.', lower_bound=4)
   _VOCAB_SIZE = flags.DEFINE_integer('vocab_size', 32000, 'Tokens of the vocabulary.', lower_bound=2)
@@ -142,8 +138,8 @@ if __name__ == '__main__':
     del argv
     config = config_of(_NUM_LAYERS.value, _VOCAB_SIZE.value, _DTYPE.value)
     sizes = [int(size) for size in _SIZES.value]
-    print(_line(COLUMNS))
+    print(timing.line(COLUMNS))
     for row in measure(config, ('chain', 'tree'), sizes, _NUM_RUNS.value):
-      print(_line([float(x) if isinstance(x, np.floating) else x for x in row]), flush=True)
+      print(timing.line(row), flush=True)
 
   command_line.run(main)

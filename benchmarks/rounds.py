@@ -71,10 +71,6 @@ def measure(target, draft, method: str, tree: TokenTree, temperature: float, num
   return milliseconds | {'kernels': len(names), 'outside': outside_networks(names), 'compiling': compiling}
 
 
-def _line(values) -> str:
-  return ' '.join(f'{value:>12}' for value in values)
-
-
 if __name__ == '__main__':
   _TARGET = flags.DEFINE_string('target', 'pretrained/target', 'A folder or .gguf file.')
   _DRAFT = flags.DEFINE_string('draft', 'pretrained/draft', 'A folder or .gguf file of the same tokenizer.')
@@ -91,9 +87,10 @@ if __name__ == '__main__':
     draft = load_drafter(_HEAD.value, target) if _HEAD.value else load_model(_DRAFT.value, dtype='bfloat16')[0]
     models = target.for_decoding(), draft.for_decoding()
     tree = TokenTree.chains(_NUM_DRAFTS.value, _DRAFT_LENGTH.value)
-    print(_line(['temperature', *(f'{part}, ms' for part in PARTS), *COUNTS]))
+    print(timing.line(['temperature', *(f'{part}, ms' for part in PARTS), *COUNTS]))
     for temperature in (1.0, 0.0):
       found = measure(*models, _METHOD.value, tree, temperature, _NUM_RUNS.value)
-      print(_line([temperature, *(f'{found[part]:.3f}' for part in PARTS), *(f'{found[name]:g}' for name in COUNTS)]))
+      times, counts = (found[part] for part in PARTS), (f'{found[name]:g}' for name in COUNTS)
+      print(timing.line([f'{temperature:g}', *times, *counts]))
 
   command_line.run(main)

@@ -7,7 +7,7 @@ import json
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -30,6 +30,11 @@ def spread(seconds: Sequence[float] | np.ndarray, unit: float = 1e-3) -> Spread:
   """Median, lowest and highest of times in seconds, in milliseconds or another unit."""
   times = np.asarray(seconds) / unit
   return {'median': float(np.median(times)), 'low': float(times.min()), 'high': float(times.max())}
+
+
+def line(values: Iterable[object], digits: int = 3) -> str:
+  """A line of a table: columns of 12 characters, floating point numbers with so many digits."""
+  return ' '.join(f'{value:>12.{digits}f}' if isinstance(value, float) else f'{value:>12}' for value in values)
 
 
 def in_words(times: Spread) -> str:
