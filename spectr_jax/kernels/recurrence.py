@@ -106,31 +106,32 @@ def recur(
   def by_group(x, axis):  # heads `H` as `G, H / G`
     return x.reshape(*x.shape[:axis], num_groups, -1, *x.shape[axis + 1 :])
 
-  before = pending or Writes(*[None] * 4)  # type: ignore[arg-type]
-  keys = placed(before.keys, key, num_before, num_slots)
-  decays = placed(before.log_decays, log_decay, num_before, num_slots)
+  def kept(name, new):
+    return placed(pending and getattr(pending, name), new, num_before, num_slots)
+
+  keys, decays = kept('keys', key), kept('log_decays', log_decay)
   total = _einsum('bnm,bmh->bnh', jnp.broadcast_to(mask, (len(key), *mask.shape[1:])).astype(dtype), decays)
-  totals = placed(before.totals, total, num_before, num_slots)
+  totals = kept('totals', total)
 
   # From here on heads are `g, r` and tokens come after them: n are a call's, m all that are pending.
   heads = functools.partial(jnp.moveaxis, source=1, destination=3)
   of_new, of_all = heads(by_group(total, 2)), heads(by_group(totals, 2))
   shares = jnp.exp(jnp.where(mask[:, None, None], of_new[..., None] - of_all[..., None, :], -jnp.inf))
-  kept, states = jnp.exp(of_new)[..., None], by_group(state, 1)
+  decay, states = jnp.exp(of_new)[..., None], by_group(state, 1)
   written = jnp.moveaxis(by_group(value, 2), 1, 3)
   if gate is not None:
     gates = heads(by_group(gate.astype(dtype), 2))[..., None]
     is_own = jnp.arange(num_slots) == num_before + jnp.arange(num_new)[:, None]
     system = gates * _einsum('bngk,bmgk->bgnm', key, keys)[:, :, None] * jnp.where(is_own, 0, shares)
-    written = gates * (written - kept * _einsum('bngk,bgrkv->bgrnv', key, states))
+    written = gates * (written - decay * _einsum('bngk,bgrkv->bgrnv', key, states))
     if pending is not None:
       written -= _einsum('bgrnm,bmgrv->bgrnv', system, by_group(pending.values, 2))
     own = jax.lax.dynamic_slice_in_dim(system, num_before, num_new, axis=-1)
     written = _matmul(_inverse(own), written)
   written = jnp.moveaxis(written, 3, 1).reshape(value.shape)
-  values = placed(before.values, written, num_before, num_slots)
+  values = kept('values', written)
   scores = _einsum('bngk,bmgk->bgnm', query, keys)[:, :, None] * shares
-  out = kept * _einsum('bngk,bgrkv->bgrnv', query, states) + _einsum('bgrnm,bmgrv->bgrnv', scores, by_group(values, 2))
+  out = decay * _einsum('bngk,bgrkv->bgrnv', query, states) + _einsum('bgrnm,bmgrv->bgrnv', scores, by_group(values, 2))
   return jnp.moveaxis(out, 3, 1).reshape(value.shape), Writes(keys, values, decays, totals)
 
 
