@@ -85,6 +85,8 @@ class Experts:
     group = self.num // self.num_groups
     if self.num_groups > 1 and (group < 2 or self.num_chosen > group * self.num_chosen_groups):
       raise ValueError(f'{self.num_chosen_groups} groups of {group} experts are too few to choose {self.num_chosen}')
+    if self.has_shared_gate and not self.shared_dim:
+      raise ValueError('experts have a gate of their shared MLP, but shared_dim is 0')
     if self.scores not in ('softmax', 'sigmoid'):
       raise ValueError(f'scores of experts must be softmax or sigmoid, got {self.scores!r}')
     if self.is_chosen_first and (self.num_groups > 1 or self.has_choice_bias):

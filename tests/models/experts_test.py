@@ -227,6 +227,7 @@ def test_meshes_decode_like_one_device(name, tmp_path):
     ({'num_groups': 3}, '8 experts do not divide into 3 groups'),
     ({'num_groups': 4, 'num_chosen': 3}, '1 groups of 2 experts are too few to choose 3'),
     ({'scores': 'relu'}, "scores of experts must be softmax or sigmoid, got 'relu'"),
+    ({'has_shared_gate': True}, 'experts have a gate of their shared MLP, but shared_dim is 0'),
     ({'shared_dim': -1}, 'shared_dim of experts must be from 0 to 2147483647, got -1'),
     ({'scale': float('inf')}, 'scale of experts must be finite and above 0, got inf'),
     ({'is_chosen_first': True, 'has_choice_bias': True}, 'neither groups nor a bias'),
