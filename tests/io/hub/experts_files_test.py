@@ -43,15 +43,20 @@ def _fused(tensors):
   return fused
 
 
+def _joined(tensors, experts, num):
+  """All gates before all ups of a layer's experts, and their last matrices."""
+  gate, up, down = (
+    np.stack([tensors[f'{experts}.{i}.{part}_proj.weight'] for i in range(num)]) for part in ('gate', 'up', 'down')
+  )
+  return np.concatenate([gate, up], axis=1), down
+
+
 def _fused_halves(tensors):
   """Tensors of Gemma 4 as its files have them: all experts of a layer in one, all gates before all ups."""
   fused = {name: x for name, x in tensors.items() if '.experts.' not in name}
   for layer in range(4):
     own = f'model.layers.{layer}.experts'
-    gate, up, down = (
-      np.stack([tensors[f'{own}.{i}.{part}_proj.weight'] for i in range(5)]) for part in ('gate', 'up', 'down')
-    )
-    fused |= {f'{own}.gate_up_proj': np.concatenate([gate, up], axis=1), f'{own}.down_proj': down}
+    fused[f'{own}.gate_up_proj'], fused[f'{own}.down_proj'] = _joined(tensors, own, 5)
   return fused
 
 
@@ -173,10 +178,8 @@ def _granite():
   fused = {name: x for name, x in tensors.items() if '.experts.' not in name}
   for layer in range(2):
     own = f'model.layers.{layer}.block_sparse_moe'
-    gate, up, down = (
-      np.stack([tensors[f'{own}.experts.{i}.{part}_proj.weight'] for i in range(4)]) for part in ('gate', 'up', 'down')
-    )
-    fused |= {f'{own}.input_linear.weight': np.concatenate([gate, up], axis=1), f'{own}.output_linear.weight': down}
+    into, down = _joined(tensors, f'{own}.experts', 4)
+    fused |= {f'{own}.input_linear.weight': into, f'{own}.output_linear.weight': down}
   return tensors, fused
 
 
