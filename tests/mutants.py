@@ -98,6 +98,14 @@ _MUTANTS = (
 
   ('io_header', 'spectr_jax/io/hub/gguf_header.py', 'if end > len(self._data):', 'if end < 0:',
    'io/hub/gguf_file_test.py'),
+  ('recurrence_gate', 'spectr_jax/kernels/recurrence.py', 'gates * (written - decay', '(written - decay',
+   'kernels/recurrence_test.py'),
+  ('recurrence_decay', 'spectr_jax/kernels/recurrence.py', 'total - on_path.totals', '0 * on_path.totals',
+   'kernels/recurrence_test.py'),
+  ('recurrence_inputs', 'spectr_jax/kernels/recurrence.py', 'jnp.where(depth > distances, pending',
+   'jnp.where(depth >= distances, pending', 'kernels/recurrence_test.py'),
+  ('recurrence_done', 'spectr_jax/engine/loop.py', '0, result.lengths - state.result.lengths)',
+   '0, verdict.num_accepted + 1)', 'models/recurrent_test.py'),
   ('io_names', 'spectr_jax/io/hub/families.py', "'self_attn.o_proj'", "'self_attn.out_proj'", 'io/hub/load_test.py'),
   ('io_bytes', 'spectr_jax/io/token_bytes.py', "'ByteLevel' and not is_text", "'ByteLevel'", 'io/token_bytes_test.py'),
 

@@ -54,7 +54,7 @@ def placed(old: jax.Array | None, new: jax.Array, num_before: jax.Array | int, n
 
 
 def _inverse(system: jax.Array) -> jax.Array:
-  """The inverse of `1 + system` `[..., N, N]`, strictly lower, from blocks on the diagonal to those of twice the size.
+  """The inverse of `1 + system` `[..., N, N]`, by what is below the diagonal: from blocks on it to twice their size.
 
   The library of a CPU would solve it with threads that wait in a loop for those of XLA.
   """
@@ -121,8 +121,7 @@ def recur(
   written = jnp.moveaxis(by_group(value, 2), 1, 3)
   if gate is not None:
     gates = heads(by_group(gate.astype(dtype), 2))[..., None]
-    is_own = jnp.arange(num_slots) == num_before + jnp.arange(num_new)[:, None]
-    system = gates * _einsum('bngk,bmgk->bgnm', key, keys)[:, :, None] * jnp.where(is_own, 0, shares)
+    system = gates * _einsum('bngk,bmgk->bgnm', key, keys)[:, :, None] * shares
     written = gates * (written - decay * _einsum('bngk,bgrkv->bgrnv', key, states))
     if pending is not None:
       written -= _einsum('bgrnm,bmgrv->bgrnv', system, by_group(pending.values, 2))
