@@ -31,6 +31,8 @@ def _num_entries(model):
     ('qwen_3_8b', 8_190_735_360, 8),
     ('gpt_oss_20b', 20_914_757_184, 8),
     ('gemma_4_26b_a4b', 25_233_141_790, 8),
+    ('qwen_3_5_9b', 8_953_803_264, 4),
+    ('qwen_3_5_35b_a3b', 34_660_610_688, 2),
   ],
 )
 def test_shapes_of_public_models(name, num_params, num_kv_heads):
