@@ -38,7 +38,7 @@ def recurrent_worker(target_and_tokenizer):
 
 
 def _expected(tokenizer, answers):
-  """What three turns read: a row ends with a token that is not read yet, and what stands before it is not read again."""
+  """What turns read: a row ends with a token that is not read yet; what stands before it is not read again."""
   messages, read, held = [], [], 0
   for question, answer in zip(_QUESTIONS, answers, strict=True):
     prompt = tokenizer.encode_chat([*messages, {'role': 'user', 'content': question}])
