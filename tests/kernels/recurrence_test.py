@@ -129,6 +129,32 @@ def test_long_texts_do_not_drift(has_gate):
   np.testing.assert_allclose(state, exact, atol=2e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize('has_gate', [True, False], ids=['delta', 'plain'])
+def test_no_more_drift_than_token_by_token(has_gate):
+  """20,000 tokens with a long memory in commits of 1 to 5, and in NumPy's float32 token by token, beside float64."""
+  rng = np.random.default_rng(8)
+  exact = np.zeros((_HEADS, _KEY, _VALUE))
+  alone, state = exact.astype(np.float32), jnp.zeros((_ROWS, *exact.shape), jnp.float32)
+  apply, fold = jax.jit(_apply, static_argnums=3), jax.jit(recurrence.fold)
+  mask, path = np.tril(np.ones((5, 5), bool)), np.tile(np.arange(5, dtype=np.int32), (_ROWS, 1))
+  num_tokens = 0
+  while num_tokens < 20_000:
+    inputs = {name: x.astype(np.float32) for name, x in _inputs(rng, 5).items()}
+    inputs['log_decay'] /= 1000
+    number = int(rng.integers(1, 6))
+    num_tokens += number
+    _, pending = apply(state, inputs, mask, has_gate)
+    state = fold(state, pending, path, np.full(_ROWS, number, np.int32))
+    wide = {name: x.astype(np.float64) for name, x in inputs.items()}
+    for node in range(number):
+      _, exact = _step(exact, wide, 0, node, has_gate)
+      _, alone = _step(alone, inputs, 0, node, has_gate)
+  assert alone.dtype == np.float32
+  drift, usual = (np.abs(each - exact).max() / np.abs(exact).max() for each in (state[0], alone))
+  assert drift < max(2 * usual, 1e-6), (drift, usual)
+
+
 def test_convolutions_follow_paths(float64):
   rng, width, channels = np.random.default_rng(7), 4, 3
   for num_nodes in (1, 2, 12):
