@@ -37,7 +37,9 @@ class Held(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DecodeState:
-  """The arrays that change from round to round.
+  """The arrays that change from round to round: all that rows hold. `Rows` has the host's copy of their texts.
+
+  `reading` writes prompts, `loop.commit` what a round keeps, `finish` ends rows.
 
   Attributes:
     keys: Typed keys `[B]`, one per row, from which every round derives its own.
