@@ -59,7 +59,7 @@ class SamplingOptions:
 
   @property
   def params(self) -> SamplingParams:
-    """What `logits_to_probs` makes distributions with, for drafts and in `engine.loop.judge`: verifiers see no other."""
+    """What `logits_to_probs` makes all distributions with, of drafts and in `engine.loop.judge`."""
     return SamplingParams(**{name: getattr(self, name) for name in SAMPLING_NAMES})
 
   def read_constraint(self) -> dict[str, Any]:
