@@ -1,6 +1,6 @@
 """`load_model`: models of every format that is read.
 
-A folder: `hub.load.read_folder` checks `config.json` (`hub.families.read_spec`) and opens tensors. `hub.load.make_model`
+A folder: `hub.load.read_folder` checks `config.json` (`hub.families.read_spec`), opens tensors; `hub.load.make_model`
 compares names and shapes (`hub.tensors.check_tensors`) before it reads one. A `.gguf` file: `hub.gguf_header`, then
 `hub.gguf_config` says what a `config.json` would, and `make_model` goes on. `untrusted` has what all stages use.
 """
