@@ -36,7 +36,7 @@ _AUDIO = {
   'hidden_size': 16, 'num_hidden_layers': 1, 'num_attention_heads': 2, 'output_proj_dims': 16,
   'subsampling_conv_channels': [4, 4],
 }  # fmt: skip
-_CASES = ('gemma4_small', 'gemma4_large', 'gemma4_mixture', 'qwen3_5', 'lfm2')
+_CASES = ('gemma4_small', 'gemma4_large', 'gemma4_mixture', 'qwen3_5', 'lfm2', 'lfm2_moe', 'falcon_h1', 'nemotron_h')
 _SHARED = {'num_kv_shared_layers': 2, 'hidden_size_per_layer_input': 8}
 
 
