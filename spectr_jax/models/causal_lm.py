@@ -170,9 +170,14 @@ def attention(
   else:
     keys, values = shared
     mixed = read_slots(config, layer, query, keys, values, visible, cache, **sinks)
+  return attention_output(params, mixed, gate), keys, values
+
+
+def attention_output(params, mixed, gate: jax.Array | None):
+  """The output `[B, N, embed_dim]` of mixed values `[B, N, H, head_dim]` and the products that gate them, if any."""
   if gate is not None:
     mixed = rounded(mixed * jax.nn.sigmoid(gate), mixed.dtype)
-  return linear(params['out'], mixed.reshape(*x.shape[:2], -1)), keys, values
+  return linear(params['out'], mixed.reshape(*mixed.shape[:2], -1))
 
 
 def recurrence(

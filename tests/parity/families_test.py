@@ -125,7 +125,7 @@ _NEMOTRON_H = {
 }  # fmt: skip
 _NEMOTRON_H_BIASED = _NEMOTRON_H | {
   'layers_block_type': ['linear_attention', 'mlp', 'full_attention'], 'use_bias': True, 'mlp_bias': True,
-  'attention_bias': True, 'use_conv_bias': False,
+  'use_conv_bias': False,
 }  # fmt: skip
 # Name -> class of the model, and what differs from SIZES.
 CASES = {

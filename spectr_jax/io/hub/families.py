@@ -264,6 +264,7 @@ def _gemma4_family(model_type):
 
 
 _EXPERTS = 'num_experts', 'num_local_experts'
+_MTP = ('mtp.',)  # layers that guess
 _GRANITE_FIELDS = 'attention_multiplier', 'embedding_multiplier', 'residual_multiplier', 'logits_scaling'
 _GEMMA2_FIELDS = ('query_pre_attn_scalar', 'attn_logit_softcapping', 'final_logit_softcapping')
 OWN = 'SpectrLM1B'  # the architecture of models that are trained here
@@ -325,12 +326,15 @@ FAMILIES = {
     buffers=('.attn.bias', '.attn.masked_bias'),
     num_layers='n_layer',
   ),
-  'Qwen3_5ForCausalLM': _llama_family('qwen3_5_text', hybrid_configs.qwen3_5, LLAMA_MODULES | _DELTA_MODULES),
+  'Qwen3_5ForCausalLM': _llama_family(
+    'qwen3_5_text', hybrid_configs.qwen3_5, LLAMA_MODULES | _DELTA_MODULES, beside=_MTP
+  ),
   'Qwen3_5MoeForCausalLM': _llama_family(
     'qwen3_5_moe_text',
     hybrid_configs.qwen3_5_moe,
     _QWEN_MOE_MODULES | _DELTA_MODULES | _QWEN_SHARED_MODULES,
     _EXPERTS,
+    beside=_MTP,
   ),
   'Qwen3NextForCausalLM': _llama_family(
     'qwen3_next',
@@ -338,6 +342,7 @@ FAMILIES = {
     _QWEN_MOE_MODULES | _QWEN_NEXT_MODULES | _QWEN_SHARED_MODULES,
     _EXPERTS,
     fused=dict.fromkeys((f'recurrence/{name}' for name in ('into', 'z', 'b', 'a')), _of_key_heads),
+    beside=_MTP,
   ),
   'GraniteMoeHybridForCausalLM': _llama_family(
     'granitemoehybrid',
@@ -366,7 +371,7 @@ FAMILIES = {
     'layers',
     _NEMOTRON_H_MODULES,
     known=(*_EXPERTS, 'n_routed_experts'),
-    beside=('mtp.',),
+    beside=_MTP,
   ),
   OWN: _llama_family('spectr_lm1b', family_configs.lm1b),
 }

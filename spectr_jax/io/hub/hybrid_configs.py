@@ -83,8 +83,11 @@ def _recurrent_layers(spec: Mapping[str, Any], kind: str, usual: list[bool]) -> 
   return tuple(kind == name for kind in kinds)
 
 
+QWEN_DEFAULTS = {'num_key_value_heads': 4, 'head_dim': 256, 'partial_rotary_factor': 0.25}
+
+
 def qwen3_5(spec: dict[str, Any], **differences: Any) -> CausalLMConfig:
-  spec = {'num_key_value_heads': 4, 'head_dim': 256, 'partial_rotary_factor': 0.25, **spec}
+  spec = {**QWEN_DEFAULTS, **spec}
   if not spec.get('attn_output_gate', True):
     raise ValueError('attn_output_gate false is not supported')
   step = spec.get('full_attention_interval', 4)
@@ -274,8 +277,9 @@ def block_types(spec: Mapping[str, Any]) -> list[str]:
 def nemotron_h(spec: dict[str, Any]) -> CausalLMConfig:
   if spec.get('moe_latent_size') is not None:
     raise ValueError(f'moe_latent_size {shown(spec["moe_latent_size"])}, experts on a product, is not supported')
-  if spec.get('mamba_hidden_act', 'silu') != 'silu':
-    raise ValueError(f'mamba_hidden_act {shown(spec["mamba_hidden_act"])} is not supported')
+  for name, computed in (('mamba_hidden_act', 'silu'), ('attention_bias', False)):
+    if spec.get(name, computed) != computed:
+      raise ValueError(f'{name} {shown(spec[name])} is not supported')
   kinds = block_types(spec)
   spec = {
     'num_hidden_layers': len(kinds), 'num_key_value_heads': 8, 'head_dim': 128, 'intermediate_size': 21504,
