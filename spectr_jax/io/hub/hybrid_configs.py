@@ -121,10 +121,10 @@ def qwen3_5_moe(spec: dict[str, Any]) -> CausalLMConfig:
 
 
 def _steps(limits: Sequence[Any]) -> tuple[float, float]:
-  least, most = (*(math.inf if x == _INFINITY else x for x in limits), None, None)[:2]
-  if len(limits) != 2 or least == math.inf or isinstance(least, dict) or isinstance(most, dict):
+  numbers = [math.inf if x == _INFINITY else x for x in limits]
+  if len(numbers) != 2 or numbers[0] == math.inf or any(isinstance(x, dict) for x in numbers):
     raise ValueError(f'time_step_limit must be two numbers, the first of them finite, got {shown(limits)}')
-  return least, most
+  return numbers[0], numbers[1]
 
 
 def _mamba(spec: Mapping[str, Any], layers: tuple[bool, ...], inner: int, **traits: Any) -> Recurrence:
@@ -262,8 +262,8 @@ def block_types(spec: Mapping[str, Any]) -> list[str]:
   """What each layer of Nemotron-H is, which older files say by a letter."""
   pattern = spec.get('hybrid_override_pattern')
   by_letter = None if pattern is None else [_BLOCK_TYPES.get(letter, letter) for letter in pattern]
-  kinds = spec.get('layers_block_type') or by_letter or spec['layers_block_type']
-  kinds = [_OLDER_BLOCK_TYPES.get(kind, kind) for kind in kinds]
+  named: list[str] = spec.get('layers_block_type') or by_letter or spec['layers_block_type']
+  kinds = [_OLDER_BLOCK_TYPES.get(kind, kind) for kind in named]
   if by_letter not in (None, kinds):
     raise ValueError('layers_block_type and hybrid_override_pattern contradict each other')
   unknown = [kind for kind in kinds if kind not in _BLOCK_TYPES.values()]
