@@ -34,7 +34,7 @@ _SIZES = {
   'block_count': config_fields.LAYERS,
   'context_length': config_fields.LENGTH,
   **dict.fromkeys(('embedding_length', 'feed_forward_length', 'expert_feed_forward_length'), config_fields.WIDTH),
-  **dict.fromkeys(('expert_shared_feed_forward_length', 'ssm.inner_size'), config_fields.WIDTH),
+  'ssm.inner_size': config_fields.WIDTH,
   **dict.fromkeys(('ssm.time_step_rank', 'ssm.group_count'), config_fields.HEADS),
   'ssm.state_size': config_fields.HEAD_DIM,
   **dict.fromkeys(('ssm.conv_kernel', 'shortconv.l_cache'), whole(1, 64)),

@@ -1,12 +1,14 @@
 """What configurations with recurrent layers may say: traits, older names, and numbers that are refused."""
 
 import math
+import types
 
 import numpy as np
 import pytest
 from hub_specs import SPECS
 from tiny_hub import Recorded, tensors_of
 
+from spectr_jax.io.heads.head_sizes import block_config
 from spectr_jax.io.hub.families import read_spec, spec_of_layers
 from spectr_jax.io.hub.load import make_model
 
@@ -86,6 +88,12 @@ def test_multipliers_of_falcon_are_factors_of_kernels():
   assert (config.recurrence.inner_dim, config.embedding_scale, config.logit_scale) == (32, 3.0, 0.5)
   assert config.recurrence.norm == 'before'
   assert read_spec(_FALCON | {'mamba_norm_before_gate': False})[1].recurrence.norm == 'behind'
+
+
+def test_no_head_is_trained_for_recurrent_layers():
+  for spec in (_QWEN, _FALCON, _NEMOTRON):
+    with pytest.raises(ValueError, match='no head is trained for a target with recurrent layers'):
+      block_config(types.SimpleNamespace(vocab_size=8), read_spec(spec)[1], num_layers=1)
 
 
 @pytest.mark.parametrize(
