@@ -17,6 +17,7 @@ _GRANITE = _WIDE | {
   'rms_norm_eps': 1e-5, 'mamba_n_groups': 2, 'shared_intermediate_size': 96, 'embedding_multiplier': 3.0,
   'residual_multiplier': 0.5,
 }  # fmt: skip
+_QWEN35 = {'rms_norm_eps': 1e-5, 'head_dim': HEAD_DIM, 'linear_value_head_dim': HEAD_DIM}
 # The `config.json` of a model by llama.cpp's name of its architecture: rows are wide enough for blocks of 32.
 SPECS = {
   'llama': TINY['llama'] | _WIDE | {'attention_bias': True, 'rms_norm_eps': 1e-5},
@@ -46,6 +47,11 @@ SPECS = {
   | {'attention_k_eq_v': True, 'num_global_key_value_heads': 1, 'moe_intermediate_size': 32},
   'granitehybrid': TINY['granite_hybrid'] | _GRANITE,
   'granitehybrid mixture': TINY['granite_hybrid'] | _GRANITE | {'num_local_experts': 4, 'num_experts_per_tok': 2},
+  'qwen35': TINY['qwen3_5'] | _WIDE | _QWEN35 | {'linear_num_value_heads': 6},
+  'qwen35moe': TINY['qwen3_5_moe']
+  | _WIDE
+  | _QWEN35
+  | dict.fromkeys(('intermediate_size', 'moe_intermediate_size', 'shared_expert_intermediate_size'), 32),
   'lfm2': TINY['lfm2']
   | _WIDE
   | {'rms_norm_eps': 1e-5, 'conv_bias': False, 'block_auto_adjust_ff_dim': False, 'rope_theta': 1e6},
@@ -68,6 +74,11 @@ _GRANITE_METADATA = {
   'ssm.state_size': 6, 'ssm.group_count': 2, 'ssm.inner_size': 2 * WIDTH, 'ssm.time_step_rank': 4,
   'rope.scaling.finetuned': False, 'attention.scale': 0.3, 'logit_scale': 2.0, 'embedding_scale': 3.0,
   'residual_scale': 0.5,
+}  # fmt: skip
+_QWEN35_METADATA = _RMS | {
+  'attention.key_length': HEAD_DIM, 'attention.value_length': HEAD_DIM, 'rope.dimension_count': HEAD_DIM // 4,
+  'ssm.conv_kernel': 4, 'ssm.state_size': 3, 'ssm.group_count': 2, 'ssm.inner_size': 64, 'ssm.time_step_rank': 4,
+  'full_attention_interval': 2,
 }  # fmt: skip
 METADATA = {
   'llama': _RMS | {'rope.dimension_count': HEAD_DIM, 'rope.freq_base': 5e5},
@@ -93,6 +104,10 @@ METADATA = {
   'granitehybrid': _GRANITE_METADATA,
   'granitehybrid mixture': _GRANITE_METADATA
   | {'expert_count': 4, 'expert_used_count': 2, 'expert_shared_feed_forward_length': 96},
+  'qwen35': _QWEN35_METADATA | {'ssm.time_step_rank': 6, 'ssm.inner_size': 96},
+  'qwen35moe': _QWEN35_METADATA
+  | {'expert_count': 5, 'expert_used_count': 2, 'expert_feed_forward_length': 32}
+  | {'expert_shared_feed_forward_length': 32, 'feed_forward_length': None},
   'lfm2': _RMS | {'attention.head_count_kv': [0, KV_HEADS], 'shortconv.l_cache': 3, 'rope.freq_base': 1e6},
   'gptneox': {'attention.layer_norm_epsilon': 1e-5, 'rope.dimension_count': 4, 'use_parallel_residual': False},
   'gpt2': {'attention.layer_norm_epsilon': 1e-5, 'feed_forward_length': 4 * WIDTH},
@@ -104,8 +119,8 @@ _KINDS = {
 }  # models that share another one's architecture
 # Numbers that stand beside the tensors of modules, and a factor of each of Gemma 4's frequencies.
 _BESIDE = {
-  'router.scale': 'ffn_gate_inp.scale', 'router.per_expert_scale': 'ffn_down_exps.scale', 'mamba.A_log': 'ssm_a',
-  'mamba.D': 'ssm_d', 'mamba.dt_bias': 'ssm_dt.bias', 'input_linear.gate': 'ffn_gate.weight',
+  'router.scale': 'ffn_gate_inp.scale', 'router.per_expert_scale': 'ffn_down_exps.scale', '.A_log': 'ssm_a',
+  'mamba.D': 'ssm_d', '.dt_bias': 'ssm_dt.bias', 'input_linear.gate': 'ffn_gate.weight',
   'input_linear.up': 'ffn_up.weight', 'shared_mlp.output_linear.weight': 'ffn_down.weight',
   **{f'block_sparse_moe.experts.{part}_proj.weight': f'ffn_{part}_exps.weight' for part in ('gate', 'up', 'down')},
 }  # fmt: skip
@@ -167,11 +182,22 @@ def converted(architecture, name, tensor):
   if architecture == 'gpt2' and '.h.' in name and tensor.ndim == 2:
     return tensor.T
   if name.endswith(('conv.conv.weight', 'conv1d.weight')):
-    return tensor[:, 0]
+    tensor = tensor[:, 0]
+  if 'linear_attn' in name and 'norm' not in name:
+    tensor = -np.exp(tensor) if name.endswith('A_log') else tensor
+    num, width = (
+      SPECS[architecture]['linear_num_value_heads'],
+      1 if re.search('_[ab]\\.|A_log|dt_bias', name) else HEAD_DIM,
+    )
+    axis = -1 if 'out_proj' in name else 0
+    moved = np.moveaxis(tensor, axis, 0)
+    values = moved[-num * width :].reshape(2, num // 2, width, -1).swapaxes(0, 1).reshape(num * width, *moved.shape[1:])
+    return np.moveaxis(np.concatenate([moved[: -num * width], values]), 0, axis)
   if '.mamba.' in name and name.endswith(('A_log', 'D', 'norm.weight')):
     tensor = -np.exp(tensor) if name.endswith('A_log') else tensor
     return tensor.reshape(2 if name.endswith('norm.weight') else len(tensor), -1)
-  if architecture in ('gemma', 'gemma2', 'gemma3') and name.endswith('norm.weight'):
+  has_offset = architecture in ('gemma', 'gemma2', 'gemma3', 'qwen35', 'qwen35moe')
+  if has_offset and name.endswith('norm.weight') and 'linear_attn' not in name:
     return tensor + 1
   return tensor
 

@@ -24,6 +24,7 @@ _NORMALIZED = {
   'gpt-oss': False,
   'gemma4': True,
   'granitehybrid': False,
+  'qwen35moe': True,
 }
 # Every n-th layer attends to everything, unless the metadata says otherwise.
 _WINDOW_PATTERN = {'gemma2': 2, 'gemma3': 6}
@@ -69,7 +70,8 @@ def hub_config(header: GgufHeader) -> dict[str, Any]:
   if metadata.architecture == 'gemma4':
     config |= _gemma4(metadata)
     return config | _experts(metadata, config) if is_mixture else config
-  config |= metadata.sizes(_FIELDS)
+  has_mlps = metadata.architecture != 'qwen35moe'
+  config |= metadata.sizes(_FIELDS | ({} if has_mlps else {'intermediate_size': 'expert_feed_forward_length'}))
   if metadata.architecture == 'gptneox':
     return config | _gpt_neox(metadata, config)
   config |= _rms_decoder(metadata, config)
@@ -77,6 +79,8 @@ def hub_config(header: GgufHeader) -> dict[str, Any]:
     config |= _gemma(metadata, config)
   elif name in ('MistralForCausalLM', 'MixtralForCausalLM', 'GptOssForCausalLM'):
     config['sliding_window'] = metadata.get('attention.sliding_window')
+  elif metadata.architecture in ('qwen35', 'qwen35moe'):
+    config |= _qwen35(metadata, config)
   elif metadata.architecture.startswith('qwen'):
     config['use_sliding_window'] = False
   elif metadata.architecture == 'lfm2':
@@ -123,12 +127,13 @@ def _rms_decoder(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
   if metadata.size('attention.value_length', head_dim) != head_dim:
     raise metadata.refusal('keys and values of different widths')
   rotary_dim = metadata.size('rope.dimension_count', head_dim)
-  if rotary_dim != head_dim:
+  if rotary_dim != head_dim and metadata.architecture not in ('qwen35', 'qwen35moe'):
     raise metadata.refusal(f'RoPE of {rotary_dim} of {head_dim} dimensions of a head')
   base = metadata.get('rope.freq_base', 1e6 if metadata.architecture == 'gemma3' else 1e4)
   return {
     'num_key_value_heads': metadata.size('attention.head_count_kv', num_heads),
     'head_dim': head_dim,
+    **({} if rotary_dim == head_dim else {'partial_rotary_factor': rotary_dim / head_dim}),
     'rms_norm_eps': metadata.required('attention.layer_norm_rms_epsilon'),
     'rope_theta': base,
     'rope_scaling': _rope_scaling(metadata, base, rotary_dim),
@@ -165,6 +170,24 @@ def _layer_types(metadata: Metadata, config: dict[str, Any], recurrent: str) -> 
   if not isinstance(heads, list) or len(heads) != num_layers:
     raise metadata.refusal(f'{metadata.architecture}.attention.head_count_kv must tell all {num_layers} layers')
   return ['full_attention' if num else recurrent for num in heads]
+
+
+def _qwen35(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
+  """The fields of Qwen 3.5, without the layers that guess, which are the last."""
+  num_layers = config['num_hidden_layers'] - metadata.get('nextn_predict_layers', 0)
+  if num_layers < 1:
+    raise metadata.refusal(f'{config["num_hidden_layers"]} layers, all of which guess')
+  step, num_heads = metadata.get('full_attention_interval', 4), metadata.size('ssm.time_step_rank')
+  return {
+    'num_hidden_layers': num_layers,
+    'layer_types': ['linear_attention' if (i + 1) % step else 'full_attention' for i in range(num_layers)],
+    'linear_conv_kernel_dim': metadata.size('ssm.conv_kernel'),
+    'linear_key_head_dim': metadata.size('ssm.state_size'),
+    'linear_num_key_heads': metadata.size('ssm.group_count'),
+    'linear_num_value_heads': num_heads,
+    'linear_value_head_dim': max(metadata.size('ssm.inner_size') // num_heads, 1),
+    'shared_expert_intermediate_size': metadata.get('expert_shared_feed_forward_length') or 1,
+  }
 
 
 def _granite_hybrid(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
@@ -266,7 +289,7 @@ def _experts(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
     'moe_intermediate_size': hidden,
     'norm_topk_prob': is_normalized,
   }
-  if architecture in ('qwen3moe', 'granitehybrid'):
+  if architecture in ('qwen3moe', 'qwen35moe', 'granitehybrid'):
     return fields
   if architecture == 'gemma4':
     return fields | {'enable_moe_block': True, 'top_k_experts': fields['num_experts_per_tok']}

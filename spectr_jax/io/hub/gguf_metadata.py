@@ -25,6 +25,8 @@ ARCHITECTURES = {
   'gpt2': 'GPT2LMHeadModel',
   'granitehybrid': 'GraniteMoeHybridForCausalLM',
   'lfm2': 'Lfm2ForCausalLM',
+  'qwen35': 'Qwen3_5ForCausalLM',
+  'qwen35moe': 'Qwen3_5MoeForCausalLM',
 }
 _MOST = 2**64 - 1
 _POSITIVE = Kind('a positive number', either(whole(1, _MOST), list_of(whole(1, _MOST), 10_000)).is_valid)
@@ -55,6 +57,8 @@ _OTHERS = {
   'expert_weights_norm': FLAG,
   'use_parallel_residual': FLAG,
   'rope.scaling.finetuned': FLAG,
+  'full_attention_interval': config_fields.LAYERS,
+  'nextn_predict_layers': whole(0, 100),
   **dict.fromkeys(('attention.scale', 'embedding_scale', 'residual_scale', 'logit_scale'), real(0, 1e6)),
   'expert_shared_feed_forward_length': whole(0, 2**20),
   **dict.fromkeys(('rope.freq_base', 'rope.freq_base_swa'), config_fields.BASE),
@@ -77,6 +81,7 @@ _OFF = {
 # Of these, those that an architecture reads.
 _READ = {
   'gemma4': ('attention.shared_kv_layers',),
+  'qwen35moe': ('expert_shared_feed_forward_length',),
   'granitehybrid': (
     'attention.scale', 'embedding_scale', 'residual_scale', 'logit_scale', 'expert_shared_feed_forward_length',
   ),

@@ -21,14 +21,17 @@ from spectr_jax.io.hub.tensors import Tensors, check_number
 _FREQUENCIES = re.compile(r'blk\.(\d+)\.attn_rot_embd(?:\.weight)?', re.ASCII)
 # Numbers beside matrices of Gemma 4, and the hub's names of them.
 _SCALES = {'ffn_gate_inp': 'router.scale', 'ffn_down_exps': 'router.per_expert_scale'}
-# Parameters of recurrent layers that are no module's, and the modules of Granite 4 H that the package has no names for.
-_MAMBA = {('ssm_a', None): 'mamba.A_log', ('ssm_d', None): 'mamba.D', ('ssm_dt', 'bias'): 'mamba.dt_bias'}
+# The hub's module of recurrent layers, the parameters that are no module's, and the modules of Granite 4 H that the
+# package has no names for.
+_MIXERS = {'granitehybrid': 'mamba', 'qwen35': 'linear_attn', 'qwen35moe': 'linear_attn'}
+_PARAMETERS = {('ssm_a', None): 'A_log', ('ssm_d', None): 'D', ('ssm_dt', 'bias'): 'dt_bias'}
 _GRANITE = {
   **{f'ffn_{part}{end}': 'shared_mlp.input_linear' for part in ('gate', 'up') for end in ('', '_shexp')},
   **{f'ffn_down{end}': 'shared_mlp.output_linear' for end in ('', '_shexp')},
   **{f'ffn_{part}_exps': f'block_sparse_moe.experts.{{}}.{part}_proj' for part in ('gate', 'up', 'down')},
 }
 _GATE_UP = 'experts.{}.gate_up_proj'  # all gates before all ups
+_OFFSETS = 'gemma', 'gemma2', 'gemma3', 'qwen35', 'qwen35moe'  # whose norms add 1 to what the hub has
 _MOST_AT_ONCE = 2**22  # numbers dequantized together
 
 
@@ -39,18 +42,23 @@ class _Source:
   stored: np.ndarray  # as in the file: `[rows, blocks, bytes of a block]`, `[rows]` or `[rows, columns]`
   shape: tuple[int, ...]  # once dequantized
   quantization: Any  # the type of its blocks, or None
-  # Axes of the stored rows, and the two that the hub has exchanged; None for the stored order.
-  row_axes: tuple[tuple[int, ...], tuple[int, int]] | None
+  # Axes of the stored rows, the two that the hub has exchanged, and how many rows stand before; None for their order.
+  row_axes: tuple[tuple[int, ...], tuple[int, int], int] | None
   is_transposed: bool  # whether the hub has columns first
   offset: float  # to be added
   is_log: bool = False  # whether the hub has the logarithm of what is stored, negated
+  columns: np.ndarray | None = None  # the places of the hub's columns; None for their order
 
   def stored_rows(self, rows: slice) -> slice | np.ndarray:
     """The places among the stored rows of some rows by the hub's order."""
     if self.row_axes is None:
       return rows
-    sizes, exchanged = self.row_axes
-    return np.arange(math.prod(sizes)).reshape(sizes).swapaxes(*exchanged).ravel()[rows]
+    return _order(*self.row_axes)[rows]
+
+
+def _order(sizes: tuple[int, ...], exchanged: tuple[int, int], first: int) -> np.ndarray:
+  places = np.arange(math.prod(sizes)).reshape(sizes).swapaxes(*exchanged).ravel()
+  return np.concatenate([np.arange(first), first + places])
 
 
 class GgufTensors(Tensors):
@@ -62,6 +70,9 @@ class GgufTensors(Tensors):
     self._second: dict[str, _Source] = {}  # the rows behind these, where two tensors are one of the hub's
     end = 0
     for name, stored in sorted(header.tensors.items(), key=lambda item: item[1].offset):
+      layer = re.match(r'blk\.(\d+)\.', name, re.ASCII)
+      if architecture.startswith('qwen35') and layer and int(layer[1]) >= config['num_hidden_layers']:
+        continue  # layers that guess
       if name == ROPE_FREQS and architecture != 'gpt2':  # a part of the configuration, where positions are rotary
         continue
       with untrusted.named(f'{header.path}: tensor {untrusted.name_shown(name)}'):
@@ -122,7 +133,7 @@ class GgufTensors(Tensors):
     it has none.
     """
     source = self._sources[name]
-    if source.quantization is None or len(source.shape) != 2:
+    if source.quantization is None or len(source.shape) != 2 or source.columns is not None:
       return None
     self._header.forget()
     parts = [each.stored[each.stored_rows(part)] for some in rows for each, part in self._parts(name, some)]
@@ -171,8 +182,8 @@ def _hub_name(name: str, family_name: str, architecture: str) -> str:
     return f'{family.prefix}{family.blocks}.{match[1]}.rotary_emb.inv_freq'
   match = re.fullmatch(r'(?:blk\.(\d+)\.)?(\w+(?:\.\w+)??)(?:\.(weight|bias|scale))?', name, re.ASCII)
   layer, part, kind = match.groups() if match else (None, '', '')
-  if layer is not None and architecture == 'granitehybrid' and (part, kind) in _MAMBA:
-    return f'{family.prefix}{family.blocks}.{layer}.{_MAMBA[part, kind]}'
+  if layer is not None and architecture in _MIXERS and (part, kind) in _PARAMETERS:
+    return f'{family.prefix}{family.blocks}.{layer}.{_MIXERS[architecture]}.{_PARAMETERS[part, kind]}'
   if kind == 'scale' and architecture == 'gemma4' and part in _SCALES:
     return f'{family.prefix}{family.blocks}.{layer}.{_SCALES[part]}'
   module = _module_names(family_name, architecture).get(part if layer is None else f'blk.0.{part}')
@@ -186,24 +197,29 @@ def _source(
   name: str, tensor: StoredTensor, header: GgufHeader, config: dict[str, Any], architecture: str, *, is_stacked: bool
 ) -> _Source:
   stored, quantization = _stored(tensor, header, (2, 3) if is_stacked else (1, 2))
-  part = name.split('.')[-2]
-  row_axes, shape = None, tensor.shape
+  part = name.removesuffix('.weight').removesuffix('.bias').split('.')[-1]
+  row_axes, columns, shape = None, None, tensor.shape
   if 'ssm_conv1d.weight' in name or 'shortconv.conv.weight' in name:
     shape = *shape[:1], 1, *shape[1:]
   elif name.endswith(('.ssm_a', '.ssm_d', '.ssm_norm.weight')):
     shape = (math.prod(shape),)
+  elif part == 'ffn_gate_inp_shexp':
+    shape = 1, shape[-1]
   if shape != tensor.shape and quantization is not None:
     raise ValueError('is in blocks, which are read of matrices alone')
   if architecture in ('llama', 'granitehybrid') and part in ('attn_q', 'attn_k'):
     num_heads = config['num_attention_heads' if part == 'attn_q' else 'num_key_value_heads']
     # llama.cpp rotates neighbors, the hub the two halves of a head: the first axis of a pair moves to the front.
-    row_axes = (num_heads, config['head_dim'] // 2, 2), (1, 2)
+    row_axes = (num_heads, config['head_dim'] // 2, 2), (1, 2), 0
   elif architecture == 'gptneox' and part == 'attn_qkv':
     # By query, key and value first; the hub has them by head first.
     num_heads = config['num_attention_heads']
-    row_axes = (3, num_heads, config['hidden_size'] // num_heads), (0, 1)
-  if row_axes is not None and tensor.shape[0] != math.prod(row_axes[0]):
-    raise ValueError(f'{tensor.shape[0]} rows, expected {" x ".join(map(str, row_axes[0]))}')
+    row_axes = (3, num_heads, config['hidden_size'] // num_heads), (0, 1), 0
+  elif architecture in ('qwen35', 'qwen35moe'):
+    row_axes, columns = _orders_of_values(part, tensor.shape, config)
+  if row_axes is not None and tensor.shape[0] != row_axes[2] + math.prod(row_axes[0]):
+    before = f'{row_axes[2]} + ' if row_axes[2] else ''
+    raise ValueError(f'{tensor.shape[0]} rows, expected {before}{" x ".join(map(str, row_axes[0]))}')
   return _Source(
     stored if shape == tensor.shape else stored.reshape(shape),
     shape,
@@ -211,9 +227,29 @@ def _source(
     row_axes,
     is_transposed=architecture == 'gpt2' and name.startswith('blk.') and len(tensor.shape) == 2,
     # llama.cpp stores the gain of norms, the hub what is added to 1.
-    offset=-1.0 if architecture in ('gemma', 'gemma2', 'gemma3') and part.endswith('norm') else 0.0,
+    offset=-1.0 if architecture in _OFFSETS and part.endswith('norm') and part != 'ssm_norm' else 0.0,
     is_log=name.endswith('.ssm_a'),
+    columns=columns,
   )
+
+
+def _orders_of_values(part: str, shape: tuple[int, ...], config: dict[str, Any]):
+  """The order of rows and of columns by the heads of values of Qwen 3.5: llama.cpp has the first of every head of keys,
+  then the second, the hub all of a head of keys together.
+  """
+  num_keys, num_values, width = (
+    config[f'linear_{name}'] for name in ('num_key_heads', 'num_value_heads', 'value_head_dim')
+  )
+  heads, keys = (num_values // num_keys, num_keys), 2 * num_keys * config['linear_key_head_dim']
+  if part in ('attn_qkv', 'attn_gate', 'ssm_conv1d'):
+    return ((*heads, width), (0, 1), 0 if part == 'attn_gate' else keys), None
+  if part in ('ssm_alpha', 'ssm_beta', 'ssm_a', 'ssm_dt'):
+    return (heads, (0, 1), 0), None
+  if part != 'ssm_out':
+    return None, None
+  if shape[-1] != num_values * width:
+    raise ValueError(f'{shape[-1]} columns, expected {num_values} x {width}')
+  return None, _order((*heads, width), (0, 1), 0)
 
 
 def _stored(tensor: StoredTensor, header: GgufHeader, allowed_axes: tuple[int, int]) -> tuple[np.ndarray, Any]:
@@ -263,6 +299,9 @@ def _is_dequantizable(kind: Any) -> bool:
 
 
 def _read(source: _Source, index: tuple[slice, ...]) -> np.ndarray:
+  if source.columns is not None:
+    order = source.columns[index[1]]
+    return _read(dataclasses.replace(source, columns=None), (index[0], slice(None)))[:, order]
   rows = source.stored_rows(index[0])
   if source.quantization is None:
     values = source.stored[rows][(slice(None), *index[1:])]
