@@ -170,9 +170,14 @@ def attention(
   else:
     keys, values = shared
     mixed = read_slots(config, layer, query, keys, values, visible, cache, **sinks)
+  return attention_output(params, mixed, gate), keys, values
+
+
+def attention_output(params, mixed, gate: jax.Array | None):
+  """The output `[B, N, embed_dim]` of mixed values `[B, N, H, head_dim]` and the products that gate them, if any."""
   if gate is not None:
     mixed = rounded(mixed * jax.nn.sigmoid(gate), mixed.dtype)
-  return linear(params['out'], mixed.reshape(*x.shape[:2], -1)), keys, values
+  return linear(params['out'], mixed.reshape(*mixed.shape[:2], -1))
 
 
 def recurrence(
@@ -233,28 +238,33 @@ def block(
   state: tuple[Paths, RecurrentState] | None = None,
   **options,
 ) -> tuple[Any, ...]:
-  """The stream `[B, N, embed_dim]` after a block, given `x` before it, and the layer's pending keys and values, or its
-  state with the tokens pending if it is recurrent.
+  """The stream `[B, N, embed_dim]` after a block, given `x` before it, and what the layer has pending: keys and values,
+  then a state with the tokens pending; nothing of what it does not have.
 
   `context` and `options` are as for `attention`, behind `x`. `layer_input` is one of `layer_inputs`, and `state` what a
-  recurrent layer reads in place of these. Training drops entries of what the parts `attention` and `mlp` add.
+  recurrent layer reads. Training drops entries of what the parts `attention` and `mlp` add.
   """
 
   def post(part, out):
     out = norm(params[f'{part}_post_norm'], out, config) if config.has_post_norms else out
     return drop_fn(part, out if config.residual_scale == 1 else _times(out, config.residual_scale))
 
-  normed = norm(params['attention_norm'], x, config)
-  if state is None:
-    attended, *pending = attention(params['attention'], config, layer, normed, *context, **options)
-  else:
-    attended, *pending = recurrence(params['recurrence'], config, normed, *state)
-  after = sum_of(x, post('attention', attended))
-  before = x if config.is_parallel else after
-  hidden = mlp(params['mlp'], config, norm(params['mlp_norm'], before, config))
-  if 'mixture' in params:
-    hidden = _with_experts(params['mixture'], config, hidden, before)
-  out = sum_of(after, post('mlp', hidden))
+  out, mixed, pending = x, [], []
+  if 'attention_norm' in params:
+    normed = norm(params['attention_norm'], x, config)
+    if 'attention' in params:
+      attended, *pending = attention(params['attention'], config, layer, normed, *context, **options)
+      mixed.append(attended)
+    if state is not None:
+      recurred, held = recurrence(params['recurrence'], config, normed, *state)
+      mixed, pending = [*mixed, recurred], [*pending, held]
+    out = sum_of(x, post('attention', functools.reduce(sum_of, mixed)))
+  if 'mlp_norm' in params:
+    before = x if config.is_parallel else out
+    hidden = mlp(params['mlp'], config, norm(params['mlp_norm'], before, config))
+    if 'mixture' in params:
+      hidden = _with_experts(params['mixture'], config, hidden, before)
+    out = sum_of(out, post('mlp', hidden))
   if layer_input is not None:
     own = params['layer_input']
     gated = rounded(activation(config, linear(own['gate'], out)) * layer_input, out.dtype)
@@ -342,7 +352,7 @@ def streams_of(
       more['shared'] = pending[source]
     x, *new = block_fn(params[f'layer_{layer}'], own, source, x, rotation, seen, kv, **more)
     x = constrain_fn(x)
-    if layer < config.num_own_layers:
+    if new and layer < config.num_own_layers:
       pending.append(new)
     streams.append(x)
   return [*streams, norm(params['final_norm'], x, config)], pending

@@ -9,6 +9,7 @@ import reprlib
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from spectr_jax.kernels.int8 import check_weights
@@ -24,6 +25,7 @@ ACTIVATIONS = {
   'gelu': functools.partial(jax.nn.gelu, approximate=False),
   'gelu_tanh': functools.partial(jax.nn.gelu, approximate=True),
   'relu': jax.nn.relu,
+  'relu2': lambda x: jnp.square(jax.nn.relu(x)),
 }
 
 
@@ -133,6 +135,8 @@ class CausalLMConfig:
     has_layer_scale: Whether the stream after every block is multiplied by a number.
     has_output_gate: Whether what heads mix is multiplied by sigmoids, whose products follow those of each query.
     recurrence: The recurrent layers, or None for none.
+    parts: For each layer whether its block has `both` parts, its `mixer` (attention or recurrence) alone, or its `mlp`
+      alone (Nemotron-H). Empty for both in all layers.
 
   Raises:
     ValueError: Sizes do not fit each other, a name is unknown, or a number is beyond its range.
@@ -187,6 +191,7 @@ class CausalLMConfig:
   has_layer_scale: bool = False
   has_output_gate: bool = False
   recurrence: Recurrence | None = None
+  parts: tuple[Literal['both', 'mixer', 'mlp'], ...] = ()
 
   def __post_init__(self):
     sizes = ('vocab_size', 'embed_dim', 'num_layers', 'num_heads', 'num_kv_heads', 'head_dim', 'mlp_dim')
@@ -222,7 +227,7 @@ class CausalLMConfig:
     if self.experts is not None and self.num_layers * self.experts.num > _MOST_EXPERTS:
       raise ValueError(f'{self.num_layers} layers of {self.experts.num} experts are too many; at most {_MOST_EXPERTS}')
     self._check_kinds()
-    self._check_recurrence()
+    self._check_parts()
     for rope in () if self._has_kinds else (self.rope, self.window_rope):
       if rope is not None and 2 * len(rope.frequencies) > self.head_dim:
         raise ValueError(f'{len(rope.frequencies)} rotary frequencies need heads of twice that; got {self.head_dim}')
@@ -247,20 +252,36 @@ class CausalLMConfig:
       for layer in range(self.num_layers):
         self.of_layer(layer)  # which checks its sizes
 
-  def _check_recurrence(self) -> None:
+  def _check_parts(self) -> None:
     own = self.recurrence
-    if own is None:
+    if len(self.parts) not in (0, self.num_layers) or not set(self.parts) <= {'both', 'mixer', 'mlp'}:
+      raise ValueError(f'parts must be both, mixer or mlp for all {self.num_layers} layers or none')
+    if own is None and not self.parts:
       return
-    if len(own.layers) != self.num_layers or all(own.layers):
+    is_told = own is None or len(own.layers) == self.num_layers
+    if not is_told or not any(map(self.has_attention, range(self.num_layers))):
       raise ValueError(f'recurrent layers must be said of all {self.num_layers} layers, one of which has attention')
-    if own.kind == 'conv' and own.num_channels != self.embed_dim:
-      raise ValueError(f'short convolutions must have {self.embed_dim} channels, got {own.num_channels}')
     if self.num_shared_layers or self.layer_input_dim:
       raise ValueError('a decoder with recurrent layers has neither shared layers nor per-layer embeddings')
+    if own is None:
+      return
+    if any(self.is_recurrent(layer) and not self.has_part(layer, 'mixer') for layer in range(self.num_layers)):
+      raise ValueError('a layer that is an MLP alone cannot be recurrent')
+    if own.kind == 'conv' and own.num_channels != self.embed_dim:
+      raise ValueError(f'short convolutions must have {self.embed_dim} channels, got {own.num_channels}')
 
   def is_recurrent(self, layer: int) -> bool:
     """Whether a layer is recurrent."""
     return self.recurrence is not None and self.recurrence.layers[layer]
+
+  def has_part(self, layer: int, part: Literal['mixer', 'mlp']) -> bool:
+    """Whether a layer's block has one of its parts."""
+    return not self.parts or self.parts[layer] in ('both', part)
+
+  def has_attention(self, layer: int) -> bool:
+    """Whether a layer has attention, alone or beside a recurrence."""
+    is_replaced = self.recurrence is not None and self.recurrence.layers[layer] and not self.recurrence.has_attention
+    return self.has_part(layer, 'mixer') and not is_replaced
 
   @property
   def num_query_parts(self) -> int:
@@ -292,7 +313,7 @@ class CausalLMConfig:
   def kv_layer(self, layer: int) -> int:
     """The layer whose keys and values a layer reads, its number among those that have any in the cache."""
     if layer < self.num_own_layers:
-      return layer - sum(map(self.is_recurrent, range(layer)))
+      return sum(map(self.has_attention, range(layer)))
     before = self._has_window[: self.num_own_layers]
     return len(before) - 1 - before[::-1].index(self._has_window[layer])
 
@@ -345,7 +366,7 @@ class CausalLMConfig:
 
   def empty_cache(self, batch_size: int, cache_size: int) -> KVCache:
     """An empty cache of the decoder's keys and values, see `KVCache.empty`."""
-    own = [self.of_layer(layer) for layer in range(self.num_own_layers) if not self.is_recurrent(layer)]
+    own = [self.of_layer(layer) for layer in range(self.num_own_layers) if self.has_attention(layer)]
     return KVCache.empty(
       num_layers=len(own),
       batch_size=batch_size,

@@ -40,16 +40,17 @@ def mix(
   """The weighted outputs of the chosen experts, `[N, D]` in the type of `x`, each token's added in its own order.
 
   Args:
-    params: `gate`, `up` and `down`, with kernels `[E, in, out]` and perhaps biases `[E, out]`.
+    params: `up`, `down` and perhaps `gate`, with kernels `[E, in, out]` and perhaps biases `[E, out]`.
     experts: Their sizes.
-    activation_fn: The activation of gates.
+    activation_fn: The activation of gates, or of hidden units without gates.
     x: `[N, D]`.
     chosen, weights: `[N, k]`, as of `route`.
   """
   num_tokens, k = chosen.shape
   of_rows, rows = chosen.reshape(-1), jnp.repeat(x, k, axis=0)
-  gate, up = (_linear(params[name], rows, of_rows) for name in ('gate', 'up'))
-  out = _linear(params['down'], _gated(experts, activation_fn, gate, up), of_rows).reshape(num_tokens, k, -1)
+  into = [_linear(params[name], rows, of_rows) for name in ('gate', 'up') if name in params]
+  hidden = _gated(experts, activation_fn, *into) if 'gate' in params else activation_fn(*into)
+  out = _linear(params['down'], hidden, of_rows).reshape(num_tokens, k, -1)
   wide = weights.dtype
   parts = (rounded(out[:, i].astype(wide) * weights[:, i, None], wide) for i in range(k))
   return rounded(functools.reduce(jnp.add, parts), x.dtype)

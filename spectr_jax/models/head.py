@@ -212,8 +212,9 @@ def _first_block(
   if config.has_attention_norm:
     x = causal_lm.norm(params['attention_norm'], x, block)
   rotation = causal_lm.rotation_of(block.rope_of(0), positions)
-  mixed, kept = attend_fn(*causal_lm.project(params['attention'], block, x, rotation)[:3])
-  x = sum_of(residual, causal_lm.linear(params['attention']['out'], mixed.reshape(*x.shape[:2], -1)))
+  *products, gate = causal_lm.project(params['attention'], block, x, rotation)
+  mixed, kept = attend_fn(*products)
+  x = sum_of(residual, causal_lm.attention_output(params['attention'], mixed, gate))
   return sum_of(x, causal_lm.mlp(params['mlp'], block, causal_lm.norm(params['mlp_norm'], x, block))), kept
 
 

@@ -53,7 +53,8 @@ def param_shapes(config: Any) -> dict[str, Any]:
     router |= {'bias': array(experts.num)} if experts.has_bias else {}
     if experts.has_choice_bias:  # small differences of large numbers
       router['choice_bias'] = jax.ShapeDtypeStruct((experts.num,), accumulation_dtype(config.dtype))
-    into = {name: linear(width, experts.hidden_dim, experts.has_bias, experts.num) for name in ('gate', 'up')}
+    names = ('gate', 'up')[not config.is_gated :]
+    into = {name: linear(width, experts.hidden_dim, experts.has_bias, experts.num) for name in names}
     down = linear(experts.hidden_dim, width, experts.has_bias, experts.num)
     params = {'router': router, 'experts': {**into, 'down': down}}
     if experts.shared_dim:
@@ -73,7 +74,8 @@ def param_shapes(config: Any) -> dict[str, Any]:
     if own.kind == 'conv':
       return params
     norm_dim = own.value_dim if own.kind == 'delta' else own.inner_dim
-    params |= {'log_rate': of_heads, 'step_bias': of_heads, 'norm': gain(norm_dim)['gain']}
+    params |= {'log_rate': of_heads, 'step_bias': of_heads}
+    params |= {'norm': gain(norm_dim)['gain']} if own.norm else {}
     return params | ({'skip': of_heads} if own.kind == 'mamba' else {})
 
   def block(layer):
@@ -89,14 +91,16 @@ def param_shapes(config: Any) -> dict[str, Any]:
       attention |= {f'{name}_norm': gain(widths[name]) for name in own.projections if name != 'v'}
     if own.has_sinks:
       attention['sinks'] = array(own.num_heads)
-    experts = own.experts if own.experts and own.experts.are_in(layer) else None
-    norms = {'attention_norm': norm(), 'mlp_norm': norm()}
-    if own.has_post_norms:
-      norms |= {'attention_post_norm': norm(), 'mlp_post_norm': norm()}
-    is_recurrent = own.is_recurrent(layer)
-    params: dict[str, Any] = {'recurrence': recurrence(own.recurrence)} if is_recurrent else {'attention': attention}
-    params |= norms
-    if experts is None or experts.are_beside_mlp:
+    has_mlp = own.has_part(layer, 'mlp')
+    experts = own.experts if has_mlp and own.experts and own.experts.are_in(layer) else None
+    parts = (['attention'] if own.has_part(layer, 'mixer') else []) + (['mlp'] if has_mlp else [])
+    kinds = ('norm', 'post_norm') if own.has_post_norms else ('norm',)
+    params: dict[str, Any] = {f'{part}_{kind}': norm() for part in parts for kind in kinds}
+    if own.has_attention(layer):
+      params['attention'] = attention
+    if own.is_recurrent(layer):
+      params['recurrence'] = recurrence(own.recurrence)
+    if has_mlp and (experts is None or experts.are_beside_mlp):
       params['mlp'] = mlp(own)
     if experts is not None:
       params['mixture' if experts.are_beside_mlp else 'mlp'] = mixture(experts)

@@ -40,8 +40,10 @@ class Recurrence:
     conv_width: Inputs of the convolutions, the token's own included.
     has_conv_bias: Whether these have biases.
     has_bias: Whether products have biases.
+    norm: Of Mamba-2, whether the norm of the output stands `behind` or `before` its gate; None for no norm.
     num_norm_groups: Of Mamba-2, the parts of the output that are normalized each by itself.
     steps: Of Mamba-2, the least and the largest step.
+    has_attention: Whether these layers have attention as well, whose output is added (Falcon-H1).
 
   Raises:
     ValueError: A number is beyond its range, or numbers do not fit each other.
@@ -57,8 +59,10 @@ class Recurrence:
   conv_width: int = 4
   has_conv_bias: bool = False
   has_bias: bool = False
+  norm: Literal['behind', 'before'] | None = 'behind'
   num_norm_groups: int = 1
   steps: tuple[float, float] = (0.0, math.inf)
+  has_attention: bool = False
 
   def __post_init__(self):
     if self.kind not in ('delta', 'mamba', 'conv'):
@@ -72,6 +76,8 @@ class Recurrence:
     for name in ('num_groups', 'num_norm_groups'):
       if self.num_heads % getattr(self, name):
         raise ValueError(f'{self.num_heads} heads of recurrent layers do not divide into {name} {getattr(self, name)}')
+    if self.norm not in ('behind', 'before', None):
+      raise ValueError(f'norm of recurrent layers must be behind, before or None, got {self.norm!r}')
     if not 0 <= self.steps[0] <= self.steps[1]:
       raise ValueError(f'steps of recurrent layers must be from at least 0 to no less, got {self.steps}')
 
@@ -152,9 +158,9 @@ class HybridCache:
     return HybridCache(self.attention.commit(path, num_committed), states)
 
   def with_pending(self, pending: Sequence[Any], num_new: int) -> HybridCache:
-    """See `KVCache.with_pending`; of recurrent layers the states with the tokens pending."""
-    attention = [each for each in pending if len(each) == 2]
-    states = tuple(each[0] for each in pending if len(each) == 1)
+    """See `KVCache.with_pending`; of every layer its keys and values, and its state with the tokens pending, if any."""
+    attention = [each[:2] for each in pending if len(each) > 1]
+    states = tuple(each[-1] for each in pending if len(each) % 2)
     return HybridCache(self.attention.with_pending(attention, num_new), states)
 
   def keep(self, lengths: jax.Array) -> HybridCache:
@@ -206,8 +212,7 @@ def mix(
 
   Args:
     params: `taps` `[conv_width, C]`, perhaps `taps_bias` `[C]`; but for convolutions `log_rate` and `step_bias` `[H]`,
-      and `norm` of the output's
-      channels; of Mamba-2 `skip` `[H]`.
+      and perhaps `norm` of the output's channels; of Mamba-2 `skip` `[H]`.
     config: The sizes.
     products: `[B, N, width]`, those of `Recurrence.products`.
     paths: The tokens' paths.
@@ -260,11 +265,14 @@ def _mamba(params, config, products, paths, held, epsilon):
   steps = jnp.clip(jax.nn.softplus(steps.astype(mixed.dtype) + params['step_bias']), *config.steps)
   log_decay, written = -jnp.exp(params['log_rate']) * steps, steps[..., None] * value
   out, writes = recur(held.state, held.writes, query, key, written, log_decay, None, paths.mask, paths.num_before)
-  out = (out + params['skip'][:, None] * value).reshape(*into.shape[:2], -1) * jax.nn.silu(z.astype(mixed.dtype))
-  parts = _heads(out, inner // config.num_norm_groups)
-  parts = parts * inverse_root(jnp.square(parts).mean(-1, keepdims=True) + epsilon)
-  out = rounded(parts.reshape(out.shape) * params['norm'], product.dtype)
-  return out, dataclasses.replace(held, pending_inputs=inputs, writes=writes)
+  out, gate = (out + params['skip'][:, None] * value).reshape(z.shape), jax.nn.silu(z.astype(mixed.dtype))
+  out = out if config.norm == 'before' else out * gate
+  if config.norm is not None:
+    parts = _heads(out, inner // config.num_norm_groups)
+    parts = parts * inverse_root(jnp.square(parts).mean(-1, keepdims=True) + epsilon)
+    out = parts.reshape(out.shape) * params['norm']
+  out = out * gate if config.norm == 'before' else out
+  return rounded(out, product.dtype), dataclasses.replace(held, pending_inputs=inputs, writes=writes)
 
 
 def _conv(params, config, products, paths, held, epsilon):

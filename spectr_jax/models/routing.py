@@ -15,7 +15,6 @@ from spectr_jax.kernels.products import accumulation_dtype
 from spectr_jax.kernels.softmax import shares, totals
 
 MOST_EXPERTS = 4096
-_TINY = 1e-20  # added to sums of weights, which sigmoids may leave at 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +29,7 @@ class Experts:
     scores: What a router's logits become: their softmax or their sigmoid.
     is_chosen_first: Whether scores are those of the chosen experts alone, chosen by their logits.
     is_normalized: Whether the weights of a token are divided by their sum.
+    sum_epsilon: Added to that sum, which sigmoids may leave at 0.
     scale: Factor of all weights.
     num_groups: Groups of experts of equal sizes (DeepSeek-AI 2024).
     num_chosen_groups: Of these, those that experts are chosen of; a group counts by the sum of its best two scores.
@@ -55,6 +55,7 @@ class Experts:
   scores: Literal['softmax', 'sigmoid'] = 'softmax'
   is_chosen_first: bool = False
   is_normalized: bool = True
+  sum_epsilon: float = 1e-20
   scale: float = 1.0
   num_groups: int = 1
   num_chosen_groups: int = 1
@@ -91,7 +92,7 @@ class Experts:
       raise ValueError(f'scores of experts must be softmax or sigmoid, got {self.scores!r}')
     if self.is_chosen_first and (self.num_groups > 1 or self.has_choice_bias):
       raise ValueError('experts chosen by their logits have neither groups nor a bias of the choice')
-    for name in ('scale', 'limit', 'gate_factor', 'logit_scale'):
+    for name in ('scale', 'sum_epsilon', 'limit', 'gate_factor', 'logit_scale'):
       value = getattr(self, name)
       if value is not None and not 0 < value < math.inf:
         raise ValueError(f'{name} of experts must be finite and above 0, got {value!r}')
@@ -124,7 +125,7 @@ def route(params: Mapping[str, Any], experts: Experts, x: jax.Array) -> tuple[ja
     _, chosen = jax.lax.top_k(_ranked(params, experts, scores), experts.num_chosen)
     weights = jnp.take_along_axis(scores, chosen, axis=-1)
   if experts.is_normalized:
-    weights /= totals(weights) + _TINY
+    weights /= totals(weights) + experts.sum_epsilon
   if 'expert_scale' in params:
     weights *= params['expert_scale'][chosen]
   return chosen, weights * experts.scale

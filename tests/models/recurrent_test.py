@@ -16,6 +16,7 @@ from spectr_jax.model import Model
 from spectr_jax.models.causal_lm import causal_lm, init_params
 from spectr_jax.models.causal_lm_config import CausalLMConfig, Rope
 from spectr_jax.models.recurrent import Recurrence
+from spectr_jax.models.routing import Experts
 from tests.draft.exact import assert_engine_is_exact
 from tests.slow import slow
 
@@ -29,13 +30,21 @@ _KINDS = {
   ),
   'conv': Recurrence('conv', _LAYERS, num_channels=32, conv_width=3),
 }  # fmt: skip
+_MAMBA = _KINDS['mamba']
+# With attention in the same layers, and in blocks of one part, with experts without gates.
+_KINDS |= {
+  'beside': dataclasses.replace(_MAMBA, layers=(True,) * 3, norm=None, has_attention=True),
+  'alone': dataclasses.replace(_MAMBA, layers=(True, False, False), norm='before'),
+}
+_EXPERTS = Experts(4, 2, 16, layers=(False, True, False), scores='sigmoid', has_choice_bias=True, shared_dim=12)
+_ALONE = {'parts': ('mixer', 'mlp', 'mixer'), 'experts': _EXPERTS, 'is_gated': False, 'activation': 'relu2'}
 pytestmark = pytest.mark.usefixtures('highest')
 
 
 def _config(kind, vocab_size=_VOCAB):
   return CausalLMConfig(
     vocab_size, 32, 3, 4, 2, 8, 48, 256, rope=Rope((1.0, 0.1)), has_output_gate=kind == 'delta', has_qk_norm=True,
-    recurrence=_KINDS[kind],
+    recurrence=_KINDS[kind], **(_ALONE if kind == 'alone' else {}),
   )  # fmt: skip
 
 
@@ -50,7 +59,7 @@ def _near(model, scale=0.03):
   return dataclasses.replace(model, params=params)
 
 
-@pytest.fixture(params=['delta', slow('mamba'), slow('conv')])
+@pytest.fixture(params=['delta', slow('mamba'), slow('conv'), slow('beside'), slow('alone')])
 def kind(request):
   return request.param
 
@@ -204,7 +213,7 @@ def test_bytes_of_a_cache(kind):
   own = _KINDS[kind]
   writes = own.num_groups * own.key_dim + own.num_heads * (own.value_dim + 2) if of_state else 0
   more = sum(x.size for each in pending.recurrent for x in jax.tree.leaves((each.pending_inputs, each.writes)))
-  assert more == 2 * size * (own.conv_dim + writes)
+  assert more == sum(own.layers) * size * (own.conv_dim + writes)
 
 
 @pytest.mark.parametrize(
@@ -216,6 +225,7 @@ def test_bytes_of_a_cache(kind):
     ({'key_dim': -1}, 'key_dim of recurrent layers must be from 1'),
     ({'conv_width': 0}, 'conv_width of recurrent layers must be from 1'),
     ({'steps': (2.0, 1.0)}, 'steps of recurrent layers'),
+    ({'norm': 'above'}, 'norm of recurrent layers must be behind, before or None'),
   ],
 )
 def test_sizes_that_do_not_fit(changes, message):
@@ -228,5 +238,8 @@ def test_layers_that_do_not_fit():
   for layers in ((True,) * 3, (True, False)):
     with pytest.raises(ValueError, match='one of which has attention'):
       dataclasses.replace(config, recurrence=dataclasses.replace(_KINDS['delta'], layers=layers))
+  for parts, problem in ((('both',), 'parts must be'), (('mlp',) * 3, 'attention'), (('mlp', 'both', 'both'), 'alone')):
+    with pytest.raises(ValueError, match=problem):
+      dataclasses.replace(config, parts=parts)
   with pytest.raises(ValueError, match='must have 32 channels'):
     dataclasses.replace(config, recurrence=dataclasses.replace(_KINDS['conv'], num_channels=16))

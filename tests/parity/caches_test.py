@@ -1,6 +1,7 @@
 """Caches of Gemma 4 and of recurrent layers, and multimodal folders, beside `transformers`."""
 
 import copy
+import dataclasses
 import importlib
 import json
 
@@ -36,7 +37,7 @@ _AUDIO = {
   'hidden_size': 16, 'num_hidden_layers': 1, 'num_attention_heads': 2, 'output_proj_dims': 16,
   'subsampling_conv_channels': [4, 4],
 }  # fmt: skip
-_CASES = ('gemma4_small', 'gemma4_large', 'gemma4_mixture', 'qwen3_5', 'lfm2')
+_CASES = ('gemma4_small', 'gemma4_large', 'gemma4_mixture', 'qwen3_5', 'lfm2', 'lfm2_moe', 'falcon_h1', 'nemotron_h')
 _SHARED = {'num_kv_shared_layers': 2, 'hidden_size_per_layer_input': 8}
 
 
@@ -108,13 +109,18 @@ def test_bfloat16_is_as_near_to_float32_as_the_reference(case):
   assert their_error < 0.3 * exact.std()
 
 
-def test_greedy_text_without_a_draft(case):
+def test_greedy_text_with_and_without_a_draft(case):
   reference, folder = case
   model, (prompts, _, _) = load_hub_model(folder).for_decoding(), families_test._texts()
   lengths, sampling = families_test.LENGTHS, SamplingParams(0.0)
   found = generate(
     jax.random.key(0), model, None, prompts, lengths, method='autoregressive', max_new_tokens=10, sampling=sampling
   )
+  draft, tree = load_hub_model(folder), TokenTree.chains(1, 4)
+  near = jax.tree.map(lambda x: x + 0.02 * jnp.sin(jnp.arange(x.size)).reshape(x.shape), draft.params)
+  draft, options = dataclasses.replace(draft, params=near), {'max_new_tokens': 10, 'sampling': sampling}
+  drafted = generate(jax.random.key(0), model, draft, prompts, lengths, method='block', tree=tree, **options)
+  np.testing.assert_array_equal(drafted.tokens, found.tokens)
   texts = [row[:n] for row, n in zip(prompts.tolist(), lengths)]
   for _ in range(10):
     texts = [[*text, int(row.argmax())] for text, row in zip(texts, families_test._reference_logits(reference, texts))]

@@ -102,6 +102,31 @@ _GRANITE_HYBRID_MOE = _GRANITE_HYBRID | {
   'num_local_experts': 4, 'num_experts_per_tok': 2, 'position_embedding_type': 'rope', 'mamba_proj_bias': True,
 }  # fmt: skip
 _LFM2 = {'layer_types': ['conv', 'conv', 'full_attention'], 'block_auto_adjust_ff_dim': False}
+_LFM2_MOE = {
+  'layer_types': ['conv', 'conv', 'full_attention'], 'num_experts': 6, 'num_experts_per_tok': 3, 'num_dense_layers': 1,
+  'moe_intermediate_size': 24, 'routed_scaling_factor': 1.5,
+}  # fmt: skip
+_FALCON_H1 = {
+  'mamba_d_ssm': 48, 'mamba_n_heads': 6, 'mamba_d_head': 8, 'mamba_n_groups': 2, 'mamba_d_state': 6,
+  'lm_head_multiplier': 0.5, 'embedding_multiplier': 3.0, 'mlp_multipliers': [0.8, 0.6], 'key_multiplier': 0.7,
+  'attention_out_multiplier': 0.9, 'attention_in_multiplier': 1.2, 'ssm_multipliers': [0.7, 0.8, 0.9, 1.1, 1.2],
+  'ssm_in_multiplier': 1.3, 'ssm_out_multiplier': 0.4, 'head_dim': 12,
+}  # fmt: skip
+_FALCON_H1_NORMED = _FALCON_H1 | {
+  'mamba_rms_norm': True, 'mamba_norm_before_gate': False, 'attention_bias': True, 'mlp_bias': True,
+  'mamba_proj_bias': True, 'projectors_bias': True,
+}  # fmt: skip
+# Transformers bounds the steps of several tokens by `time_step_min`, those of single ones not.
+_NEMOTRON_H = {
+  'layers_block_type': ['linear_attention', 'moe', 'full_attention', 'mlp', 'linear_attention'], 'head_dim': 12,
+  'mamba_num_heads': 6, 'mamba_head_dim': 8, 'n_groups': 2, 'ssm_state_size': 6, 'time_step_min': 1e-9,
+  'n_routed_experts': 8, 'num_experts_per_tok': 3, 'n_group': 4, 'topk_group': 2, 'moe_intermediate_size': 24,
+  'moe_shared_expert_intermediate_size': 20, 'routed_scaling_factor': 1.5, 'num_hidden_layers': None,
+}  # fmt: skip
+_NEMOTRON_H_BIASED = _NEMOTRON_H | {
+  'layers_block_type': ['linear_attention', 'mlp', 'full_attention'], 'use_bias': True, 'mlp_bias': True,
+  'use_conv_bias': False,
+}  # fmt: skip
 # Name -> class of the model, and what differs from SIZES.
 CASES = {
   'llama': ('LlamaForCausalLM', {}),
@@ -137,6 +162,13 @@ CASES = {
   'granite_hybrid_moe': ('GraniteMoeHybridForCausalLM', _GRANITE_HYBRID_MOE),
   'lfm2': ('Lfm2ForCausalLM', _LFM2),
   'lfm2_biased': ('Lfm2ForCausalLM', _LFM2 | {'conv_bias': True}),
+  'lfm2_moe': ('Lfm2MoeForCausalLM', _LFM2_MOE),
+  'lfm2_moe_unbiased': ('Lfm2MoeForCausalLM', _LFM2_MOE | {'use_expert_bias': False, 'norm_topk_prob': False}),
+  'falcon_h1': ('FalconH1ForCausalLM', _FALCON_H1),
+  'falcon_h1_normed': ('FalconH1ForCausalLM', _FALCON_H1_NORMED),
+  'falcon_h1_normed_first': ('FalconH1ForCausalLM', _FALCON_H1 | {'mamba_rms_norm': True}),
+  'nemotron_h': ('NemotronHForCausalLM', _NEMOTRON_H),
+  'nemotron_h_biased': ('NemotronHForCausalLM', _NEMOTRON_H_BIASED),
   'gpt_neox': ('GPTNeoXForCausalLM', _GPT_NEOX),
   'gpt_neox_sequential': ('GPTNeoXForCausalLM', {**_GPT_NEOX, 'use_parallel_residual': False}),
   'gpt2': ('GPT2LMHeadModel', None),
@@ -169,7 +201,8 @@ def random_reference(model_class, config):
   torch.manual_seed(0)
   reference = model_class._from_config(config, attn_implementation='eager').eval()
   with torch.no_grad():
-    scales = [named for named in reference.named_buffers() if named[0].endswith(('layer_scalar', '_correction_bias'))]
+    ends = 'layer_scalar', '_correction_bias', 'expert_bias'
+    scales = [named for named in reference.named_buffers() if named[0].endswith(ends)]
     for name, parameter in (*reference.named_parameters(), *scales):
       if name.endswith(('bias', 'norm.weight')) or parameter.ndim == 1:
         parameter += 0.3 * torch.randn_like(parameter)  # they begin as constants, which hide mistakes

@@ -4,11 +4,15 @@ The reference is written from the papers and keeps nothing between rounds: it re
 the hidden states of the target behind it, then its own guesses with its own.
 """
 
+import importlib
+
+import jax
 import numpy as np
 import pytest
 from published_heads import HEADS, HEADS_BY_NAME, IDS, KV_HEADS, LAYERS, D, V, arrays_of, tiny_target, write_head
 
-from spectr_jax import load_drafter
+from spectr_jax import SamplingParams, TokenTree, generate, load_drafter
+from spectr_jax.io.hub.load import load_hub_model
 from tests.parity.rounds import TEMPERATURE, features_of, played
 
 torch = pytest.importorskip('torch', reason='needs the extra parity')
@@ -192,3 +196,72 @@ def test_distributions_of_a_chain(tmp_path, name):
       np.testing.assert_array_equal(probs > 0, is_guessed)
       # Beside float64. Processors add up in different orders, and one distribution in dozens is off by more than 1e-4.
       np.testing.assert_allclose(probs[is_guessed], np.exp(wanted[is_guessed]), rtol=5e-4, atol=0)
+
+
+class GatedMtp:
+  """Qwen 3.5's layer, from the block of `transformers`, which leaves `mtp.*` out of its models."""
+
+  layers = (-1,)
+
+  def __init__(self, config, embedding, output_head):
+    module = importlib.import_module('transformers.models.qwen3_5.modeling_qwen3_5')
+    self.embedding, self.output_head = embedding, output_head
+    width = config.hidden_size
+    self.rotary = module.Qwen3_5TextRotaryEmbedding(config)
+    self.modules = torch.nn.ModuleDict(
+      {
+        'fc': torch.nn.Linear(2 * width, width, bias=False),
+        'layers': torch.nn.ModuleList([module.Qwen3_5DecoderLayer(config, config.layer_types.index('full_attention'))]),
+        **{name: module.Qwen3_5RMSNorm(width) for name in ('pre_fc_norm_embedding', 'pre_fc_norm_hidden', 'norm')},
+      }
+    ).double()
+    with torch.no_grad():
+      for parameter in self.modules.parameters():
+        parameter += (0.3 if parameter.ndim == 1 else 0.2) * torch.randn_like(parameter)
+
+  def fuse(self, features):
+    return features[:, 0]
+
+  def step(self, embedded, hidden):
+    own, size = self.modules, len(embedded)
+    with torch.no_grad():
+      joined = torch.cat([own['pre_fc_norm_embedding'](embedded), own['pre_fc_norm_hidden'](hidden)], -1)
+      x = own['fc'](joined)[None]
+      mask = torch.full((size, size), -torch.inf, dtype=x.dtype).triu(1)[None, None]
+      angles = self.rotary(x, torch.arange(size)[None])
+      output = own['norm'](own['layers'][0](x, position_embeddings=angles, attention_mask=mask))[0]
+      return output, output @ self.output_head.T
+
+
+@pytest.mark.parametrize('kind', ['text', 'multimodal'])
+def test_the_layer_of_qwen3_5(tmp_path, kind):
+  """Read from the folder of its target: distributions of chains, and greedy text."""
+  from safetensors.torch import load_file, save_file
+
+  from tests.parity import caches_test, families_test
+
+  whole = caches_test._whole('qwen3_5') if kind == 'multimodal' else caches_test._reference('qwen3_5')
+  whole.config.get_text_config()._attn_implementation = 'eager'
+  output_head, embedding = (
+    x.weight.detach().double() for x in (whole.get_output_embeddings(), whole.get_input_embeddings())
+  )
+  reference = GatedMtp(whole.config.get_text_config(), embedding, output_head)
+  whole.save_pretrained(tmp_path)
+  path = tmp_path / 'model.safetensors'
+  own = {f'mtp.{name}': x.detach().float() for name, x in reference.modules.state_dict().items()}
+  save_file(load_file(path) | own, path, metadata={'format': 'pt'})
+  reference.modules.float().double()  # rounded as they were written
+  target = load_hub_model(tmp_path)
+  drafter = load_drafter(tmp_path, target)
+  read = features_of(target, reference.layers)
+  for _, rows in played(target, drafter, LENGTH, (9, 2, 5, 7)):
+    for text, guesses, probs in rows:
+      logits = recurrent_logits(reference, text, torch.tensor(np.asarray(read(text))).double(), guesses)
+      wanted = (logits / TEMPERATURE).softmax(-1).numpy()
+      np.testing.assert_allclose(probs, wanted, rtol=5e-4, atol=0)
+  prompts, lengths = np.random.default_rng(0).integers(3, 61, (2, 7)), np.array([7, 3])
+  options = {'max_new_tokens': 12, 'sampling': SamplingParams(0.0)}
+  plain = generate(jax.random.key(0), target, None, prompts, lengths, method='autoregressive', **options)
+  for method, tree in (('block', TokenTree.chains(1, 4)), ('race_traversal', families_test.TREE)):
+    found = generate(jax.random.key(0), target, drafter, prompts, lengths, method=method, tree=tree, **options)
+    np.testing.assert_array_equal(found.tokens, plain.tokens)

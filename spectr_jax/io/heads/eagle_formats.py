@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping
 from typing import Any
 
 from spectr_jax.io.heads import layout
+from spectr_jax.io.hub import hybrid_configs
 from spectr_jax.io.hub.config_fields import checked
 from spectr_jax.io.untrusted import FLAG
 from spectr_jax.models.causal_lm_config import CausalLMConfig
@@ -127,6 +129,7 @@ def read_eagle(head: layout.Described) -> layout.Layout:
   return layout.Layout(config, modules)
 
 
+_HYBRIDS = 'qwen3_next', 'qwen3_5_text', 'qwen3_5_moe_text'  # whose layers are of several types
 _MTP_PARTS = 'join', 'embedding_norm', 'hidden_norm', 'output_norm', 'embedding', 'unembedding'
 
 
@@ -142,13 +145,15 @@ def _mtp(head: layout.Described, prefix: str, block: str, parts: tuple[str, ...]
   config = head.block_config(block, head.vocab_size(f'{modules["unembedding"]}.weight'), **differences)
   queries = f'{block}self_attn.q_proj.weight'
   if head.has(queries) and head.shape_of(queries)[0] == 2 * config.num_heads * config.head_dim:
-    raise ValueError(unknown.format('gated attention'))
+    config = dataclasses.replace(config, has_output_gate=True)
   config = _linear(head, config, modules, has_attention_norm=True, is_output_normed=True)
   return layout.Layout(config, modules, prefix)
 
 
 def read_qwen_mtp(head: layout.Described) -> layout.Layout:
   names = 'fc', 'pre_fc_norm_embedding', 'pre_fc_norm_hidden', 'norm', 'embed_tokens', 'lm_head'
+  if head.spec.get('model_type') in _HYBRIDS:
+    head = head.saying({**hybrid_configs.QWEN_DEFAULTS, **head.spec, 'layer_types': []})
   # The norms of this family hold the gain less 1.
   return _mtp(head, 'mtp.', 'mtp.layers.0.', names, gain_offset=1.0)
 

@@ -37,6 +37,8 @@ def block_config(config, target: CausalLMConfig, *, num_layers: int) -> CausalLM
     raise ValueError(f'config.vocab_size must be at most {target.vocab_size}, got {config.vocab_size}')
   if target.rope is None:
     raise ValueError('a head has rotary positions like its target; this one has learned ones')
+  if target.recurrence is not None or target.parts:
+    raise ValueError('no head is trained for a target with recurrent layers, or with layers that are a part of a block')
   if target.full_head_dim is not None:
     raise ValueError('a head has layers like its target; those of this one (Gemma 4) differ from each other')
   if target.has_wide_qk_norm or target.has_sinks:

@@ -17,10 +17,11 @@ from spectr_jax.io.hub.redundant import FREQUENCIES
 from spectr_jax.io.hub.tensors import Tensors
 from spectr_jax.io.untrusted import list_of, whole
 from spectr_jax.model import KVCache, Model
-from spectr_jax.models import head, one_pass
+from spectr_jax.models import causal_lm, head, one_pass
 from spectr_jax.models.causal_lm_config import CausalLMConfig
 from spectr_jax.models.head import HeadConfig
 from spectr_jax.models.one_pass_config import OnePassConfig
+from spectr_jax.models.recurrent import HybridCache
 
 LAYER_IDS = list_of(whole(-1, 10_000), 1000)  # of a target; formats differ in what -1 is
 
@@ -172,10 +173,11 @@ def target_sizes(target: Model) -> TargetSizes:
     return cache, output.features, None if target.embed_fn is None else target.embed_fn(target.params, token)
 
   cache, features, embedded = jax.eval_shape(call, target)
-  if not isinstance(cache, KVCache):
+  if not isinstance(cache, (KVCache, HybridCache)):
     raise ValueError('a head needs the number of layers of its target, which only a KVCache tells')
+  num_layers = len(cache.keys) if isinstance(cache, KVCache) else causal_lm.config_of(target).num_layers
   embedding_dim = None if embedded is None else embedded.shape[-1]
-  return TargetSizes(target.vocab_size, features.shape[-1], embedding_dim, len(cache.keys))
+  return TargetSizes(target.vocab_size, features.shape[-1], embedding_dim, num_layers)
 
 
 def block_modules(block: str, **others: str) -> dict[str, str]:

@@ -22,6 +22,7 @@ from spectr_jax.io.heads.layout import Described, Layout, is_beside, is_transpos
 from spectr_jax.io.hub.load import read_json
 from spectr_jax.io.hub.redundant import FREQUENCIES, check_buffers
 from spectr_jax.io.hub.tensors import SafetensorsFolder, Tensors, check_tensors, row_ranges
+from spectr_jax.io.hub.text_part import text_spec
 from spectr_jax.io.hub.torch_file import TorchFile
 from spectr_jax.io.load import hub_folder
 from spectr_jax.io.untrusted import named
@@ -239,7 +240,8 @@ def open_head(path: epath.PathLike) -> HeadFiles | None:
   if folder.suffix == '.gguf' or not (folder / 'config.json').exists():
     return None
   with named(folder):
-    spec, tensors = read_json(folder), _open_tensors(path, folder)
+    spec = text_spec(read_json(folder), f'{folder}/config.json')
+    tensors = _open_tensors(path, folder)
     names = tensors.names()
     format_and_prefix = find_format(spec, names)
     if format_and_prefix is None:

@@ -107,7 +107,7 @@ FIELDS = BLOCK_FIELDS | _fields(
 # Fields in which null is a value of its own, another one than the default.
 _NULLABLE = (
   'num_key_value_heads', 'sliding_window', 'attn_logit_softcapping', 'final_logit_softcapping',
-  'hidden_size_per_layer_input',
+  'hidden_size_per_layer_input', 'mamba_d_ssm',
 )  # fmt: skip
 
 # Fields that change what is computed, in some family or another, by the values that change nothing here.

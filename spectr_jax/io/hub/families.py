@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -13,6 +13,9 @@ from spectr_jax.io.hub.config_fields import FIELDS, check_requests, checked
 from spectr_jax.io.hub.scaled_tensors import METHODS, block_of
 from spectr_jax.io.untrusted import name_shown, named, shown
 from spectr_jax.models.causal_lm_config import CausalLMConfig
+
+# Where parts of a kernel's outputs end, and what each part is multiplied by, one more than there are ends.
+Factors: TypeAlias = tuple[tuple[int, ...], tuple[float, ...]]
 
 # Where the entries of heads begin along the outputs of the hub's tensor. Parts 0, 1, 2 are queries, keys and values.
 
@@ -81,6 +84,10 @@ class Family:
   fused: Mapping[str, Callable[[str, np.ndarray, CausalLMConfig], tuple[np.ndarray, int]]] = dataclasses.field(
     default_factory=dict
   )
+  beside: tuple[str, ...] = ()  # beginnings of names that are no part of the model
+  # What parameters are multiplied by when they are read, by our names in a block; and what finds it in `config.json`.
+  factors: Mapping[str, Factors] = dataclasses.field(default_factory=dict)
+  read_factors: Callable[[dict[str, Any], CausalLMConfig], Mapping[str, Factors]] | None = None
   more_layers: str | None = None  # the field for the number of layers after the last that guess, which are not read
 
 
@@ -181,12 +188,7 @@ _QWEN_NEXT_MODULES = _DELTA_MODULES | {
   **dict.fromkeys(('recurrence/into', 'recurrence/z'), 'linear_attn.in_proj_qkvz'),
   **dict.fromkeys(('recurrence/b', 'recurrence/a'), 'linear_attn.in_proj_ba'),
 }
-_GRANITE_HYBRID_MODULES = _GRANITE_MOE_MODULES | {
-  **{
-    f'{mlp}/{ours}': f'shared_mlp.{theirs}_linear'
-    for mlp in ('mlp', 'mlp/shared')
-    for ours, theirs in (('gate', 'input'), ('up', 'input'), ('down', 'output'))
-  },
+_MAMBA_MODULES = {
   'recurrence/into': 'mamba.in_proj',
   'recurrence/out': 'mamba.out_proj',
   'recurrence/taps': 'mamba.conv1d.weight',
@@ -195,6 +197,40 @@ _GRANITE_HYBRID_MODULES = _GRANITE_MOE_MODULES | {
   'recurrence/step_bias': 'mamba.dt_bias',
   'recurrence/norm': 'mamba.norm.weight',
   'recurrence/skip': 'mamba.D',
+}
+_GRANITE_HYBRID_MODULES = (
+  _GRANITE_MOE_MODULES
+  | _MAMBA_MODULES
+  | {
+    **{
+      f'{mlp}/{ours}': f'shared_mlp.{theirs}_linear'
+      for mlp in ('mlp', 'mlp/shared')
+      for ours, theirs in (('gate', 'input'), ('up', 'input'), ('down', 'output'))
+    },
+  }
+)
+_FALCON_H1_MODULES = (
+  LLAMA_MODULES
+  | _MAMBA_MODULES
+  | {
+    'final_norm': 'final_layernorm',
+    'mlp_norm': 'pre_ff_layernorm',
+    **{f'mlp/{name}': f'feed_forward.{name}_proj' for name in ('gate', 'up', 'down')},
+  }
+)
+_NEMOTRON_H_MODULES = {
+  'embedding': 'embeddings',
+  'final_norm': 'norm_f',
+  **dict.fromkeys(('attention_norm', 'mlp_norm'), 'norm'),
+  **{f'attention/{ours}': f'mixer.{theirs}_proj' for ours, theirs in zip(('q', 'k', 'v', 'out'), 'qkvo')},
+  **{ours: theirs.replace('mamba.', 'mixer.') for ours, theirs in _MAMBA_MODULES.items()},
+  'mlp/router': 'mixer.gate',
+  'mlp/router/choice_bias': 'mixer.gate.e_score_correction_bias',
+  **{
+    f'mlp/{ours}{name}': f'mixer.{theirs}{name}_proj'
+    for ours, theirs in (('', ''), ('experts/', 'experts.{}.'), ('shared/', 'shared_experts.'))
+    for name in ('up', 'down')
+  },
 }
 _LFM2_MODULES = LLAMA_MODULES | {
   'final_norm': 'embedding_norm',
@@ -211,6 +247,11 @@ _LFM2_MODULES = LLAMA_MODULES | {
   'recurrence/taps': 'conv.conv.weight',
   'recurrence/taps_bias': 'conv.conv.bias',
 }
+_LFM2_MOE_MODULES = (
+  _LFM2_MODULES
+  | _mixture_modules('feed_forward.gate', 'feed_forward.experts', 'w1', 'w3', 'w2')
+  | {'mlp/router/choice_bias': 'feed_forward.expert_bias'}
+)
 
 
 def _llama_family(model_type, read_config, modules=LLAMA_MODULES, known=(), **traits):
@@ -223,6 +264,7 @@ def _gemma4_family(model_type):
 
 
 _EXPERTS = 'num_experts', 'num_local_experts'
+_MTP = ('mtp.',)  # layers that guess
 _GRANITE_FIELDS = 'attention_multiplier', 'embedding_multiplier', 'residual_multiplier', 'logits_scaling'
 _GEMMA2_FIELDS = ('query_pre_attn_scalar', 'attn_logit_softcapping', 'final_logit_softcapping')
 OWN = 'SpectrLM1B'  # the architecture of models that are trained here
@@ -284,12 +326,15 @@ FAMILIES = {
     buffers=('.attn.bias', '.attn.masked_bias'),
     num_layers='n_layer',
   ),
-  'Qwen3_5ForCausalLM': _llama_family('qwen3_5_text', hybrid_configs.qwen3_5, LLAMA_MODULES | _DELTA_MODULES),
+  'Qwen3_5ForCausalLM': _llama_family(
+    'qwen3_5_text', hybrid_configs.qwen3_5, LLAMA_MODULES | _DELTA_MODULES, beside=_MTP
+  ),
   'Qwen3_5MoeForCausalLM': _llama_family(
     'qwen3_5_moe_text',
     hybrid_configs.qwen3_5_moe,
     _QWEN_MOE_MODULES | _DELTA_MODULES | _QWEN_SHARED_MODULES,
     _EXPERTS,
+    beside=_MTP,
   ),
   'Qwen3NextForCausalLM': _llama_family(
     'qwen3_next',
@@ -297,6 +342,7 @@ FAMILIES = {
     _QWEN_MOE_MODULES | _QWEN_NEXT_MODULES | _QWEN_SHARED_MODULES,
     _EXPERTS,
     fused=dict.fromkeys((f'recurrence/{name}' for name in ('into', 'z', 'b', 'a')), _of_key_heads),
+    beside=_MTP,
   ),
   'GraniteMoeHybridForCausalLM': _llama_family(
     'granitemoehybrid',
@@ -307,6 +353,26 @@ FAMILIES = {
     is_saved=False,
   ),
   'Lfm2ForCausalLM': _llama_family('lfm2', hybrid_configs.lfm2, _LFM2_MODULES),
+  'Lfm2MoeForCausalLM': _llama_family(
+    'lfm2_moe', hybrid_configs.lfm2_moe, _LFM2_MOE_MODULES, _EXPERTS, dense_layers='num_dense_layers'
+  ),
+  'FalconH1ForCausalLM': _llama_family(
+    'falcon_h1',
+    hybrid_configs.falcon_h1,
+    _FALCON_H1_MODULES,
+    ('embedding_multiplier',),
+    read_factors=hybrid_configs.falcon_h1_factors,
+    is_saved=False,
+  ),
+  'NemotronHForCausalLM': Family(
+    'nemotron_h',
+    hybrid_configs.nemotron_h,
+    'backbone.',
+    'layers',
+    _NEMOTRON_H_MODULES,
+    known=(*_EXPERTS, 'n_routed_experts'),
+    beside=_MTP,
+  ),
   OWN: _llama_family('spectr_lm1b', family_configs.lm1b),
 }
 # Of multi-head latent attention.
@@ -337,7 +403,10 @@ def read_spec(spec: Mapping[str, Any], where: str = 'config.json') -> tuple[Fami
       raise ValueError(f'weights quantized by {name_shown(method)} are not read; known are {known} and .gguf files')
     check_requests(spec, known=family.known)
     try:
-      return family, family.read_config(spec)
+      config = family.read_config(spec)
+      return dataclasses.replace(
+        family, factors=family.read_factors(spec, config)
+      ) if family.read_factors else family, config
     except KeyError as error:
       raise ValueError(f'the configuration of {name} has no {error.args[0]}') from error
 
@@ -348,7 +417,10 @@ def spec_of_layers(spec: Mapping[str, Any], layers: Sequence[int]) -> dict[str, 
   if config.num_shared_layers or config.full_head_dim:
     raise ValueError('the layers of this model read what others make, or differ from them: some alone are no model')
   fewer = {**spec, family.num_layers: len(layers)}
-  if config.recurrence is not None:
+  if config.parts:
+    kinds = hybrid_configs.block_types(spec)
+    return fewer | {'layers_block_type': [kinds[layer] for layer in layers], 'hybrid_override_pattern': None}
+  if config.recurrence is not None and not config.recurrence.has_attention:
     name = hybrid_configs.LAYER_TYPES[config.recurrence.kind]
     fewer['layer_types'] = [name if config.is_recurrent(layer) else 'full_attention' for layer in layers]
   elif config.windows or spec.get('layer_types'):

@@ -21,6 +21,7 @@ _ACTIVATIONS = {
   'gelu_fast': 'gelu_tanh',
   'gelu_pytorch_tanh': 'gelu_tanh',
   'relu': 'relu',
+  'relu2': 'relu2',
 }
 _DTYPES = ('float32', 'bfloat16')
 _LAYER_TYPES = {'full_attention': False, 'sliding_attention': True}  # whether there is a window

@@ -2,8 +2,8 @@
 
 Gate and up take turns in gpt-oss's `gate_up_proj`. It is `[E, D, 2 F]` in floating point numbers, and in MXFP4 (Open
 Compute Project 2023) `_blocks`, uint8 `[E, 2 F, D / 32, 16]`, with `_scales`, `[E, 2 F, D / 32]`: numbers of 4 bits,
-the lower half of a byte first, times 2^(scale - 127). Gemma 4's and
-Granite's `input_linear` are `[E, 2 F, D]`, all gates first.
+the lower half of a byte first, times 2^(scale - 127). Those of other families, and Granite's `input_linear`, are
+`[E, 2 F, D]`, all gates first.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _match(name: str) -> re.Match[str] | None:
 class FusedExperts(Tensors):
   """The tensors of a file, with those of experts for each expert. Reading a part reads no more than twice as much."""
 
-  def __init__(self, tensors: Tensors, num_experts: int):
+  def __init__(self, tensors: Tensors, num_experts: int, *, take_turns: bool = True):
     self._tensors, self._others = tensors, tensors.names()
     self._places: dict[str, _Place] = {}
     for name in sorted(self._others):
@@ -50,7 +50,7 @@ class FusedExperts(Tensors):
         continue
       self._others.discard(name)
       module, above, matrix, kind = match.groups()
-      are_halves = above != 'mlp'
+      are_halves = not take_turns
       module += '.experts' * (above == 'block_sparse_moe')
       kind = '_rows' if kind == '.weight' or (are_halves and not kind) else kind
       shape = tensors.shape(name)
@@ -140,4 +140,4 @@ def split_experts(tensors: Any, config: CausalLMConfig) -> Tensors:
   """The tensors of a checkpoint with a tensor for each expert; as they are where there are no others."""
   if config.experts is None or not any(map(_match, tensors.names())):
     return tensors
-  return FusedExperts(tensors, config.experts.num)
+  return FusedExperts(tensors, config.experts.num, take_turns=config.experts.limit is not None)  # of gpt-oss

@@ -17,7 +17,15 @@ from spectr_jax.io.untrusted import shown
 # Layers of the one size of a family that scales queries by the width per head and not by the head's.
 _SCALED_BY_WIDTH = {'gemma2': 46, 'gemma3': 62}
 # Whether the weights of a token's experts are divided by their sum, which llama.cpp knows by the architecture.
-_NORMALIZED = {'llama': True, 'qwen3moe': True, 'olmoe': False, 'gpt-oss': False, 'gemma4': True}
+_NORMALIZED = {
+  'llama': True,
+  'qwen3moe': True,
+  'olmoe': False,
+  'gpt-oss': False,
+  'gemma4': True,
+  'granitehybrid': False,
+  'qwen35moe': True,
+}
 # Every n-th layer attends to everything, unless the metadata says otherwise.
 _WINDOW_PATTERN = {'gemma2': 2, 'gemma3': 6}
 # Llama 3.1 scales RoPE like this in all sizes; the files have the divisors that follow from it.
@@ -62,7 +70,8 @@ def hub_config(header: GgufHeader) -> dict[str, Any]:
   if metadata.architecture == 'gemma4':
     config |= _gemma4(metadata)
     return config | _experts(metadata, config) if is_mixture else config
-  config |= metadata.sizes(_FIELDS)
+  has_mlps = metadata.architecture != 'qwen35moe'
+  config |= metadata.sizes(_FIELDS | ({} if has_mlps else {'intermediate_size': 'expert_feed_forward_length'}))
   if metadata.architecture == 'gptneox':
     return config | _gpt_neox(metadata, config)
   config |= _rms_decoder(metadata, config)
@@ -70,8 +79,16 @@ def hub_config(header: GgufHeader) -> dict[str, Any]:
     config |= _gemma(metadata, config)
   elif name in ('MistralForCausalLM', 'MixtralForCausalLM', 'GptOssForCausalLM'):
     config['sliding_window'] = metadata.get('attention.sliding_window')
+  elif metadata.architecture in ('qwen35', 'qwen35moe'):
+    config |= _qwen35(metadata, config)
   elif metadata.architecture.startswith('qwen'):
     config['use_sliding_window'] = False
+  elif metadata.architecture == 'lfm2':
+    types = _layer_types(metadata, config, 'conv')
+    config |= {'layer_types': types, 'conv_L_cache': metadata.size('shortconv.l_cache')}
+    config['block_auto_adjust_ff_dim'] = False
+  elif metadata.architecture == 'granitehybrid':
+    config |= _granite_hybrid(metadata, config)
   return config | _experts(metadata, config) if is_mixture or name in _MIXTURES else config
 
 
@@ -110,12 +127,13 @@ def _rms_decoder(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
   if metadata.size('attention.value_length', head_dim) != head_dim:
     raise metadata.refusal('keys and values of different widths')
   rotary_dim = metadata.size('rope.dimension_count', head_dim)
-  if rotary_dim != head_dim:
+  if rotary_dim != head_dim and metadata.architecture not in ('qwen35', 'qwen35moe'):
     raise metadata.refusal(f'RoPE of {rotary_dim} of {head_dim} dimensions of a head')
   base = metadata.get('rope.freq_base', 1e6 if metadata.architecture == 'gemma3' else 1e4)
   return {
     'num_key_value_heads': metadata.size('attention.head_count_kv', num_heads),
     'head_dim': head_dim,
+    **({} if rotary_dim == head_dim else {'partial_rotary_factor': rotary_dim / head_dim}),
     'rms_norm_eps': metadata.required('attention.layer_norm_rms_epsilon'),
     'rope_theta': base,
     'rope_scaling': _rope_scaling(metadata, base, rotary_dim),
@@ -143,6 +161,56 @@ def _gemma(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
     'final_logit_softcapping': metadata.get('final_logit_softcapping', caps[1]),
     'sliding_window': window,
     'layer_types': ['sliding_attention' if slide else 'full_attention' for slide in slides],
+  }
+
+
+def _layer_types(metadata: Metadata, config: dict[str, Any], recurrent: str) -> list[str]:
+  """The types of layers, of which recurrent ones have no heads of keys and values."""
+  heads, num_layers = metadata.required('attention.head_count_kv'), config['num_hidden_layers']
+  if not isinstance(heads, list) or len(heads) != num_layers:
+    raise metadata.refusal(f'{metadata.architecture}.attention.head_count_kv must tell all {num_layers} layers')
+  return ['full_attention' if num else recurrent for num in heads]
+
+
+def _qwen35(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
+  """The fields of Qwen 3.5, without the layers that guess, which are the last."""
+  num_layers = config['num_hidden_layers'] - metadata.get('nextn_predict_layers', 0)
+  if num_layers < 1:
+    raise metadata.refusal(f'{config["num_hidden_layers"]} layers, all of which guess')
+  step, num_heads = metadata.get('full_attention_interval', 4), metadata.size('ssm.time_step_rank')
+  return {
+    'num_hidden_layers': num_layers,
+    'layer_types': ['linear_attention' if (i + 1) % step else 'full_attention' for i in range(num_layers)],
+    'linear_conv_kernel_dim': metadata.size('ssm.conv_kernel'),
+    'linear_key_head_dim': metadata.size('ssm.state_size'),
+    'linear_num_key_heads': metadata.size('ssm.group_count'),
+    'linear_num_value_heads': num_heads,
+    'linear_value_head_dim': max(metadata.size('ssm.inner_size') // num_heads, 1),
+    'shared_expert_intermediate_size': metadata.get('expert_shared_feed_forward_length') or 1,
+  }
+
+
+def _granite_hybrid(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
+  if metadata.get('rope.scaling.finetuned', False):
+    raise metadata.refusal('granitehybrid with rotary positions (Bamba) is not supported')
+  inner, num_heads = metadata.size('ssm.inner_size'), metadata.size('ssm.time_step_rank')
+  shared = metadata.get('expert_shared_feed_forward_length', 0) or config['intermediate_size']
+  types = _layer_types(metadata, config, 'mamba')
+  first = types.index('mamba') if 'mamba' in types else 0
+  return {
+    'layer_types': types,
+    'mamba_expand': (inner + 0.5) / config['hidden_size'],  # is rounded down where it is read
+    'mamba_n_heads': num_heads,
+    'mamba_n_groups': metadata.size('ssm.group_count'),
+    'mamba_d_state': metadata.size('ssm.state_size'),
+    'mamba_d_conv': metadata.size('ssm.conv_kernel'),
+    'mamba_conv_bias': f'blk.{first}.ssm_conv1d.bias' in metadata.header.tensors,
+    'shared_intermediate_size': shared,
+    'num_local_experts': metadata.get('expert_count', 0),
+    'attention_multiplier': metadata.get('attention.scale') or config['head_dim'] ** -0.5,
+    'embedding_multiplier': metadata.get('embedding_scale') or 1.0,
+    'residual_multiplier': metadata.get('residual_scale') or 1.0,
+    'logits_scaling': metadata.get('logit_scale') or 1.0,
   }
 
 
@@ -221,7 +289,7 @@ def _experts(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
     'moe_intermediate_size': hidden,
     'norm_topk_prob': is_normalized,
   }
-  if architecture == 'qwen3moe':
+  if architecture in ('qwen3moe', 'qwen35moe', 'granitehybrid'):
     return fields
   if architecture == 'gemma4':
     return fields | {'enable_moe_block': True, 'top_k_experts': fields['num_experts_per_tok']}

