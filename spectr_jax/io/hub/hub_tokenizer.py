@@ -15,7 +15,7 @@ from etils import epath
 
 from spectr_jax.io import untrusted
 from spectr_jax.io.backend import Backend, guarded
-from spectr_jax.io.hub.chat_template import ChatTemplate, mark_special, render_marked
+from spectr_jax.io.hub.chat_template import ChatTemplate, mark_special, render_marked, texts_of
 from spectr_jax.io.tokenizer import TokenizerBase
 from spectr_jax.io.tokenizer_file import FLAGS_OF_ADDED, MOST_ID, TOKEN, TOKEN_ID, read_backend
 from spectr_jax.io.untrusted import FLAG, TEXT, either, list_of, map_of, object_of, read_object, read_text, shown, whole
@@ -101,8 +101,10 @@ class HubTokenizer(TokenizerBase):
       return f'⟨{index}⟩'
     return self.special_token_names.get(index) or self.decode([index])
 
-  def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-    """Encodes a conversation up to where the model answers, of messages with the texts `role` and `content`.
+  def encode_chat(
+    self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+  ) -> list[int]:
+    """Encodes a conversation up to where the model answers; messages and tools as for `ChatTemplate.render`.
 
     The ids are those of the rendered template, which writes a bos where the model wants one. Special tokens that
     messages spell are encoded as text, see `render_marked`.
@@ -111,12 +113,12 @@ class HubTokenizer(TokenizerBase):
     message holds no text or invalid Unicode, or a special token in a message cannot be told from the template's.
     """
     if self.chat_template is None:
-      return super().encode_chat(messages)
-    for text in (text for message in messages for text in message.values() if isinstance(text, str)):
+      return super().encode_chat(messages, tools)
+    for text in texts_of(messages, tools):
       check_unicode(text, 'a message')
-    marked = render_marked(self.chat_template, messages, self._marks)
+    marked = render_marked(self.chat_template, messages, self._marks, tools)
     if marked is None:
-      ids = self.encode(self.chat_template.render(messages))
+      ids = self.encode(self.chat_template.render(messages, tools))
     else:
       ids = self._marked_backend.encode(marked, add_special_tokens=False).ids
     if not ids:
