@@ -84,13 +84,13 @@ def read_tools(given: Mapping[str, Any]) -> Tools | None:
 def _defined(tool: Any, where: str) -> str:
   function = tool.get('function') if isinstance(tool, dict) else None
   if not isinstance(function, dict) or tool.get('type') != 'function':
-    raise RefusedError(f'{where} must be of type function, with a function', where)
+    raise RefusedError(f'{where} must be of type function, with a function', 'tools')
   if more := sorted(set(tool) - {'type', 'function'} | set(function) - set(_FIELDS)):
-    raise RefusedError(f'{where}: unknown field {name_shown(more[0])}', where)
+    raise RefusedError(f'{where}: unknown field {name_shown(more[0])}', 'tools')
   for name, kind in _FIELDS.items():
     value = function.get(name)
     if not kind.is_valid(value) and (value is not None or name == 'name'):
-      raise RefusedError(f'{where}.function.{name} must be {kind.words}, got {shown(value)}', where)
+      raise RefusedError(f'{where}.function.{name} must be {kind.words}, got {shown(value)}', 'tools')
   return function['name']
 
 
@@ -117,10 +117,10 @@ def read_calls(calls: Any, where: str) -> list[dict[str, Any]]:
       not isinstance(function, dict) or call.get('type', 'function') != 'function' or not _is_name(function.get('name'))
     ):
       raise RefusedError(f'{where} must be calls of functions, each with a name', where)
-    arguments, index = function.get('arguments') or '{}', call.get('id')
+    arguments, index = function.get('arguments', ''), call.get('id')
     if not isinstance(arguments, str) or not isinstance(index, str):
       raise RefusedError(f'{where} must have an id and arguments that are texts', where)
-    parsed = _object(arguments)
+    parsed = _object(arguments or '{}')
     own = {'name': function['name'], 'arguments': arguments if parsed is None else parsed}
     found.append({'id': index, 'type': 'function', 'function': own})
   return found
@@ -392,7 +392,7 @@ class Reader:
 
   def _give(self, size: int) -> None:
     text, self._text = self._text[:size], self._text[size:]
-    if text.strip() or not self.calls:
+    if not self.calls or (text.strip() and not self._is_sure):  # not the beginning of a second call that was cut
       self.content += spelled(text)
     self._is_first &= not text
 

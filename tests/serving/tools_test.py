@@ -115,16 +115,18 @@ def test_required_calls_come_as_far_as_they_are(styles, name):
   assert len(calls) == 1 + (name != 'llama3_json')
   assert _read(styles[name], _SURE, [*text, ''])[1] == calls
   lengths = set()
-  for cut in range(1, len(text)):  # the end of the answer by its limit
+  for cut in range(1, len(text)):  # the end of the answer by its limit, which is the end of a token
+    if text[:cut].rfind('\ufdd0') > text[:cut].rfind('\ufdd1'):
+      continue
     content, begun = _read(styles[name], _SURE, [*text[:cut]])
     assert all(mine == whole or whole.startswith(mine) for (_, mine), (_, whole) in zip(begun, calls))
-    assert not (content.strip() and begun) or content.startswith('<')  # the beginning of a second call
+    assert not (content and begun)
     lengths.add(sum(len(mine) for _, mine in begun))
   assert len(lengths) > len(calls[0][1]) / 2  # in pieces
 
 
 def test_one_call_where_they_may_not_be_parallel(styles):
-  text = f'{_hermes()}\n{_hermes("g", "{}")}'
+  text = _marked(styles['hermes'], f'{_hermes()}\n{_hermes("g", "{}")}')
   assert [name for name, _ in _read(styles['hermes'], _AUTO._replace(is_parallel=False), [text])[1]] == ['f']
 
 
