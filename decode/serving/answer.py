@@ -324,7 +324,7 @@ class Answer:
       each = zip(texts, map(_number, values[0]), probs[0].tolist())
       common['choice_probs'] = [dict(zip(('choice', 'logprob', 'prob'), one)) for one in each]
     if self.request.is_chat:
-      message = {'role': 'assistant', 'content': choice.text}
+      message: dict[str, Any] = {'role': 'assistant', 'content': choice.text}
       if choice.reader is not None:
         calls = choice.reader.calls
         message['content'] = choice.reader.content or (None if calls else '')

@@ -348,7 +348,7 @@ def _message(entry: Any, where: str) -> dict[str, Any]:
     raise RefusedError(f'{where}.content must be a text, or a list of texts', f'{where}.content')
   with refusing(f'{where}.content'):
     check_unicode(content, f'{where}.content')
-  message = {'role': 'system' if role == 'developer' else role, 'content': content}
+  message: dict[str, Any] = {'role': 'system' if role == 'developer' else role, 'content': content}
   if calls:
     message['tool_calls'] = read_calls(calls, f'{where}.tool_calls')
   for field, value, is_needed in (('name', name, False), ('tool_call_id', entry.get('tool_call_id'), role == 'tool')):

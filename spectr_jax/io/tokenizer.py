@@ -124,7 +124,7 @@ class TokenizerBase(abc.ABC):
   def with_texts(self, texts: Mapping[int, str]) -> Self:
     """The same tokenizer with other texts of some ids, which are none of its special tokens."""
     found = copy.copy(self)
-    found.__dict__.pop('token_contents', None)
+    vars(found).pop('token_contents', None)
     found._bytes = TokenBytes(self._backend)
     found._bytes.special = {index: name for index, name in self._bytes.special.items() if index not in texts}
     found._bytes.update({index: text.encode() for index, text in texts.items()})

@@ -149,11 +149,8 @@ def render_marked(
   text = template.render(messages, tools)
   if _BEGIN in text:
     raise ValueError(f'a message has the special token {min(spelled)!r} and U+FDD0, which no text should have')
-  hidden = [
-    _mapped(list(each), lambda part: _substitute(part, spelled)) if each is not None else None
-    for each in (messages, tools)
-  ]
-  marked = template.render(*hidden)
+  hidden = [_mapped(list(each or ()), lambda part: _substitute(part, spelled)) for each in (messages, tools)]
+  marked = template.render(hidden[0], None if tools is None else hidden[1])
   back = {mark: token for token, mark in marks.items()}
   if _substitute(marked, back) != text:
     raise ValueError(
