@@ -315,7 +315,8 @@ def format_named(name: str) -> Format:
 @functools.lru_cache(maxsize=8)
 def style_of(tokenizer: TokenizerBase, name: str | None = None) -> Style:
   """The style of a model's calls, that of its chat template unless a format is named; `ValueError` if it has none."""
-  source = getattr(getattr(tokenizer, 'chat_template', None), 'source', '')
+  template = getattr(tokenizer, 'chat_template', None)
+  source = '' if template is None else template.tool_source or template.source
   if not re.search(r'\btools\b', source):
     raise ValueError('the chat template mentions no tools')
   if name is not None:

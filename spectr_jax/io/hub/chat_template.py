@@ -34,13 +34,15 @@ class ChatTemplate:
   A template may read the clock (`strftime_now`), as that of Llama 3.1 does. Its prompts then change from day to day.
   """
 
-  def __init__(self, source: str, special_tokens: Mapping[str, str]):
-    """Stores the Jinja text, compiled when it is first used, and special tokens by their names such as `bos_token`."""
-    self.source, self.special_tokens = source, dict(special_tokens)
+  def __init__(self, source: str, special_tokens: Mapping[str, str], tool_source: str | None = None):
+    """Stores the Jinja text, compiled when it is first used, special tokens by their names such as `bos_token`, and the
+    text that takes its place where there are tools, as Transformers does with templates of the name `tool_use`.
+    """
+    self.source, self.special_tokens, self.tool_source = source, dict(special_tokens), tool_source
     self._lock, self._worker = threading.Lock(), None
 
   def __reduce__(self):
-    return type(self), (self.source, self.special_tokens)
+    return type(self), (self.source, self.special_tokens, self.tool_source)
 
   def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
     """The conversation as text up to where the model answers.
@@ -56,13 +58,14 @@ class ChatTemplate:
     """
     for _ in texts_of(messages, tools):
       pass
-    if not self.source.strip():
+    source = self.source if tools is None or self.tool_source is None else self.tool_source
+    if not source.strip():
       raise ValueError('the chat template is empty')
-    if len(self.source) > _MOST_SOURCE:
-      raise ValueError(f'the chat template has {len(self.source):,} characters, the most are {_MOST_SOURCE:,}')
+    if len(source) > _MOST_SOURCE:
+      raise ValueError(f'the chat template has {len(source):,} characters, the most are {_MOST_SOURCE:,}')
     if self._worker is not None and self._worker.owner != os.getpid():  # after a fork
       self._lock, self._worker = threading.Lock(), None
-    given = {'source': self.source, 'special_tokens': self.special_tokens, 'messages': [dict(m) for m in messages]}
+    given = {'source': source, 'special_tokens': self.special_tokens, 'messages': [dict(m) for m in messages]}
     given['tools'] = None if tools is None else list(tools)
     with self._lock, named('the chat template fails'):
       if self._worker is None or not self._worker.is_alive():

@@ -56,7 +56,7 @@ def _problem(error):
   return str(error)[:1000] or type(error).__name__
 
 
-@functools.lru_cache(maxsize=1)
+@functools.lru_cache(maxsize=2)  # one of them for tools
 def _compiled(source):
   template = _environment().from_string(source)
   # What stays need not be looked through after every conversation.
