@@ -15,7 +15,7 @@ from etils import epath
 
 from spectr_jax.io import untrusted
 from spectr_jax.io.backend import Backend, guarded
-from spectr_jax.io.hub.chat_template import ChatTemplate, mark_special, render_marked, texts_of
+from spectr_jax.io.hub.chat_template import ChatTemplate, mark_special, render_marked
 from spectr_jax.io.tokenizer import TokenizerBase
 from spectr_jax.io.tokenizer_file import FLAGS_OF_ADDED, MOST_ID, TOKEN, TOKEN_ID, read_backend
 from spectr_jax.io.untrusted import FLAG, TEXT, either, list_of, map_of, object_of, read_object, read_text, shown, whole
@@ -116,7 +116,7 @@ class HubTokenizer(TokenizerBase):
     """
     if self.chat_template is None:
       return super().encode_chat(messages, tools)
-    for text in texts_of(messages, tools):
+    for text in (text for message in messages for text in message.values() if isinstance(text, str)):
       check_unicode(text, 'a message')
     marked = render_marked(self.chat_template, messages, self._marks, tools)
     if marked is None:
