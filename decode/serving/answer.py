@@ -164,7 +164,8 @@ class Answer:
       raise RefusedError(f'{number} continuations are more than {worker.most_held}, the rows and those that wait', 'n')
     for prompt in request.prompts:
       if request.is_chat:
-        size = sum(map(len, texts_of(prompt, request.tools and request.tools.defined)))
+        with refusing(self._field):
+          size = sum(map(len, texts_of(prompt, request.tools and request.tools.defined)))
       else:
         size = len(prompt) if isinstance(prompt, str) else 0
       if size > most:

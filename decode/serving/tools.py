@@ -27,7 +27,7 @@ _EMPTY = {'type': 'object', 'properties': {}}
 _BEGIN, _END = '\ufdd0', '\ufdd1'
 _STRING = r'"[^"\\]*(?:\\.[^"\\]*)*"'
 _QUOTE = f'{_BEGIN}<|"|>{_END}'
-_LONGEST = 40  # characters of a token of a format
+_LONGEST, _SPACES = 40, 64  # characters of a token of a format, and of space before a call that belong to it
 _AS_QUOTE = re.escape(_QUOTE)
 
 
@@ -129,9 +129,15 @@ def read_calls(calls: Any, where: str) -> list[dict[str, Any]]:
 def _object(text: str) -> dict[str, Any] | None:
   try:
     value = json.loads(text, strict=False)
+    json.dumps(value, allow_nan=False)
   except (ValueError, RecursionError):
     return None
   return value if isinstance(value, dict) else None
+
+
+def _written(value: dict[str, Any]) -> str:
+  text = json.dumps(value, ensure_ascii=False)
+  return text if TEXT.is_valid(text) else json.dumps(value)  # halves of characters by their numbers
 
 
 # How models write calls.
@@ -175,7 +181,7 @@ class Format:
     found = [value[field] for field in ('arguments', 'parameters') if isinstance(value.get(field), dict)]
     if not _is_name(value.get('name')) or len(found) != 1:
       return None
-    return value['name'], json.dumps(found[0], ensure_ascii=False)
+    return value['name'], _written(found[0])
 
   def part(self, head: re.Match[str], text: str, is_whole: bool) -> tuple[str, str] | None:
     """The same as far as a text of `regex` has come."""
@@ -199,7 +205,7 @@ class _Gemma(Format):
 
   def parse(self, head: re.Match[str], text: str) -> tuple[str, str] | None:
     value = _object(self._json(text))
-    return None if value is None else (head[1], json.dumps(value, ensure_ascii=False))
+    return None if value is None else (head[1], _written(value))
 
   def part(self, head: re.Match[str], text: str, is_whole: bool) -> tuple[str, str] | None:
     return head[1], self._json(text)
@@ -255,8 +261,8 @@ class Style:
     marks = {index: f'{_BEGIN}{name}{_END}' for index, name in texts.items()}
     self.tokenizer = tokenizer.with_texts(marks) if marks else tokenizer
     self.begin, self.end = (f'{_BEGIN}{t}{_END}' if t in texts.values() else t for t in (form.begin, form.end))
-    first = r'|\A[\s;]*(?=\{)' if form.is_first else ''
-    self._begins = [re.compile(rf'\s*{re.escape(self.begin)}{more}') for more in ('', first)]
+    first = rf'|\A[\s;]{{0,{_SPACES}}}(?=\{{)' if form.is_first else ''
+    self._begins = [re.compile(rf'\s{{0,{_SPACES}}}{re.escape(self.begin)}{more}') for more in ('', first)]
     self.before, self.parts = re.compile(form.before), re.compile(form.parts, re.DOTALL)
 
   def find(self, text: str, is_first: bool) -> re.Match[str] | None:
@@ -264,10 +270,11 @@ class Style:
 
   def num_certain(self, text: str, is_first: bool) -> int:
     """How many characters of a text without a call are before any that may come."""
-    if is_first and self.form.is_first and not text.strip('; \n\t\r'):
+    if is_first and self.form.is_first and re.fullmatch(rf'[\s;]{{0,{_SPACES}}}', text):
       return 0
     common = (n for n in range(min(len(text), len(self.begin) - 1), 0, -1) if text.endswith(self.begin[:n]))
-    return len(text[: len(text) - next(common, 0)].rstrip())
+    size = len(text) - next(common, 0)
+    return max(len(text[:size].rstrip()), size - _SPACES)
 
   def plain(self, text: str) -> str:
     """A text without what special tokens add to it."""

@@ -44,6 +44,7 @@ def _gemma(name='f', arguments=_IN_GEMMA):
 
 
 _F, _G = ('f', _ARGUMENTS), ('g', {})
+_DEEP = f'{{"a": {"[" * 1001}{"]" * 1001}}}'
 _TEXTS = [
   # style, text, content, calls
   ('hermes', _hermes(), '', [_F]),
@@ -54,6 +55,13 @@ _TEXTS = [
   ('hermes', ' a < b <tool_cal x\n\n', ' a < b <tool_cal x\n\n', []),
   ('hermes', _hermes(arguments='{"a": 1'), _hermes(arguments='{"a": 1'), []),
   ('hermes', _hermes(arguments='[]'), _hermes(arguments='[]'), []),
+  ('hermes', _hermes(arguments='{"a": NaN}'), _hermes(arguments='{"a": NaN}'), []),
+  ('hermes', _hermes(arguments='{"a": 1e999}'), _hermes(arguments='{"a": 1e999}'), []),
+  ('hermes', _hermes(arguments='{"a": "\\ud800"}'), '', [('f', {'a': '\ud800'})]),
+  ('hermes', _hermes(arguments=_DEEP), _hermes(arguments=_DEEP), []),
+  ('hermes', f'a{" " * 70}{_hermes()}', f'a{" " * 6}', [_F]),
+  ('hermes', f'a{" " * 70}<tool', f'a{" " * 70}<tool', []),
+  ('llama3_json', f'{" " * 70}{_llama()}', f'{" " * 70}{_llama()}', []),
   ('hermes', _hermes('no name!'), _hermes('no name!'), []),
   ('hermes', f'<tool_call> f {_hermes()}', '<tool_call> f', [_F]),
   ('hermes', f'{_hermes(arguments="{1}")}{_hermes()}', _hermes(arguments='{1}'), [_F]),
@@ -96,7 +104,7 @@ def test_calls_are_read_alike_however_the_text_is_cut(styles, name, text, conten
   text = _marked(styles[name], text)
   found = _read(styles[name], _AUTO, [text])
   assert (found[0], [(each, json.loads(arguments)) for each, arguments in found[1]]) == (content, calls)
-  for cut in range(len(text)):
+  for cut in range(0, len(text), 1 + len(text) // 500):
     assert _read(styles[name], _AUTO, [text[:cut], text[cut:]]) == found, cut
   assert _read(styles[name], _AUTO, [*text, '']) == found
 
@@ -345,6 +353,13 @@ def test_free_answers_and_what_is_refused(worker):
     response = client.post('/v1/chat/completions', json=_ASKED | {'tools': [tool], 'tool_choice': 'required'})
     assert (response.status_code, response.json()['error']['param']) == (400, 'tools')
     assert "the function f: the JSON schema at '#/properties/a': 'not' is not supported" in response.text
+    for arguments, words in (
+      ('{"a": "\\ud800"}', 'must hold valid texts'),
+      ('{"a":' * 70 + '1' + '}' * 70, 'nested more'),
+    ):
+      talk = [{'role': 'assistant', 'tool_calls': [_call(arguments=arguments)]}, *_ASKED['messages']]
+      response = client.post('/v1/chat/completions', json=_ASKED | {'messages': talk})
+      assert (response.status_code, words in response.text) == (400, True)
     response = client.post('/v1/responses', json={'input': 'owl'})
     assert response.status_code == 404
     assert 'OpenAIChatModel' in response.json()['error']['message']
