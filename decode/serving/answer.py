@@ -54,6 +54,7 @@ class Served:
     assert self.most_characters
     list(_keys(0, 2, 2))
     self.compiler.prepare(self.tokenizer, self.worker.vocab_size)
+    assert self.tool_format is None or self.style  # a vocabulary may not have its tokens
 
   @property
   def style(self) -> Style:

@@ -166,7 +166,8 @@ class Format:
   syntax: Syntax = JSON
   is_first: bool = False
   has_many: bool = True
-  before = r'\s*'  # an expression of what stands between `begin` and the object
+  before = r'\s*'  # an expression of what stands between `begin` and the object, and of a part of it that may go on
+  pending = ''
   parts = rf'{_STRING}|"|[{{}}\[\]]'  # texts, and what opens and closes; a quote alone has no other half yet
   tokens = ()  # without which nothing can be written
 
@@ -194,6 +195,7 @@ class _Gemma(Format):
   """Names have no quotes, texts have others than JSON, and stand in them as they are."""
 
   before = rf'\s*call:({_NAME})\s*'
+  pending = rf'\s*(?:c|ca|cal|call|call:(?:{_NAME}\s*)?)?'
   parts = rf'{_AS_QUOTE}[^{_BEGIN}]*{_AS_QUOTE}|{_AS_QUOTE}|{Format.parts}'
   tokens = '<|tool_call>', '<tool_call|>', '<|"|>'
   _pieces = re.compile(
@@ -230,7 +232,9 @@ _RAW = Syntax(
   spell=lambda text: text, bare=r'[\w$.-]+',
 )  # fmt: skip
 _FORMATS = (
-  Format('hermes', '<tool_call>', '</tool_call>', 'arguments', ('<tool_call>', 'arguments'), ('<function=',)),
+  Format(
+    'hermes', '<tool_call>', '</tool_call>', 'arguments', ('<tool_call>', 'arguments'), ('<function=', '<arg_key>'),
+  ),
   Format(
     'llama3_json', '<|python_tag|>', '', 'parameters', ('"parameters"', 'ipython'), ('<tool_call>',), is_first=True,
     has_many=False,
@@ -263,7 +267,8 @@ class Style:
     self.begin, self.end = (f'{_BEGIN}{t}{_END}' if t in texts.values() else t for t in (form.begin, form.end))
     first = rf'|\A[\s;]{{0,{_SPACES}}}(?=\{{)' if form.is_first else ''
     self._begins = [re.compile(rf'\s{{0,{_SPACES}}}{re.escape(self.begin)}{more}') for more in ('', first)]
-    self.before, self.parts = re.compile(form.before), re.compile(form.parts, re.DOTALL)
+    self.before, self.pending = re.compile(form.before), re.compile(form.pending or form.before)
+    self.parts = re.compile(form.parts, re.DOTALL)
 
   def find(self, text: str, is_first: bool) -> re.Match[str] | None:
     return self._begins[is_first].search(text)
@@ -353,6 +358,7 @@ class Reader:
     self._text, self._tail, self._is_first = '', '', True  # the tail may be the beginning of a token of the format
     self._place: tuple[int, int] | None = None  # as far as brackets were counted, and those that are open
     self._is_begun = False  # whether a part of the call that is being read is in `calls`
+    self._sent: list[dict[str, Any]] = []  # of the calls, with the next delta
 
   def add(self, text: str, is_end: bool = False) -> dict[str, Any]:
     """Adds text; what is certain by now, as a `delta` of a stream.
@@ -363,19 +369,11 @@ class Reader:
     cut = text.rfind(_BEGIN, max(0, len(text) - _LONGEST))
     cut = len(text) if is_end or cut < 0 or _END in text[cut:] else cut
     self._text, self._tail = self._text + text[:cut], text[cut:]
-    content, begun, sent = len(self.content), len(self.calls) - self._is_begun, []
-    before = [call['function']['arguments'] for call in self.calls[begun:]]
+    content, self._sent = len(self.content), []
     while self._text and self._advance(is_end):
       pass
-    for index, call in enumerate(self.calls[begun:], begun):
-      known = before[index - begun] if index - begun < len(before) else None
-      arguments = call['function']['arguments'][len(known or '') :]
-      head = {} if known is not None else {'id': call['id'], 'type': 'function'}
-      function = {} if known is not None else {'name': call['function']['name']}
-      if head or arguments:
-        sent.append({'index': index, **head, 'function': function | {'arguments': arguments}})
-    more = {'content': self.content[content:]} if len(self.content) > content else {}
-    return more | ({'tool_calls': sent} if sent else {})
+    delta = {'content': self.content[content:], 'tool_calls': self._sent}
+    return {name: value for name, value in delta.items() if value}
 
   def _advance(self, is_end: bool) -> bool:
     """Takes the next content or call off the text; returns whether there may be another."""
@@ -409,7 +407,7 @@ class Reader:
     text, form = self._text, self.style.form
     brace = text.find('{', start)
     if brace < 0:
-      return None
+      return None if self.style.pending.fullmatch(text, start) else 0
     head = self.style.before.fullmatch(text, start, brace)
     if head is None:
       return 0
@@ -444,7 +442,14 @@ class Reader:
     return None
 
   def _tell(self, name: str, arguments: str, *, is_open: bool) -> None:
-    if not self._is_begun:
-      own = {'name': name, 'arguments': ''}
-      self.calls.append({'id': f'call_{secrets.token_hex(12)}', 'type': 'function', 'function': own})
-    self.calls[-1]['function']['arguments'], self.is_open, self._is_begun = arguments, is_open, True
+    if self._is_begun:
+      function = self.calls[-1]['function']
+      new = {'function': {'arguments': arguments[len(function['arguments']) :]}}
+    else:
+      function = {'name': name, 'arguments': arguments}
+      new = {'id': f'call_{secrets.token_hex(12)}', 'type': 'function', 'function': function}
+      self.calls.append(new)
+      new = new | {'function': {**function}}
+    if not self._is_begun or new['function']['arguments']:
+      self._sent.append({'index': len(self.calls) - 1, **new})
+    function['arguments'], self.is_open, self._is_begun = arguments, is_open, True

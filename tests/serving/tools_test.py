@@ -63,6 +63,8 @@ _TEXTS = [
   ('hermes', f'a{" " * 70}<tool', f'a{" " * 70}<tool', []),
   ('llama3_json', f'{" " * 70}{_llama()}', f'{" " * 70}{_llama()}', []),
   ('hermes', _hermes('no name!'), _hermes('no name!'), []),
+  ('hermes', 'the <tool_call> tags', 'the <tool_call> tags', []),
+  ('gemma4', '<|tool_call>cal', '<|tool_call>cal', []),
   ('hermes', f'<tool_call> f {_hermes()}', '<tool_call> f', [_F]),
   ('hermes', f'{_hermes(arguments="{1}")}{_hermes()}', _hermes(arguments='{1}'), [_F]),
   ('hermes', '<tool_call>\n<function=f>\n</tool_call>', '<tool_call>\n<function=f>\n</tool_call>', []),
@@ -131,6 +133,15 @@ def test_required_calls_come_as_far_as_they_are(styles, name):
     assert not (content and begun)
     lengths.add(sum(len(mine) for _, mine in begun))
   assert len(lengths) > len(calls[0][1]) / 2  # in pieces
+
+
+def test_what_cannot_become_a_call_is_not_held_back(styles):
+  for name, text in (
+    ('hermes', '<tool_call> tags'),
+    ('gemma4', '<|tool_call>call me'),
+    ('llama3_json', '<|python_tag|>x'),
+  ):
+    assert Reader(styles[name], _AUTO).add(_marked(styles[name], f'the {text} a')) == {'content': f'the {text} a'}
 
 
 def test_one_call_where_they_may_not_be_parallel(styles):
