@@ -1,7 +1,8 @@
 """Tools: what requests say of them, how models write calls, and how calls are read from a text as it comes.
 
 A `Format` is how models of one kind write calls. Over a tokenizer it is a `Style`, in whose texts tokens such as
-`<tool_call>` stand between two characters that Unicode assigns to nobody, so that no other text is taken for them.
+`<tool_call>` stand between two characters that Unicode assigns to nobody, so that no other text is taken for them. A
+constraint allows no other tokens with their first byte, so that these tokens alone can be written there.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from spectr_jax.io.untrusted import FLAG, TEXT, Kind, name_shown, named, shown
 MOST_TOOLS, _MOST_CALLS = 128, 128  # of a request, as the interface has it, and of a message
 _NAME = '[a-zA-Z0-9_-]{1,64}'
 _EMPTY = {'type': 'object', 'properties': {}}
-_BEGIN, _END = '\ufdd0', '\ufdd1'
+_BEGIN, _END = '\U0010fffe', '\U0010ffff'
 _STRING = r'"[^"\\]*(?:\\.[^"\\]*)*"'
 _QUOTE = f'{_BEGIN}<|"|>{_END}'
 _LONGEST, _SPACES = 40, 64  # characters of a token of a format, and of space before a call that belong to it
@@ -264,6 +265,10 @@ class Style:
     self._hidden = [name for index, name in texts.items() if index in tokenizer.special_token_names]
     marks = {index: f'{_BEGIN}{name}{_END}' for index, name in texts.items()}
     self.tokenizer = tokenizer.with_texts(marks) if marks else tokenizer
+    if marks:
+      first, contents = _BEGIN.encode()[0], self.tokenizer.token_contents
+      kept = [b'' if first in each and index not in marks else each for index, each in enumerate(contents)]
+      vars(self.tokenizer)['token_contents'] = kept
     self.begin, self.end = (f'{_BEGIN}{t}{_END}' if t in texts.values() else t for t in (form.begin, form.end))
     first = rf'|\A[\s;]{{0,{_SPACES}}}(?=\{{)' if form.is_first else ''
     self._begins = [re.compile(rf'\s{{0,{_SPACES}}}{re.escape(self.begin)}{more}') for more in ('', first)]

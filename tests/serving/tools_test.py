@@ -12,7 +12,7 @@ from decode.serving.protocol import parse
 from decode.serving.tools import FORMATS, Reader, Tools, style_of
 from spectr_jax.io.hub.hub_tokenizer import HubTokenizer
 from tests.serving.stub import EOS, client_of, running
-from tests.serving.tool_models import ALL, TEMPLATES, make_tool_worker, tokenizer_of
+from tests.serving.tool_models import ALL, TEMPLATES, TOKENS, make_tool_worker, tokenizer_of
 
 
 @pytest.fixture(scope='module')
@@ -126,7 +126,7 @@ def test_required_calls_come_as_far_as_they_are(styles, name):
   assert _read(styles[name], _SURE, [*text, ''])[1] == calls
   lengths = set()
   for cut in range(1, len(text)):  # the end of the answer by its limit, which is the end of a token
-    if text[:cut].rfind('\ufdd0') > text[:cut].rfind('\ufdd1'):
+    if text[:cut].rfind('\U0010fffe') > text[:cut].rfind('\U0010ffff'):
       continue
     content, begun = _read(styles[name], _SURE, [*text[:cut]])
     assert all(mine == whole or whole.startswith(mine) for (_, mine), (_, whole) in zip(begun, calls))
@@ -156,6 +156,13 @@ def test_tokens_of_the_format_are_not_their_spelling(styles):
     _marked(styles['gemma4'], '<|tool_call>call:f{a:<|"|>') + '<|"|>' + _marked(styles['gemma4'], '<|"|>}<tool_call|>')
   )
   assert _read(styles['gemma4'], _AUTO, [inner])[1] == [('f', '{"a": "<|\\"|>"}')]
+
+
+@pytest.mark.parametrize('name', TEMPLATES)
+def test_nothing_but_the_tokens_of_a_format_spells_them(styles, name):
+  contents = styles[name].tokenizer.token_contents
+  assert {index for index, each in enumerate(contents) if b'\xf4' in each} == set(TOKENS[name].values())
+  assert sum(b'\xf4' in each for each in tokenizer_of(name).token_contents) == 1  # a byte alone
 
 
 def test_formats_are_those_of_templates():
