@@ -140,7 +140,12 @@ if __name__ == '__main__':
   _KEEP = flags.DEFINE_integer(
     'keep_alive', 75, 'Seconds that a connection without a request stays open.', lower_bound=0, upper_bound=10**6
   )
-  help_text.in_group('Options', _HOST, _PORT, _NAME, _KEY, _KEY_FILE, _LONGEST, _WAITING, _ALLOWED, _KEEP)
+  _TOOLS = flags.DEFINE_string(
+    'tool_format',
+    None,
+    "How the model writes calls of tools: hermes, llama3_json or gemma4. Default the chat template's.",
+  )
+  help_text.in_group('Options', _HOST, _PORT, _NAME, _KEY, _KEY_FILE, _LONGEST, _WAITING, _ALLOWED, _KEEP, _TOOLS)
   flags.FLAGS.set_default('max_new_tokens', _MOST_NEW)
   flags.FLAGS['max_new_tokens'].help = 'New tokens per prompt, at most (default what the context leaves, up to 1024).'
   flags.FLAGS.set_default('batch_size', 8)
@@ -152,6 +157,7 @@ if __name__ == '__main__':
     from decode.serving.app import Front, make_app
     from decode.serving.gate import is_loopback
     from decode.serving.server import Server, address_of, listen
+    from decode.serving.tools import format_named
 
     del argv
     options, key = DecodeOptions.of(**with_default_drafting(read_values())), read_key(_KEY.value, _KEY_FILE.value)
@@ -159,6 +165,8 @@ if __name__ == '__main__':
     name = _NAME.value or os.path.basename(options.models.target.rstrip('/')) or options.models.target
     check_unicode(name, 'served_name')
     hosts = None if _ALLOWED.value is None else read_hosts(_ALLOWED.value)
+    if _TOOLS.value is not None:
+      format_named(_TOOLS.value)
     most_new = None if flags.FLAGS['max_new_tokens'].using_default_value else options.prompts.max_new_tokens
     sock = listen(_HOST.value, _PORT.value)
     if hosts is None and is_loopback(sock.getsockname()[0]):
@@ -168,7 +176,8 @@ if __name__ == '__main__':
     with show_progress() as notify:
       sizes = {'longest_prompt': _LONGEST.value, 'max_new_tokens': most_new, 'most_waiting': _WAITING.value}
       worker, tokenizer, bounds = start_worker(options, **sizes, notify=notify)
-    served = Served(worker, tokenizer, name, bounds.max_new_tokens, key, together=bounds.together, hosts=hosts)
+    more = {'together': bounds.together, 'hosts': hosts, 'tool_format': _TOOLS.value}
+    served = Served(worker, tokenizer, name, bounds.max_new_tokens, key, **more)
     served.prepare()
     front.app = make_app(served)
     print(f'serving {printable(name)} at http://{address_of(sock)}/v1, {options.prompts.batch_size} rows', flush=True)

@@ -18,12 +18,15 @@ import numpy as np
 from decode.serving.compiling import Compiler
 from decode.serving.faults import RefusedError, refusing
 from decode.serving.protocol import DEFAULT_TOKENS, MOST_SAMPLES, CompletionRequest
+from decode.serving.tools import Reader, Style, style_of
 from decode.serving.worker import CHOICE_TOKENS, Job, Piece, Worker
 from spectr_jax import ChoiceProbs, Constraint, LogLikelihood, StopStrings
 from spectr_jax.engine import sample_keys
 from spectr_jax.engine.choices import Choices
+from spectr_jax.io.hub.chat_template import texts_of
 from spectr_jax.io.token_bytes import TextToken, TokenDecoder
 from spectr_jax.io.tokenizer import TokenizerBase
+from spectr_jax.io.untrusted import named
 
 _T = TypeVar('_T')
 _READERS = 2  # requests that are read, or responses that are written, at once
@@ -44,12 +47,31 @@ class Served:
     default_factory=lambda: concurrent.futures.ThreadPoolExecutor(_READERS, 'reading')
   )
   compiler: Compiler = dataclasses.field(default_factory=Compiler)
+  tool_format: str | None = None  # None for that of the chat template
 
   def prepare(self) -> None:
     """Does what is done once, and what the first requests would wait for: a look at the vocabulary, and programs."""
     assert self.most_characters
     list(_keys(0, 2, 2))
     self.compiler.prepare(self.tokenizer, self.worker.vocab_size)
+    try:
+      assert self.style
+    except ValueError:  # requests with tools are refused
+      if self.tool_format is not None:
+        raise
+
+  @property
+  def style(self) -> Style:
+    """How the model writes calls of tools; `ValueError` if it writes none, or in an unknown form."""
+    with named(f'the model {self.name}'):
+      return style_of(self.tokenizer, self.tool_format)
+
+  def constraint_of(self, request: CompletionRequest) -> tuple[str, Any, str] | None:
+    """`CompletionRequest.constraint`, or that of calls; a `RefusedError` if the model takes no tools."""
+    if request.tools is None:
+      return request.constraint
+    with refusing('tools'):
+      return request.tools.constraint(self.style)
 
   @functools.cached_property
   def most_characters(self) -> int:
@@ -95,13 +117,20 @@ class Choice:
   probs: ChoiceProbs | None = None  # of the constraint's choices, behind the prompt
   name_next: TokenDecoder | None = None  # names the tokens of a stream, each from where the last piece ended
   unsent: list[_Place] = dataclasses.field(default_factory=list)  # of a stream: their text may be that of a stop
+  reader: Reader | None = None  # of calls
+  delta: dict[str, Any] = dataclasses.field(default_factory=dict)  # that a stream sends next
 
   def add(self, piece: Piece) -> None:
-    self.text += piece.text
+    self.text += piece.text if self.reader is None else self.reader.style.plain(piece.text)
     self.tokens += piece.tokens
     self.logprobs += piece.logprobs
     self.finish_reason, self.is_cut = piece.finish_reason, piece.is_cut
     self.num_target_calls, self.num_accepted = piece.num_target_calls, piece.num_accepted
+    self.delta = {'content': piece.text}
+    if self.reader is not None:
+      self.delta = self.reader.add(piece.text, piece.finish_reason is not None)
+      if piece.finish_reason == 'stop' and self.reader.calls and not self.reader.is_open:
+        self.finish_reason = 'tool_calls'
 
 
 class Answer:
@@ -111,6 +140,7 @@ class Answer:
     self.id = f'{"chatcmpl" if request.is_chat else "cmpl"}-{secrets.token_hex(12)}'
     self.created = int(time.time())
     self.max_tokens = self._allowed_tokens()
+    self._style = None if request.tools is None else served.style
     self._field = 'messages' if request.is_chat else 'prompt'
     self._arrived: asyncio.Queue[tuple[Choice, Piece | Exception]] = asyncio.Queue()
     self._num_open, self._has_failed = 0, False  # continuations that were received and have not ended
@@ -139,7 +169,8 @@ class Answer:
       raise RefusedError(f'{number} continuations are more than {worker.most_held}, the rows and those that wait', 'n')
     for prompt in request.prompts:
       if request.is_chat:
-        size = sum(len(text) for message in prompt for text in message.values())
+        with refusing(self._field):
+          size = sum(map(len, texts_of(prompt, request.tools and request.tools.defined)))
       else:
         size = len(prompt) if isinstance(prompt, str) else 0
       if size > most:
@@ -150,7 +181,7 @@ class Answer:
     tokenizer, worker, field = self.served.tokenizer, self.served.worker, self._field
     with refusing(field):
       if self.request.is_chat:
-        ids = tokenizer.encode_chat(prompt)
+        ids = tokenizer.encode_chat(prompt, self.request.tools and self.request.tools.defined)
       else:
         ids = tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else prompt
     if not 1 <= len(ids) <= worker.longest_prompt:
@@ -181,7 +212,8 @@ class Answer:
     request, served = self.request, self.served
     if self.max_tokens == 0:
       return
-    stop = StopStrings(served.tokenizer, request.stop) if request.stop else None
+    tokenizer = served.tokenizer if self._style is None else self._style.tokenizer
+    stop = StopStrings(tokenizer, request.stop) if request.stop else None
     seed = secrets.randbits(32) if request.seed is None else request.seed % 2**32
     keys = _keys(seed, len(request.prompts), request.num_samples)
     jobs = []
@@ -191,7 +223,10 @@ class Answer:
         loop.call_soon_threadsafe(self._arrived.put_nowait, (choice, piece))
 
       limit = min(self.max_tokens, served.most_new(choice.prompt))
-      choice.job = Job(choice.prompt, key, request.sampling, limit, stop, tell, constraint=self.constraint)
+      more = {'constraint': self.constraint, 'tokenizer': tokenizer}
+      choice.job = Job(choice.prompt, key, request.sampling, limit, stop, tell, **more)
+      if self._style is not None and request.tools is not None:
+        choice.reader = Reader(self._style, request.tools)
       jobs.append(choice.job)
     self._num_open = len(jobs)
     self._count('received_total', len(jobs))
@@ -295,7 +330,12 @@ class Answer:
       each = zip(texts, map(_number, values[0]), probs[0].tolist())
       common['choice_probs'] = [dict(zip(('choice', 'logprob', 'prob'), one)) for one in each]
     if self.request.is_chat:
-      return common | {'message': {'role': 'assistant', 'content': choice.text}}
+      message: dict[str, Any] = {'role': 'assistant', 'content': choice.text}
+      if choice.reader is not None:
+        calls = choice.reader.calls
+        message['content'] = choice.reader.content or (None if calls else '')
+        message |= {'tool_calls': calls} if calls else {}
+      return common | {'message': message}
     return common | {'text': self._echoed(choice) if self.request.echo else choice.text}
 
   def chunk(self, choice: Choice, piece: Piece) -> dict[str, Any]:
@@ -308,10 +348,10 @@ class Answer:
       places = _within(choice.unsent, len(choice.text)) if may_stop else choice.unsent
       choice.unsent = choice.unsent[len(places) :]
       logprobs = self._logprobs(places)
-    own = {'index': choice.index, 'finish_reason': piece.finish_reason, 'logprobs': logprobs}
+    own = {'index': choice.index, 'finish_reason': choice.finish_reason, 'logprobs': logprobs}
     if self.request.is_chat:
       is_first = len(choice.tokens) == len(piece.tokens)
-      own['delta'] = ({'role': 'assistant'} if is_first else {}) | {'content': piece.text}
+      own['delta'] = ({'role': 'assistant'} if is_first else {}) | choice.delta
     else:
       own['text'] = piece.text
     usage = {'usage': self.usage()} if self.request.has_usage_in_chunks else {}

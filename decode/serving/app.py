@@ -132,7 +132,7 @@ def make_app(served: Served) -> Starlette:
     body = await request.body()
 
     asked = await _in_thread(served, lambda: parse(_parsed(body), is_chat=is_chat, model=served.name))
-    asked_for = None if asked.max_tokens == 0 else asked.constraint  # nothing is decoded
+    asked_for = None if asked.max_tokens == 0 else served.constraint_of(asked)  # nothing is decoded
     compiling = served.compiler.compile(asked_for, served.tokenizer, worker.vocab_size)
     constraint = await _unless_gone(request, compiling)
 
@@ -143,6 +143,13 @@ def make_app(served: Served) -> Starlette:
 
     answer = await _in_thread(served, submitted)
     return _Stream(answer, request.scope) if answer.request.is_streamed else await _whole(answer, request)
+
+  async def responses(request: Request) -> Response:
+    raise RefusedError(
+      'there is no /v1/responses: let the client use chat completions, such as OpenAIChatModel of pydantic-ai, or'
+      " set_default_openai_api('chat_completions') of openai-agents",
+      status=404,
+    )
 
   async def models(request: Request) -> Response:
     del request
@@ -179,6 +186,7 @@ def make_app(served: Served) -> Starlette:
     Route('/v1/models/{name:path}', model),
     Route('/v1/completions', complete, methods=['POST']),
     Route('/v1/chat/completions', complete, methods=['POST']),
+    Route('/v1/responses', responses, methods=['POST']),
     Route('/health', health),
     Route('/metrics', metrics),
   ]

@@ -11,6 +11,7 @@ import sys
 from typing import Any
 
 from decode.serving.faults import BusyError, FullError, RefusedError
+from decode.serving.tools import style_of
 from spectr_jax import Constraint, compile_constraint
 from spectr_jax.io.constraints import ConstraintBusyError
 from spectr_jax.io.tokenizer import TokenizerBase
@@ -79,10 +80,15 @@ class Compiler:
 
 def _compiled(tokenizer: TokenizerBase, vocab_size: int, kind: str, value: Any) -> Constraint | str:
   """The constraint, or why there is none."""
+  narrower, given = (), {kind: value}
   try:
-    made = compile_constraint(tokenizer, vocab_size=vocab_size, **{kind: value})
+    if kind == 'calls':  # `Tools.constraint`
+      style = style_of(tokenizer, value[0])
+      tokenizer, (expression, narrower) = style.tokenizer, style.regex(*value[1:])
+      given = {'regex': expression}
+    made = compile_constraint(tokenizer, vocab_size=vocab_size, **given)
   except ValueError as error:
     return str(error)
-  if made.narrower:
-    print(f'{kind} is followed more narrowly: {"; ".join(made.narrower)}', file=sys.stderr)
+  if narrower := made.narrower or narrower:
+    print(f'{kind} is followed more narrowly: {"; ".join(narrower)}', file=sys.stderr)
   return made

@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 
 from decode.serving.faults import RefusedError, refusing
+from decode.serving.tools import MOST_TOOLS, Tools, read_calls, read_tools
 from spectr_jax import SamplingParams
 from spectr_jax.engine.stop import check_stop_texts
 from spectr_jax.io.untrusted import ANYTHING, FLAG, Kind, name_shown, real, shown, whole
 from spectr_jax.unicode import check_unicode
 
 MOST_PROMPTS, MOST_SAMPLES, MOST_TOP, MOST_STOPS, MOST_MESSAGES = 64, 16, 20, 16, 1_000
-_ROLES = 'system', 'developer', 'user', 'assistant'
+_ROLES = 'system', 'developer', 'user', 'assistant', 'tool'
 DEFAULT_TOKENS = 16  # of a completion that names no limit, as the interface has it
 
 
@@ -40,6 +41,7 @@ class CompletionRequest:
   # a keyword argument of `compile_constraint`, and the field that asks for it
   constraint: tuple[str, Any, str] | None = None
   has_choice_probs: bool = False  # the response says how likely each of the constraint's choices is
+  tools: Tools | None = None  # that may be called
 
 
 def _is_text(x: Any) -> bool:
@@ -143,6 +145,13 @@ _CHAT = {
   'max_completion_tokens': _LIMIT,
   'logprobs': FLAG,
   'top_logprobs': whole(0, MOST_TOP),
+  'tools': Kind(f'a list of at most {MOST_TOOLS}', lambda x: isinstance(x, list) and len(x) <= MOST_TOOLS),
+  'tool_choice': ANYTHING,
+  'parallel_tool_calls': FLAG,
+  **dict.fromkeys(
+    ('functions', 'function_call'),
+    Kind('left out, since tools and tool_choice have taken its place', lambda x: x in ([], 'none', 'auto')),
+  ),
   **dict.fromkeys(('echo', 'add_special_tokens', 'continue_final_message'), _off(False)),
   'add_generation_prompt': _off(True),
 }
@@ -184,6 +193,7 @@ def parse(body: Any, *, is_chat: bool, model: str) -> CompletionRequest:
     echo=given.get('echo', False),
     constraint=_constraint(given),
     has_choice_probs=given.get('choice_probs', False),
+    tools=read_tools(given) if is_chat else None,
   )
   _check_together(request, given)
   return request
@@ -200,9 +210,19 @@ def _check_together(request: CompletionRequest, given: Mapping[str, Any]) -> Non
   if request.is_streamed and request.top_logprobs:
     name = 'top_logprobs' if request.is_chat else 'logprobs'
     raise RefusedError('the likeliest tokens are not offered for streams: ask for 0 of them', name)
-  if request.constraint and (request.top_logprobs or (request.echo and request.top_logprobs is not None)):
+  if request.constraint and request.tools:
+    field = request.constraint[2]
+    raise RefusedError(f'{field} beside tools is offered with tool_choice none alone', field)
+  by = (
+    request.constraint[2]
+    if request.constraint
+    else 'tool_choice'
+    if request.tools and request.tools.is_required
+    else ''
+  )
+  if by and (request.top_logprobs or (request.echo and request.top_logprobs is not None)):
     name = 'top_logprobs' if request.is_chat else 'logprobs'
-    raise RefusedError(f'with {request.constraint[2]} only log probabilities of the new tokens are offered', name)
+    raise RefusedError(f'with {by} only log probabilities of the new tokens are offered', name)
   has_choices = request.constraint is not None and request.constraint[0] == 'choices'
   if request.has_choice_probs and (request.is_streamed or not has_choices):
     raise RefusedError('choice_probs needs structured_outputs.choice, and is not offered for streams', 'choice_probs')
@@ -302,14 +322,22 @@ def _prompts(given: Mapping[str, Any]) -> list[Any]:
 def _messages(given: Mapping[str, Any]) -> list[Any]:
   if 'messages' not in given:
     raise RefusedError('messages is missing', 'messages')
-  return [[_message(entry, f'messages[{place}]') for place, entry in enumerate(given['messages'])]]
+  messages, known = [_message(entry, f'messages[{place}]') for place, entry in enumerate(given['messages'])], set()
+  for place, message in enumerate(messages):
+    known |= {call['id'] for call in message.get('tool_calls', ())}
+    if message.get('tool_call_id', None) not in {None, *known}:
+      where = f'messages[{place}].tool_call_id'
+      raise RefusedError(f'{where} is that of no call before it', where)
+  return [messages]
 
 
-def _message(entry: Any, where: str) -> dict[str, str]:
-  if not isinstance(entry, dict) or not {'role', 'content'} <= set(entry):
+def _message(entry: Any, where: str) -> dict[str, Any]:
+  calls = entry.get('tool_calls') if isinstance(entry, dict) and entry.get('role') == 'assistant' else None
+  if not isinstance(entry, dict) or 'role' not in entry or not (calls or 'content' in entry):
     raise RefusedError(f'{where} must be an object with role and content', where)
-  _check_others(entry, {'role', 'content', 'name'}, where)
-  role, content, name = entry['role'], entry['content'], entry.get('name')
+  role, content, name = entry['role'], entry.get('content'), entry.get('name')
+  more = {'tool_calls'} if role == 'assistant' else {'tool_call_id'} if role == 'tool' else set()
+  _check_others(entry, {'role', 'content', 'name', *more}, where)
   if role not in _ROLES:
     raise RefusedError(f'{where}.role must be one of {", ".join(_ROLES)}', f'{where}.role')
   if content is None and role == 'assistant':
@@ -320,14 +348,18 @@ def _message(entry: Any, where: str) -> dict[str, str]:
     raise RefusedError(f'{where}.content must be a text, or a list of texts', f'{where}.content')
   with refusing(f'{where}.content'):
     check_unicode(content, f'{where}.content')
-  message = {'role': 'system' if role == 'developer' else role, 'content': content}
-  if name is None:
-    return message
-  if not isinstance(name, str):
-    raise RefusedError(f'{where}.name must be a text', f'{where}.name')
-  with refusing(f'{where}.name'):
-    check_unicode(name, f'{where}.name')
-  return message | {'name': name}
+  message: dict[str, Any] = {'role': 'system' if role == 'developer' else role, 'content': content}
+  if calls:
+    message['tool_calls'] = read_calls(calls, f'{where}.tool_calls')
+  for field, value, is_needed in (('name', name, False), ('tool_call_id', entry.get('tool_call_id'), role == 'tool')):
+    if value is None and not is_needed:
+      continue
+    if not isinstance(value, str):
+      raise RefusedError(f'{where}.{field} must be a text', f'{where}.{field}')
+    with refusing(f'{where}.{field}'):
+      check_unicode(value, f'{where}.{field}')
+    message[field] = value
+  return message
 
 
 def _part(part: Any, where: str) -> str:

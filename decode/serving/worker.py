@@ -63,6 +63,7 @@ class Job:
   begun: float = dataclasses.field(default_factory=time.monotonic)
   stream: TextStream | None = None  # the tokens that were handed out, once it has a row
   constraint: Constraint | None = None
+  tokenizer: TokenizerBase | None = None  # that makes the text, if not the worker's
 
 
 def _next_piece(job: Job, result: Generation, row: int, eos_ids: Collection[int]) -> Piece | None:
@@ -300,7 +301,7 @@ class Worker:
     rows = self._rows
     try:
       for job in jobs:
-        job.stream = TextStream(self._tokenizer, job.stop)
+        job.stream = TextStream(job.tokenizer or self._tokenizer, job.stop)
       rows.put(
         [Request(job, job.tokens, job.key, job.sampling, job.max_tokens, constraint=job.constraint) for job in jobs]
       )

@@ -17,7 +17,7 @@ import scipy.sparse
 
 from spectr_jax.constraint import Constraint
 from spectr_jax.io.bounded_process import BoundedProcess
-from spectr_jax.io.json_regex import any_object, either, escaped
+from spectr_jax.io.json_regex import JSON, either, escaped
 from spectr_jax.io.json_schema import schema_regex
 from spectr_jax.io.pattern_syntax import whole
 from spectr_jax.io.tokenizer import TokenizerBase
@@ -108,7 +108,7 @@ def _of_choices(choices: Any) -> str:
 
 def _of_schema(schema: Any) -> tuple[str, tuple[str, ...]]:
   if schema is True:
-    return any_object(_OBJECT_DEPTH), ()
+    return JSON.any_object(_OBJECT_DEPTH), ()
   if isinstance(schema, str):
     schema = parse_json(schema, 'the JSON schema')
   try:

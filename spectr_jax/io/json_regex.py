@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+
+from spectr_jax.io.untrusted import shown
 
 ANY_DEPTH = 2  # levels of objects and lists where a schema leaves all open
 SPACE = ' ?'
@@ -14,10 +17,8 @@ SHORT = rf'(?:{PLAIN}|\\["\\/bfnrt])'  # or escapes by a letter
 _HEX = '[0-9a-fA-F]'
 # The last is any character of the basic plane by its number, halves of others left out.
 CHARACTER = rf'(?:{PLAIN}|\\(?:["\\/bfnrt]|u(?:[0-9a-cefA-CEF]{_HEX}|[dD][0-7]){_HEX}{{2}}))'
-STRING = f'"{CHARACTER}*"'
 NATURAL = '(?:0|[1-9][0-9]*)'
 FRACTION = r'(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?'
-SIMPLE = {'boolean': '(?:true|false)', 'null': 'null'}
 
 # RFC 3339; 400 years have 97 leap years, so that all of them have a finite expression. There is no year 0.
 _YEAR = '(?:[1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])'
@@ -69,44 +70,89 @@ def escaped(text: str) -> str:
   return re.escape(text)
 
 
-def literal(value: Any) -> str:
-  """One JSON value, with the space between parts that objects have; a whole number with a point without it, too."""
-  if isinstance(value, dict):
-    inner = f',{SPACE}'.join(f'{literal(name)}:{SPACE}{literal(each)}' for name, each in value.items())
-    return rf'\{{{SPACE}{inner}{SPACE if inner else ""}\}}'
-  if isinstance(value, list):
-    inner = f',{SPACE}'.join(map(literal, value))
-    return rf'\[{SPACE}{inner}{SPACE if inner else ""}\]'
-  text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-  return f'{text[:-2]}(?:\\.0)?' if isinstance(value, float) and text.endswith('.0') else escaped(text)
-
-
 def either(parts: Sequence[str]) -> str:
   """One of several expressions."""
   return f'(?:{"|".join(parts)})'
 
 
-def listed(item: str, least: int, most: int | None) -> str:
-  """Items from `least` to `most` times, with commas."""
-  more = f'(?:,{SPACE}{item})'
-  if most == 0:
-    return ''
-  repeats = f'{{{max(least - 1, 0)},{"" if most is None else most - 1}}}'
-  both = f'{item}{more}{repeats}{SPACE}'
-  return f'(?:{both})?' if least == 0 else both
+@dataclasses.dataclass(frozen=True)
+class Syntax:
+  """How values are written, as expressions: in JSON, unless fields say otherwise.
+
+  Attributes:
+    space: What may stand between two parts.
+    quote: What stands around a text.
+    character: A character of a text; `short` is the same without numbers of characters.
+    null: The value that is none.
+    spell: Gives what stands between the quotes of a text.
+    bare: A name of a property, where names have no quotes.
+  """
+
+  space: str = SPACE
+  quote: str = '"'
+  character: str = CHARACTER
+  short: str = SHORT
+  null: str = 'null'
+  spell: Callable[[str], str] = lambda text: json.dumps(text, ensure_ascii=False)[1:-1]
+  bare: str | None = None
+
+  @property
+  def string(self) -> str:
+    return f'{self.quote}{self.character}*{self.quote}'
+
+  @property
+  def simple(self) -> dict[str, str]:
+    return {'boolean': '(?:true|false)', 'null': self.null}
+
+  def text(self, text: str) -> str:
+    return f'{self.quote}{escaped(self.spell(text))}{self.quote}'
+
+  def name(self, name: str) -> str:
+    """The name of a property; `ValueError` if it cannot be written."""
+    if self.bare is None:
+      return self.text(name)
+    if not re.fullmatch(self.bare, name):
+      raise ValueError(f'the name {shown(name)} is not supported where names have no quotes')
+    return escaped(name)
+
+  def literal(self, value: Any) -> str:
+    """One value, with the space between parts that objects have; a whole number with a point without it, too."""
+    if isinstance(value, dict):
+      inner = f',{self.space}'.join(
+        f'{self.name(name)}:{self.space}{self.literal(each)}' for name, each in value.items()
+      )
+      return rf'\{{{self.space}{inner}{self.space if inner else ""}\}}'
+    if isinstance(value, list):
+      inner = f',{self.space}'.join(map(self.literal, value))
+      return rf'\[{self.space}{inner}{self.space if inner else ""}\]'
+    if value is None or isinstance(value, str):
+      return self.null if value is None else self.text(value)
+    text = json.dumps(value, allow_nan=False)
+    return f'{text[:-2]}(?:\\.0)?' if isinstance(value, float) and text.endswith('.0') else escaped(text)
+
+  def listed(self, item: str, least: int, most: int | None) -> str:
+    """Items from `least` to `most` times, with commas."""
+    more = f'(?:,{self.space}{item})'
+    if most == 0:
+      return ''
+    repeats = f'{{{max(least - 1, 0)},{"" if most is None else most - 1}}}'
+    both = f'{item}{more}{repeats}{self.space}'
+    return f'(?:{both})?' if least == 0 else both
+
+  def any_object(self, depth: int = ANY_DEPTH, value: str | None = None) -> str:
+    """Objects with any content, or of any names with one `value`; nested at most `depth` levels deep."""
+    value = self.any_value(depth - 1) if value is None else value
+    return rf'\{{{self.space}{self.listed(f"{self.bare or self.string}:{self.space}{value}", 0, None)}\}}'
+
+  def any_value(self, depth: int) -> str:
+    """Any value; lists and objects in it are nested at most `depth` levels deep."""
+    parts = [self.string, f'-?{NATURAL}{FRACTION}', *self.simple.values()]
+    if depth > 0:
+      parts += [self.any_object(depth), rf'\[{self.space}{self.listed(self.any_value(depth - 1), 0, None)}\]']
+    return either(parts)
 
 
-def any_object(depth: int = ANY_DEPTH) -> str:
-  """JSON objects with any content; objects and lists are nested at most `depth` levels deep."""
-  return rf'\{{{SPACE}{listed(f"{STRING}:{SPACE}{any_value(depth - 1)}", 0, None)}\}}'
-
-
-def any_value(depth: int) -> str:
-  """Any JSON value; lists and objects in it are nested at most `depth` levels deep."""
-  parts = [STRING, f'-?{NATURAL}{FRACTION}', *SIMPLE.values()]
-  if depth > 0:
-    parts += [any_object(depth), rf'\[{SPACE}{listed(any_value(depth - 1), 0, None)}\]']
-  return either(parts)
+JSON = Syntax()
 
 
 def _same_length(low: str, high: str) -> str:

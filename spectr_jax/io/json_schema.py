@@ -8,7 +8,6 @@ levels deep. What cannot be described so, such as `not` or `uniqueItems`, is ref
 from __future__ import annotations
 
 import itertools
-import json
 import re
 import urllib.parse
 from collections.abc import Mapping, Sequence
@@ -16,20 +15,13 @@ from typing import Any, NamedTuple
 
 from spectr_jax.io.json_regex import (
   ANY_DEPTH,
-  CHARACTER,
   FORMATS,
   FRACTION,
+  JSON,
   NATURAL,
-  SHORT,
-  SIMPLE,
-  SPACE,
-  STRING,
-  any_value,
+  Syntax,
   either,
-  escaped,
   integers,
-  listed,
-  literal,
 )  # fmt: skip
 from spectr_jax.io.pattern_syntax import found_in_json
 from spectr_jax.io.untrusted import shown
@@ -68,16 +60,17 @@ class SchemaRegex(NamedTuple):
   narrower: tuple[str, ...]
 
 
-def schema_regex(schema: Any) -> SchemaRegex:
+def schema_regex(schema: Any, syntax: Syntax = JSON) -> SchemaRegex:
   """The regular expression of texts that a schema accepts.
 
   Args:
     schema: The schema, a parsed JSON value.
+    syntax: How values are written.
 
   Raises:
     ValueError: It has a keyword or a value that cannot be described, which is named, or it accepts nothing.
   """
-  writer = _Writer(schema)
+  writer = _Writer(schema, syntax)
   try:
     regex = writer.value(schema, '#')
   except RecursionError:
@@ -94,8 +87,9 @@ class _Writer:
     narrower: What is left out so far, as keys.
   """
 
-  def __init__(self, root: Any):
+  def __init__(self, root: Any, syntax: Syntax):
     self.narrower: dict[str, None] = {}
+    self._syntax = syntax
     self._root, self._num_visits, self._num_characters = root, 0, 0
     self._within: list[str] = []  # references
 
@@ -130,7 +124,7 @@ class _Writer:
 
   def _any(self, depth: int = ANY_DEPTH) -> str:
     self.narrower[f'what is left open is nested at most {ANY_DEPTH} levels deep'] = None
-    return any_value(depth)
+    return self._syntax.any_value(depth)
 
   def _reference(self, schema: Mapping[str, Any], where: str) -> str | None:
     target = schema['$ref']
@@ -163,7 +157,7 @@ class _Writer:
       raise _refused(where, 'enum must be a list of values')
     types = _types_of(schema, where) if 'type' in schema else None
     kept = [each for each in values if types is None or _type_names(each) & set(types)]
-    return either(list(dict.fromkeys(map(literal, kept)))) if kept else None
+    return either(list(dict.fromkeys(map(self._syntax.literal, kept)))) if kept else None
 
   def _alternatives(self, parts: Any, where: str, name: str) -> str | None:
     if not isinstance(parts, list) or not parts:
@@ -202,15 +196,15 @@ class _Writer:
     write = {
       'object': self._object, 'array': self._array, 'string': self._string, 'integer': _integer, 'number': _number,
     }  # fmt: skip
-    found = []
+    simple, found = self._syntax.simple, []
     for kind in _types_of(schema, where):
       own = {name: value for name, value in schema.items() if name in _KEYWORDS[kind]}
-      found.append(SIMPLE[kind] if kind in SIMPLE else write[kind](own, where))
+      found.append(simple[kind] if kind in simple else write[kind](own, where))
     kept = [regex for regex in found if regex is not None]
     return either(kept) if kept else None
 
   def _object(self, schema: Mapping[str, Any], where: str) -> str | None:
-    required, more = schema.get('required', []), schema.get('additionalProperties', True)
+    required, more, space = schema.get('required', []), schema.get('additionalProperties', True), self._syntax.space
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
       raise _refused(where, 'required must be a list of names')
     if schema.get('unevaluatedProperties', True) not in (True, False):
@@ -219,8 +213,7 @@ class _Writer:
       if required:
         raise _refused(where, f'required names {shown(required[0])}, which properties does not describe')
       value = self.value(more, f'{where}/additionalProperties') if more is not True else self._any(ANY_DEPTH - 1)
-      inner = '' if value is None else listed(f'{STRING}:{SPACE}{value}', 0, None)
-      return rf'\{{{SPACE}{inner}\}}'
+      return rf'\{{{space}\}}' if value is None else self._syntax.any_object(value=value)
     properties = schema['properties']
     if not isinstance(properties, Mapping):
       raise _refused(where, 'properties must be an object')
@@ -232,13 +225,13 @@ class _Writer:
     for name, own in properties.items():
       regex = self.value(own, f'{where}/properties/{name}')
       if regex is not None:
-        parts.append((f'{escaped(json.dumps(name, ensure_ascii=False))}:{SPACE}{regex}', name in required))
+        parts.append((f'{self._syntax.name(name)}:{space}{regex}', name in required))
       elif name in required:
         return None
-    return rf'\{{{SPACE}{_members(parts)}\}}'
+    return rf'\{{{space}{_members(parts, space)}\}}'
 
   def _array(self, schema: Mapping[str, Any], where: str) -> str | None:
-    least, most = (_count(schema, name, where) for name in ('minItems', 'maxItems'))
+    (least, most), space = (_count(schema, name, where) for name in ('minItems', 'maxItems')), self._syntax.space
     if schema.get('uniqueItems') and (most is None or most > 1):
       raise _refused(where, 'uniqueItems is not supported')
     least = least or 0
@@ -251,18 +244,19 @@ class _Writer:
       each = [self.value(part, f'{where}/prefixItems/{place}') for place, part in enumerate(parts)]
       if any(regex is None for regex in each):
         return None
-      return rf'\[{SPACE}{f",{SPACE}".join(map(str, each))}{SPACE}\]'
+      return rf'\[{space}{f",{space}".join(map(str, each))}{space}\]'
     items = schema.get('items', True)
     if isinstance(items, list):
       raise _refused(where, 'items must be one schema; prefixItems has one for each place')
     item = self._any(ANY_DEPTH - 1) if items is True else self.value(items, f'{where}/items')
     if item is None and least:
       return None
-    return rf'\[{SPACE}{"" if item is None else listed(item, least, most)}\]'
+    return rf'\[{space}{"" if item is None else self._syntax.listed(item, least, most)}\]'
 
   def _string(self, schema: Mapping[str, Any], where: str) -> str | None:
     if len(names := sorted({'pattern', 'format'} & set(schema))) + bool({'minLength', 'maxLength'} & set(schema)) > 1:
       raise _refused(where, f'{names[0]} beside another rule for strings is not supported')
+    quote = self._syntax.quote
     if 'pattern' in schema:
       return self._pattern(schema['pattern'], where)
     if 'format' in schema:
@@ -273,17 +267,19 @@ class _Writer:
         self.narrower['hosts of more than 3 labels have labels of at most 31 characters, of more than 7 at most 15'] = (
           None
         )
-      return f'"{FORMATS[known]}"'
+      return f'{quote}{FORMATS[known]}{quote}'
     least, most = (_count(schema, name, where) for name in ('minLength', 'maxLength'))
     if least is None and most is None:
-      return STRING
+      return self._syntax.string
     if least is not None and most is not None and least > most:
       return None
     # The number of a character needs states of its own for every place.
-    character = CHARACTER if max(least or 0, most or 0) <= _MOST_NUMBERED else SHORT
-    return f'"{character}{{{least or 0},{"" if most is None else most}}}"'
+    character = self._syntax.character if max(least or 0, most or 0) <= _MOST_NUMBERED else self._syntax.short
+    return f'{quote}{character}{{{least or 0},{"" if most is None else most}}}{quote}'
 
   def _pattern(self, pattern: Any, where: str) -> str:
+    if self._syntax is not JSON:
+      raise _refused(where, 'pattern is supported in JSON alone')
     if not isinstance(pattern, str):
       raise _refused(where, f'pattern must be a text, got {shown(pattern)}')
     try:
@@ -311,16 +307,16 @@ def _number(schema: Mapping[str, Any], where: str) -> str:
   return f'{"" if "minimum" in schema else "-?"}{NATURAL}{FRACTION}'
 
 
-def _members(parts: Sequence[tuple[str, bool]]) -> str:
+def _members(parts: Sequence[tuple[str, bool]], space: str) -> str:
   """The members of an object in their order; those that are not required may be left out."""
   places = [place for place, (_, is_required) in enumerate(parts) if is_required]
-  behind = [f',{SPACE}{regex}' if is_required else f'(?:,{SPACE}{regex})?' for regex, is_required in parts]
+  behind = [f',{space}{regex}' if is_required else f'(?:,{space}{regex})?' for regex, is_required in parts]
   if places:
     first = places[0]
-    before = [f'(?:{regex},{SPACE})?' for regex, _ in parts[:first]]
-    return ''.join([*before, parts[first][0], *behind[first + 1 :], SPACE])
+    before = [f'(?:{regex},{space})?' for regex, _ in parts[:first]]
+    return ''.join([*before, parts[first][0], *behind[first + 1 :], space])
   each = [regex + ''.join(behind[place + 1 :]) for place, (regex, _) in enumerate(parts)]
-  return f'(?:{either(each)}{SPACE})?' if each else ''
+  return f'(?:{either(each)}{space})?' if each else ''
 
 
 def _refused(where: str, why: str) -> ValueError:

@@ -7,10 +7,12 @@ models are in `spectr_jax.io.hub`.
 from __future__ import annotations
 
 import abc
+import copy
 import functools
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Self
 
 import tokenizers
 from etils import epath
@@ -96,12 +98,14 @@ class TokenizerBase(abc.ABC):
     """Encodes a text to continue, see `encode_prompts`."""
     return self.encode_prompts([text])[0]
 
-  def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+  def encode_chat(
+    self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+  ) -> list[int]:
     """Encodes a conversation up to where the model answers, of messages with the texts `role` and `content`.
 
     Raises `ValueError` if the model has no chat template or its template refuses the conversation.
     """
-    del messages
+    del messages, tools
     raise ValueError('the model has no chat template: it continues texts, and takes no conversations')
 
   def decode(self, ids: Iterable[int]) -> str:
@@ -116,6 +120,15 @@ class TokenizerBase(abc.ABC):
   def token_contents(self) -> Sequence[bytes]:
     """The bytes that each id has within a text; those of all ids in a row are a text. Special tokens have none."""
     return [self._bytes.content(index) for index in range(self.vocab_size)]
+
+  def with_texts(self, texts: Mapping[int, str]) -> Self:
+    """The same tokenizer with other texts of some ids, which are none of its special tokens."""
+    found = copy.copy(self)
+    vars(found).pop('token_contents', None)
+    found._bytes = TokenBytes(self._backend)
+    found._bytes.special = {index: name for index, name in self._bytes.special.items() if index not in texts}
+    found._bytes.update({index: text.encode() for index, text in texts.items()})
+    return found
 
   def decode_stream(self) -> TextDecoder:
     """A decoder of ids that come in pieces, whose texts in a row are those that `decode` gives for all ids."""

@@ -6,6 +6,7 @@ import tiny_hub
 from spectr_jax.io.hub.chat_template import ChatTemplate
 from spectr_jax.io.hub.hub_tokenizer import HubTokenizer
 from spectr_jax.io.load import GgufFile
+from tests.serving import tool_models
 
 pytestmark = pytest.mark.parity
 
@@ -152,3 +153,23 @@ def test_a_real_model(smollm2):
     ids = tokenizer.encode_chat(spelled)
     assert ids.count(2) == wanted.count(2)
     assert tokenizer.decode(ids) == tokenizer.decode(wanted).replace(messages[0]['content'], '<|im_end|>', 1)
+
+
+@pytest.mark.parametrize('name', tool_models.TEMPLATES)
+def test_tools_and_calls_are_rendered_as_by_transformers(name):
+  template, call = tool_models.TEMPLATES[name], {'name': 'f', 'arguments': {'b': ['"ü"', None, True], 'a': {'x': 1.5}}}
+  tool = {'type': 'function', 'function': {'name': 'f', 'description': '<ü>', 'parameters': {'type': 'object'}}}
+  talk = [
+    _USER, {'role': 'assistant', 'content': '', 'tool_calls': [{'id': '1', 'type': 'function', 'function': call}]},
+    {'role': 'tool', 'tool_call_id': '1', 'content': '日本'}, _USER,
+  ]  # fmt: skip
+  for num, tools in ((1, [tool]), (4, [tool, tool]), (3, None)):
+    _check_tools(template, talk[:num], tools)
+
+
+def _check_tools(template, messages, tools):
+  reference = _reference(template, tiny_hub.backend())
+  more = {'tools': tools, 'tokenize': False, 'add_generation_prompt': True}
+  wanted = _render(lambda: reference.apply_chat_template(messages, **more))
+  assert _render(lambda: ChatTemplate(template, _TOKENS).render(messages, tools)) == wanted
+  assert len(wanted) > 100

@@ -11,6 +11,8 @@ import pytest
 
 import spectr_jax
 from spectr_jax import SamplingParams, log_likelihood
+from tests.serving.stub import client_of, make_app_of, running
+from tests.serving.tool_models import ALL, make_tool_worker, tokenizer_of
 
 pytestmark = pytest.mark.clients
 
@@ -211,3 +213,93 @@ def test_constraints_as_openai_asks_for_them(in_process):
     **asked, extra_body={'structured_outputs': {'choice': ['a', 'b']}}
   ).choices
   assert choice.message.content in ('a', 'b')
+
+
+@pytest.fixture(scope='module')
+def tool_worker():
+  with running(make_tool_worker(2, longest=4096, most_new=256)) as worker:
+    yield worker
+
+
+_COLORS = {'enum': ['red', 'blue']}
+_TOOL = {
+  'type': 'function',
+  'function': {
+    'name': 'paint', 'strict': True,
+    'parameters': {
+      'type': 'object', 'properties': {'color': _COLORS, 'more': {'type': 'array', 'items': _COLORS, 'maxItems': 2}},
+      'required': ['color', 'more'], 'additionalProperties': False,
+    },
+  },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize('name', ['hermes', 'llama3_json', 'gemma4'])
+def test_tools_as_openai_asks_for_them(tool_worker, name):
+  import openai
+
+  with client_of(tool_worker, tokenizer_of(name, ALL), most_new=256) as http:
+    client = openai.OpenAI(base_url='http://testserver/v1', api_key='none', max_retries=0, http_client=http)
+    asked = {'model': 'tiny', 'seed': 3, 'tools': [_TOOL], 'parallel_tool_calls': False}
+    talk = [{'role': 'user', 'content': 'owl'}]
+    for _ in range(2):  # turns, of which the second has the first call and its result
+      (choice,) = client.chat.completions.create(messages=talk, tool_choice='required', **asked).choices
+      (call,) = choice.message.tool_calls
+      assert (choice.finish_reason, call.function.name) == ('tool_calls', 'paint')
+      assert json.loads(call.function.arguments)['color'] in ('red', 'blue')
+      talk += [choice.message, {'role': 'tool', 'tool_call_id': call.id, 'content': 'done'}]
+    with client.chat.completions.stream(messages=talk[:1], tool_choice='required', **asked) as stream:
+      pieces = [event.arguments_delta for event in stream if event.type == 'tool_calls.function.arguments.delta']
+      (again,) = stream.get_final_completion().choices
+    first = talk[1].tool_calls[0].function
+    assert again.finish_reason == 'tool_calls'
+    assert ''.join(pieces) == again.message.tool_calls[0].function.arguments == first.arguments
+    assert len(pieces) > 1
+    with pytest.raises(openai.NotFoundError, match='OpenAIChatModel'):
+      client.responses.create(model='tiny', input='owl')
+
+
+def test_an_agent_of_pydantic_ai(tool_worker):
+  """Version 2.68: it offers the form of its answer as a tool, and must get one that is valid at once."""
+  import asyncio
+  import typing
+
+  import httpx
+  import openai
+  import pydantic
+  from pydantic_ai import Agent, UsageLimitExceeded
+  from pydantic_ai.models.openai import OpenAIChatModel
+  from pydantic_ai.providers.openai import OpenAIProvider
+  from pydantic_ai.usage import UsageLimits
+
+  class Painting(pydantic.BaseModel):
+    color: typing.Literal['red', 'blue']
+    is_large: bool
+
+  async def work(app):
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport) as http:
+      client = openai.AsyncOpenAI(base_url='http://testserver/v1', api_key='none', max_retries=0, http_client=http)
+      model = OpenAIChatModel('tiny', provider=OpenAIProvider(openai_client=client))
+      agent, seen = Agent(model, output_type=Painting, retries=0), []
+
+      @agent.tool_plain
+      def mix(colors: list[typing.Literal['red', 'blue']]) -> str:
+        seen.append(colors)
+        return 'mixed'
+
+      answers = []
+      for seed in range(3):
+        try:
+          settings = {'seed': seed, 'parallel_tool_calls': False}
+          result = await agent.run('owl', model_settings=settings, usage_limits=UsageLimits(request_limit=3))
+          answers.append(result.output)
+        except UsageLimitExceeded:  # it went on mixing
+          pass
+      return answers, seen
+
+  app = make_app_of(tool_worker, tokenizer_of('hermes', ALL), most_new=256)
+  answers, seen = asyncio.run(work(app))
+  assert answers
+  assert all(isinstance(each, Painting) for each in answers)
+  assert all(color in ('red', 'blue') for colors in seen for color in colors)

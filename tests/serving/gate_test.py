@@ -299,8 +299,8 @@ def test_what_is_too_long_is_refused_unread_and_nothing_else(stub, tokenizer, mo
 def test_who_is_read_for_long_keeps_nobody_waiting(stub, tokenizer, monkeypatch):
   begun, let_go, ended = threading.Event(), threading.Event(), threading.Event()
 
-  def encode_chat(messages):
-    del messages
+  def encode_chat(messages, tools):
+    del messages, tools
     begun.set()
     let_go.wait(5)
     ended.set()

@@ -96,7 +96,8 @@ _PART = {'type': 'text', 'text': 'x', 'cache_control': {'type': 'ephemeral'}}
 @pytest.mark.parametrize(
   ('message', 'field'),
   [
-    ({'role': 'tool'}, '.role'), ({'content': 3}, '.content'), ({'content': [{'type': 'image_url'}]}, '.content'),
+    ({'role': 'function'}, '.role'), ({'role': 'tool'}, '.tool_call_id'),
+    ({'content': 3}, '.content'), ({'content': [{'type': 'image_url'}]}, '.content'),
     ({'name': 3}, '.name'), ({'name': '\ud800'}, '.name'), ({'annotations': [{}]}, '.annotations'),
     ({'tool_calls': [1]}, '.tool_calls'), ({'tool_calls': [{}]}, '.tool_calls'), ({'audio': {'id': 'a'}}, '.audio'),
     ({'tool_call_id': 'a'}, '.tool_call_id'), ({'content': [_PART]}, '.content.cache_control'),

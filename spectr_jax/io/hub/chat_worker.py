@@ -56,7 +56,7 @@ def _problem(error):
   return str(error)[:1000] or type(error).__name__
 
 
-@functools.lru_cache(maxsize=1)
+@functools.lru_cache(maxsize=2)  # one of them for tools
 def _compiled(source):
   template = _environment().from_string(source)
   # What stays need not be looked through after every conversation.
@@ -66,7 +66,7 @@ def _compiled(source):
 
 
 def answer(request):
-  """Answers `{"source": ..., "special_tokens": ..., "messages": ..., "most": bytes}` with `{"text": ...}`.
+  """Answers `{"source": ..., "special_tokens": ..., "messages": ..., "tools": ..., "most": bytes}`: `{"text": ...}`.
 
   In its place there is `{"damaged": ...}` for a template that cannot be compiled, or `{"refused": ...}` for a
   conversation that cannot be rendered.
@@ -80,7 +80,8 @@ def answer(request):
       'line': None if isinstance(error, SyntaxError) else getattr(error, 'lineno', None),
     }
   parts, size, most = [], 0, request['most']
-  given = {'messages': request['messages'], 'add_generation_prompt': True, 'tools': None, 'documents': None}
+  given = {'messages': request['messages'], 'add_generation_prompt': True}
+  given |= {'tools': request['tools'], 'documents': None}
   try:
     for part in template.generate(**given, **request['special_tokens']):
       parts.append(part)

@@ -42,6 +42,7 @@ class HubTokenizer(TokenizerBase):
     chat_template: str | None = None,
     pad_id: int | None = None,
     special_tokens: Mapping[str, str] | None = None,
+    tool_template: str | None = None,
   ) -> HubTokenizer:
     """Puts a tokenizer together.
 
@@ -54,6 +55,7 @@ class HubTokenizer(TokenizerBase):
       pad_id: Id that fills rows, None for the first of `eos_ids`.
       special_tokens: Special tokens by the names that templates have for them; default `bos_token` and `eos_token`.
         Each is a token of the vocabulary.
+      tool_template: The chat template where there are tools, None for the same.
 
     Raises:
       ValueError: The ids are not those of a vocabulary.
@@ -81,7 +83,7 @@ class HubTokenizer(TokenizerBase):
     result = cls(backend)
     result.pad_id, result.bos_id, result.add_bos = pad_id, bos_id, add_bos
     result.eos_ids = tuple(dict.fromkeys(eos_ids))
-    result.chat_template = None if chat_template is None else ChatTemplate(chat_template, special_tokens)
+    result.chat_template = None if chat_template is None else ChatTemplate(chat_template, special_tokens, tool_template)
     return result
 
   @functools.cached_property
@@ -101,8 +103,10 @@ class HubTokenizer(TokenizerBase):
       return f'⟨{index}⟩'
     return self.special_token_names.get(index) or self.decode([index])
 
-  def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-    """Encodes a conversation up to where the model answers, of messages with the texts `role` and `content`.
+  def encode_chat(
+    self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+  ) -> list[int]:
+    """Encodes a conversation up to where the model answers; messages and tools as for `ChatTemplate.render`.
 
     The ids are those of the rendered template, which writes a bos where the model wants one. Special tokens that
     messages spell are encoded as text, see `render_marked`.
@@ -111,12 +115,12 @@ class HubTokenizer(TokenizerBase):
     message holds no text or invalid Unicode, or a special token in a message cannot be told from the template's.
     """
     if self.chat_template is None:
-      return super().encode_chat(messages)
+      return super().encode_chat(messages, tools)
     for text in (text for message in messages for text in message.values() if isinstance(text, str)):
       check_unicode(text, 'a message')
-    marked = render_marked(self.chat_template, messages, self._marks)
+    marked = render_marked(self.chat_template, messages, self._marks, tools)
     if marked is None:
-      ids = self.encode(self.chat_template.render(messages))
+      ids = self.encode(self.chat_template.render(messages, tools))
     else:
       ids = self._marked_backend.encode(marked, add_special_tokens=False).ids
     if not ids:
@@ -132,7 +136,9 @@ class HubTokenizer(TokenizerBase):
     named = {name: token for name, index in ids.items() if index is not None and (token := self.token(index))}
     config = {'tokenizer_class': 'PreTrainedTokenizerFast', 'add_bos_token': self.add_bos, **named}
     if template is not None:
-      config |= template.special_tokens | {'chat_template': template.source}
+      named_sources = (('default', template.source), ('tool_use', template.tool_source))
+      several = [{'name': name, 'template': source} for name, source in named_sources if source is not None]
+      config |= template.special_tokens | {'chat_template': several if len(several) > 1 else template.source}
     (folder / 'tokenizer.json').write_text(self._content())
     (folder / 'tokenizer_config.json').write_text(json.dumps(config, indent=2) + '\n')
     stops = {'bos_token_id': self.bos_id, 'eos_token_id': list(self.eos_ids)}
@@ -276,11 +282,12 @@ def load_hub_tokenizer(folder: epath.PathLike) -> HubTokenizer:
     read['config'] = {**(said.get('text_config') or {}), **said}
   config, model, generation = (read[name] for name in ('tokenizer_config', 'config', 'generation_config'))
   backend = _read_backend(folder, config.get('added_tokens_decoder') or {})
-  file, template = folder / 'chat_template.jinja', config.get('chat_template')
+  file, template, tool_template = folder / 'chat_template.jinja', config.get('chat_template'), None
   if file.exists():
     template = read_text(file)
   elif isinstance(template, list):  # several with names
-    template = {entry.get('name'): entry.get('template') for entry in template}.get('default')
+    several = {entry.get('name'): entry.get('template') for entry in template}
+    template, tool_template = several.get('default'), several.get('tool_use')
   stored = {
     name: (read[file][name], paths[file])
     for name in _NAMED
@@ -307,6 +314,7 @@ def load_hub_tokenizer(folder: epath.PathLike) -> HubTokenizer:
       eos_ids=stops,
       add_bos=first is not None,
       chat_template=template,
+      tool_template=tool_template,
       pad_id=ids.get('pad_token'),
       special_tokens={name: token for name, token in named.items() if ids[name] is not None},
     )

@@ -321,3 +321,18 @@ def test_what_is_no_text_and_templates_that_write_none_are_refused():
   for template, message in (('', 'is empty'), ('{% if false %}x{% endif %}', 'writes nothing for this conversation')):
     with pytest.raises(ValueError, match=f'the chat template {message}'):
       _chat(template=template).encode_chat([{'role': 'user', 'content': 'owl'}])
+
+
+def test_a_template_of_its_own_for_tools(tmp_path):
+  """Named `tool_use`, as Transformers finds it; kept by `save`."""
+  several = [
+    {'name': 'default', 'template': '{{ messages[0].content }}'},
+    {'name': 'tool_use', 'template': '{{ tools[0].x }} {{ messages[0].content }}'},
+  ]
+  folder = tiny_hub.write(tmp_path / 'a', tokenizer_config={'chat_template': several})
+  tokenizer, messages = load_hub_tokenizer(folder), [{'role': 'user', 'content': 'owl'}]
+  (tmp_path / 'b').mkdir()
+  tokenizer.save(tmp_path / 'b')
+  for each in (tokenizer, load_hub_tokenizer(tmp_path / 'b')):
+    assert each.decode(each.encode_chat(messages)) == 'owl'
+    assert each.decode(each.encode_chat(messages, [{'x': 'the'}])) == 'the owl'
