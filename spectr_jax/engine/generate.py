@@ -50,9 +50,9 @@ def generate(
 ) -> Generation:
   """Continues prompts with the target's distribution, guessing ahead with a draft.
 
-  The loop is one program, compiled once per shape, method and tree, and for each set of filters that rows use: top-k,
-  top-p, min-p; so for penalties. The values of sampling parameters, keys, prompt lengths, EOS ids and the limit of new tokens may change
-  without compiling again, as long as prompt and new tokens need caches and buffers of the same size.
+  The loop is one program, compiled once per shape, method and tree, and for each set of filters and penalties that rows
+  use. The values of sampling parameters, keys, prompt lengths, EOS ids and the limit of new tokens may change without
+  compiling again, as long as prompt and new tokens need caches and buffers of the same size.
 
   Args:
     rng_key: One typed key, from which row i takes `fold_in(rng_key, i)`, or a key array `[B]`. With a key array a row's
