@@ -40,7 +40,7 @@ def _value(field: dataclasses.Field) -> Any:
   value = flags.FLAGS[field.name].value  # None where a command took the default away
   if not isinstance(value, list):
     return value
-  if field.name in ('stop', 'choice'):  # blanks count
+  if field.name in ('stop', 'choice', 'bad_words'):  # blanks count
     return tuple(value)
   values = tuple(entry.strip() for entry in value)
   return values if _type_of(field) == 'tuple[str, ...]' else command_line.parse_numbers(field.name, values)
