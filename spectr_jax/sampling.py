@@ -148,8 +148,12 @@ class SamplingParams:
 
 def _bias_rows(bias: Any, batch_size: int, vocab_size: int | None) -> Any:
   """`SamplingParams.logit_bias` as float32 `[B, V]`, or None where it adds nothing."""
-  if bias is None or isinstance(bias, jax.Array | np.ndarray):  # of rows already
+  if isinstance(bias, jax.Array | np.ndarray):  # of rows already
+    if bias.shape != (batch_size, vocab_size or bias.shape[-1]):
+      raise ValueError(f'logit_bias must be a mapping, or [{batch_size}, {vocab_size}], got shape {bias.shape}')
     return bias
+  if bias is None:
+    return None
   rows = [bias] * batch_size if isinstance(bias, Mapping) else list(bias)
   if len(rows) != batch_size or not all(row is None or isinstance(row, Mapping) for row in rows):
     raise ValueError(f'logit_bias must map ids to numbers, or be {batch_size} such mappings or None, got {bias!r:.200}')

@@ -216,9 +216,10 @@ def _check_together(request: CompletionRequest, given: Mapping[str, Any]) -> Non
   if request.is_streamed and request.top_logprobs:
     name = 'top_logprobs' if request.is_chat else 'logprobs'
     raise RefusedError('the likeliest tokens are not offered for streams: ask for 0 of them', name)
-  if request.constraint and (request.top_logprobs or (request.echo and request.top_logprobs is not None)):
+  form = request.constraint[2] if request.constraint else 'bad_words' if request.bad_words else None
+  if form and (request.top_logprobs or (request.echo and request.top_logprobs is not None)):
     name = 'top_logprobs' if request.is_chat else 'logprobs'
-    raise RefusedError(f'with {request.constraint[2]} only log probabilities of the new tokens are offered', name)
+    raise RefusedError(f'with {form} only log probabilities of the new tokens are offered', name)
   has_choices = request.constraint is not None and request.constraint[0] == 'choices'
   if request.has_choice_probs and (request.is_streamed or not has_choices):
     raise RefusedError('choice_probs needs structured_outputs.choice, and is not offered for streams', 'choice_probs')
@@ -227,9 +228,8 @@ def _check_together(request: CompletionRequest, given: Mapping[str, Any]) -> Non
   if request.constraint_after and (request.constraint is None or request.has_choice_probs):
     said = 'is not for choice_probs' if request.has_choice_probs else 'needs response_format or structured_outputs'
     raise RefusedError(f'constraint_after {said}', 'constraint_after')
-  if request.sampling.ignore_eos and (request.constraint or request.bad_words):
-    name = request.constraint[2] if request.constraint else 'bad_words'
-    raise RefusedError(f'ignore_eos is not for {name}: a constraint ends where it is complete', 'ignore_eos')
+  if request.sampling.ignore_eos and form:
+    raise RefusedError(f'ignore_eos is not for {form}: a constraint ends where it is complete', 'ignore_eos')
   if request.max_tokens is not None and (request.sampling.min_tokens or 0) > request.max_tokens:
     raise RefusedError(f'min_tokens must be at most max_tokens, {request.max_tokens}', 'min_tokens')
   with refusing('stop'):

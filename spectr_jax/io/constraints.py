@@ -31,7 +31,8 @@ _OBJECT_DEPTH = 3  # levels of objects and lists in `json_schema=True`
 _MOST_CELLS = 2**25  # transitions of a table, 128 MiB
 _MOST_MERGING = 2**28  # transitions that are looked at to merge states
 _MOST_TEXT, _MOST_CHOICES = 2**20, 2**12
-_MOST_WORDS, _LONGEST_WORD = 64, 128  # of `bad_words`; bytes or ids of one, and bytes of `after`
+_MOST_WORDS, _MOST_IN_WORDS = 64, 2**10  # of `bad_words`; bytes and ids of all together
+_LONGEST_WORD = 128  # bytes or ids of one, and bytes of `after`
 _SAID_OF_SYNTAX = "it is no expression of Rust's `regex`, which does not look around or back, or repeats too often"
 _SCRIPT = pathlib.Path(__file__).with_name('constraint_worker.py')
 _MOST_ANSWER = 2**26  # bytes
@@ -150,6 +151,8 @@ def _words(bad_words: Any) -> tuple[list[bytes], list[tuple[int, ...]]]:
       sequences.append(tuple(each))
     else:
       raise ValueError(f'bad_words must be texts or lists of 1 to {_LONGEST_WORD} ids, got {shown(each)}')
+  if (size := sum(map(len, [*words, *sequences]))) > _MOST_IN_WORDS:
+    raise ValueError(f'bad_words have {size:,} bytes and ids together, allowed are {_MOST_IN_WORDS:,}')
   return words, sequences
 
 

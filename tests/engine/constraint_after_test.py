@@ -191,6 +191,7 @@ def test_json_behind_a_marker_may_begin_on_a_new_line():
   ({'after': 'x' * 129, 'regex': 'a'}, 'after has 129 bytes, allowed are 128'),
   ({'bad_words': 'ab'}, 'bad_words must be a list of at most 64 texts or lists of ids'),
   ({'bad_words': ['']}, 'a text of bad_words must be a text that is not empty'),
+  ({'bad_words': ['ab' * 64] * 9}, 'bad_words have 1,152 bytes and ids together, allowed are 1,024'),
   ({'bad_words': [[]]}, 'bad_words must be texts or lists of 1 to 128 ids'),
   ({'bad_words': [[99]]}, 'bad_words must name ids from 0 to 11, got 99'),
   ({'bad_words': [[True]]}, 'bad_words must be texts or lists of 1 to 128 ids'),

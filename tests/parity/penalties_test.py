@@ -49,9 +49,8 @@ def test_greedy_text_is_that_of_transformers(pair, options):
     sampling=SamplingParams(temperature=0.0, **options),
   )  # fmt: skip
   renamed = {'min_new_tokens' if name == 'min_tokens' else name: value for name, value in options.items()}
+  renamed |= {'do_sample': False, 'max_new_tokens': NEW}
   for row, prompt in enumerate(PROMPTS):
     with torch.no_grad():
-      ids = reference.generate(
-        torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), do_sample=False, max_new_tokens=NEW, **renamed
-      )
+      ids = reference.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), **renamed)
     assert result.tokens[row, : result.lengths[row]].tolist() == ids[0, len(prompt) :].tolist()
