@@ -9,6 +9,7 @@ from absl import flags
 
 from common import command_line, help_text
 from decode.experiment.options import FIELDS, DecodeOptions
+from spectr_jax.sampling import COUNTED
 
 _DEFINE = {
   'str': flags.DEFINE_string,
@@ -34,6 +35,7 @@ def _define(field: dataclasses.Field) -> None:
 
 for _field in FIELDS.values():
   _define(_field)
+help_text.leave_out(*COUNTED, 'logit_bias', 'min_tokens', 'ignore_eos')
 
 
 def _value(field: dataclasses.Field) -> Any:

@@ -55,12 +55,8 @@ class SamplingOptions:
   )
   min_tokens: int = option('Sampling', 'New tokens before an id that ends a text may come.', 0, rule=_TOKENS)
   ignore_eos: bool = option('Sampling', 'Go on behind ids that end a text.', False)
-  bad_words: tuple[str, ...] = option(
-    'Sampling', 'Text that continuations never have in them; repeat for several.', (), is_repeated=True
-  )
-  constraint_after: str | None = option(
-    'Sampling', 'Text behind which --regex, --json_schema or --choice begins to hold, such as </think>.', None
-  )
+  bad_words: tuple[str, ...] = option('Sampling', 'Text that never comes; repeat for several.', (), is_repeated=True)
+  constraint_after: str | None = option('Sampling', 'Text behind which the next three begin, as </think>.', None)
   regex: str | None = option('Sampling', 'Regular expression that continuations match.', None)
   json_schema: str | None = option('Sampling', 'File of a JSON schema that continuations follow.', None)
   choice: tuple[str, ...] = option(
