@@ -143,11 +143,7 @@ def _words(bad_words: Any) -> tuple[list[bytes], list[tuple[int, ...]]]:
   for each in bad_words:
     if isinstance(each, str):
       words.append(_encoded(each, 'a text of bad_words'))
-    elif (
-      isinstance(each, Sequence)
-      and 1 <= len(each) <= _LONGEST_WORD
-      and all(isinstance(i, int | np.integer) for i in each)
-    ):
+    elif isinstance(each, Sequence) and 1 <= len(each) <= _LONGEST_WORD and all(type(i) is int for i in each):
       sequences.append(tuple(each))
     else:
       raise ValueError(f'bad_words must be texts or lists of 1 to {_LONGEST_WORD} ids, got {shown(each)}')
