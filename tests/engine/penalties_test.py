@@ -12,13 +12,17 @@ from coarse import coarse
 
 import spectr_jax
 from spectr_jax import METHODS, Constraint, Request, SamplingParams, Session, TokenTree, generate_many, lookup_drafter
-from spectr_jax.draft import Confident, Likeliest, growing, lookup_beside, model_drafter
+from spectr_jax.draft import Confident, Likeliest, growing, lookup_beside, model_drafter, vocabulary_drafter
 from spectr_jax.engine import Rows, loop
+from spectr_jax.engine.sharding import DecodeSharding
 from spectr_jax.models.table import table_model
 from spectr_jax.penalties import Penalties, TokenCounts
 from spectr_jax.sampling import COUNTED, logits_to_probs
-from spectr_jax.testing import chi_square, joint_law, random_tables
+from spectr_jax.sharding import make_mesh
+from spectr_jax.testing import chi_square, joint_law, random_tables, tiny_transformers
 from spectr_jax.testing.tables import first_context
+from tests.draft.tiny_heads import tiny_head, tiny_medusa, tiny_one_pass
+from tests.draft.toy_vocabularies import other_vocabulary
 from tests.engine.runs import begin, generate, make_keys
 from tests.slow import slow_but
 
@@ -314,3 +318,28 @@ def test_rows_that_may_have_penalties_take_them_without_another_program(chains):
     rows.step(None)
     rows.end(list(rows.owners))
   assert loop.run_rounds._cache_size() == 1
+
+
+_HEADS = {
+  'head': tiny_head,
+  'heads in one pass': lambda: tiny_head(mask_id=0),
+  'medusa': tiny_medusa,
+  'one pass': tiny_one_pass,
+  'another vocabulary': lambda: vocabulary_drafter(
+    tiny_transformers(vocab_size=7)[1], other_vocabulary(num_draft=7, num_target=5, num_shared=4)
+  ),
+  'on a mesh of one': lambda: model_drafter(tiny_transformers()[1]),
+}
+
+
+@pytest.mark.parametrize('kind', slow_but(['head'], _HEADS))
+def test_seed_exact_tokens_are_those_of_the_seed_with_any_drafter(kind):
+  target, keys = tiny_transformers()[0], make_keys()
+  sampling = SamplingParams(temperature=[0.7, 1.0, 1.0, 2.0], **ALL, top_k=3)
+  options = {'sampling': sampling, 'eos_id': 3, 'prompts': [[1], [1, 4], [2, 3, 1], [0, 0]], 'lengths': None}
+  sharding = DecodeSharding(make_mesh({}, jax.devices()[:1])) if 'mesh' in kind else None
+  tree = TokenTree.chains(2, 2)
+  found = generate((target, _HEADS[kind]()), 'ersd', keys, tree=tree, sharding=sharding, **options)
+  wanted = generate((target, None), 'gumbel', keys, **options)
+  np.testing.assert_array_equal(found.tokens, wanted.tokens)
+  assert np.any(found.tokens != generate((target, None), 'gumbel', keys, **{**options, 'sampling': None}).tokens)
