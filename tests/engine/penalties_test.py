@@ -222,7 +222,8 @@ def test_greedy_text_is_that_of_a_plain_loop(chains, method):
 
 def test_rows_of_requests_have_penalties_of_their_own(chains):
   logits, models = chains
-  many = [(prompt, options) for options in (*OPTIONS, {'ignore_eos': True}) for prompt in PROMPTS]
+  every = *reversed(OPTIONS), {'ignore_eos': True}  # the first rows have none
+  many = [(prompt, options) for options in every for prompt in PROMPTS]
   requests = [
     Request(number, prompt, jax.random.key(0), SamplingParams(temperature=0.0, **options))
     for number, (prompt, options) in enumerate(many)
