@@ -45,7 +45,8 @@ class SamplingParams:
 
   The other parameters that may be None change the logits before temperature, by the text so far (`Penalties`), or say
   when a row may end. They are those of vLLM: first `logit_bias` and `min_tokens`, then the repetition, the frequency
-  and the presence penalty. A row's text so far has, inside of a tree of guesses, the tokens of the path.
+  and the presence penalty. A row's text so far has, inside of a tree of guesses, the tokens of the path. Words that must
+  not come are constraints (`compile_constraint`).
 
   Attributes:
     temperature: float, scalar or `[B]`; 0 is the point mass at the first largest logit.
@@ -154,7 +155,7 @@ def _bias_rows(bias: Any, batch_size: int, vocab_size: int | None) -> Any:
     return bias
   if bias is None:
     return None
-  rows = [bias] * batch_size if isinstance(bias, Mapping) else list(bias)
+  rows = list(bias) if isinstance(bias, list | tuple) else [bias] * batch_size
   if len(rows) != batch_size or not all(row is None or isinstance(row, Mapping) for row in rows):
     raise ValueError(f'logit_bias must map ids to numbers, or be {batch_size} such mappings or None, got {bias!r:.200}')
   if not any(rows):

@@ -277,6 +277,7 @@ def test_values_share_a_program(chains):
   ({'min_tokens': -1}, 'min_tokens must be at least 0'),
   ({'logit_bias': {9: 1.0}}, 'logit_bias must name ids from 0 to 5, got 9'),
   ({'logit_bias': {1: np.inf}}, 'logit_bias must add numbers from -1e6 to 1e6'),
+  ({'logit_bias': 3.0}, 'logit_bias must map ids to numbers, or be 4 such mappings or None, got 3.0'),
   ({'logit_bias': [{}]}, 'logit_bias must map ids to numbers, or be 4 such mappings'),
 ])  # fmt: skip
 def test_what_is_out_of_range_is_refused_by_one_line(chains, options, said):
