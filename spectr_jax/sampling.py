@@ -45,8 +45,8 @@ class SamplingParams:
 
   The other parameters that may be None change the logits before temperature, by the text so far (`Penalties`), or say
   when a row may end. They are those of vLLM: first `logit_bias` and `min_tokens`, then the repetition, the frequency
-  and the presence penalty. A row's text so far has, inside of a tree of guesses, the tokens of the path. Words that must
-  not come are constraints (`compile_constraint`).
+  and the presence penalty. A row's text so far has, inside of a tree of guesses, the tokens of the path.
+  Words that must not come are constraints (`compile_constraint`).
 
   Attributes:
     temperature: float, scalar or `[B]`; 0 is the point mass at the first largest logit.
