@@ -57,7 +57,9 @@ def take_one(**values: str) -> None:
 
 
 def leave_out(*names: str) -> None:
-  """Keeps flags out of `--help`, which other commands share and this one refuses."""
+  """Keeps flags out of `--help`: those that other commands share and this one refuses, and rare ones, which
+  `--helpfull` has.
+  """
   _left_out.update(names)
 
 

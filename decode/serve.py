@@ -30,7 +30,8 @@ from spectr_jax.unicode import check_unicode
 _UNUSED = (
   'acceptance', 'grid', 'calibration', 'share_of_optimum', 'breakdown', 'profile_dir', 'prompt', 'prompts', 'skip_long',
   'mesh', 'logprobs', 'chat', 'system', 'stop', 'gumbel', 'num_prompts', 'num_samples', 'num_seeds', 'draft_mesh',
-  'regex', 'json_schema', 'choice',
+  'regex', 'json_schema', 'choice', 'presence_penalty', 'frequency_penalty', 'repetition_penalty', 'logit_bias',
+  'min_tokens', 'ignore_eos', 'bad_words',
 )  # fmt: skip
 
 _LONGEST_PROMPT = _MOST_NEW = 1024  # tokens, unless options say otherwise
@@ -66,6 +67,7 @@ def start_worker(
   longest_prompt: int | None = None,
   max_new_tokens: int | None = None,
   most_waiting: int,
+  has_penalties: bool = False,
   notify: Notify,
 ):
   """The thread that decodes, started with its programs compiled, the tokenizer, and the bounds of requests."""
@@ -91,6 +93,7 @@ def start_worker(
     batch_size=options.prompts.batch_size,
     longest_prompt=bounds.longest_prompt,
     most_waiting=most_waiting,
+    has_penalties=has_penalties,
   )
   worker.compile(lambda done, total: notify('compiling; /health says starting', done, total))
   worker.start()
@@ -131,6 +134,12 @@ if __name__ == '__main__':
     'longest_prompt', None, 'The most tokens of a prompt (default 1024, or what a short context leaves).', lower_bound=1
   )
   _WAITING = flags.DEFINE_integer('most_waiting', 512, 'Continuations that may wait for a row.', lower_bound=1)
+  _PENALTIES = flags.DEFINE_bool(
+    'penalties',
+    False,
+    'Let requests ask for presence_penalty, frequency_penalty, repetition_penalty, logit_bias and min_tokens; every row'
+    ' then keeps counts of all tokens.',
+  )
   _ALLOWED = flags.DEFINE_list(
     'allowed_hosts',
     None,
@@ -145,7 +154,8 @@ if __name__ == '__main__':
     None,
     "How the model writes calls of tools: hermes, llama3_json or gemma4. Default the chat template's.",
   )
-  help_text.in_group('Options', _HOST, _PORT, _NAME, _KEY, _KEY_FILE, _LONGEST, _WAITING, _ALLOWED, _KEEP, _TOOLS)
+  own = _HOST, _PORT, _NAME, _KEY, _KEY_FILE, _LONGEST, _WAITING, _PENALTIES, _ALLOWED, _KEEP, _TOOLS
+  help_text.in_group('Options', *own)
   flags.FLAGS.set_default('max_new_tokens', _MOST_NEW)
   flags.FLAGS['max_new_tokens'].help = 'New tokens per prompt, at most (default what the context leaves, up to 1024).'
   flags.FLAGS.set_default('batch_size', 8)
@@ -175,8 +185,9 @@ if __name__ == '__main__':
     server = Server(front, sock, keep_alive=_KEEP.value)
     with show_progress() as notify:
       sizes = {'longest_prompt': _LONGEST.value, 'max_new_tokens': most_new, 'most_waiting': _WAITING.value}
-      worker, tokenizer, bounds = start_worker(options, **sizes, notify=notify)
+      worker, tokenizer, bounds = start_worker(options, **sizes, has_penalties=_PENALTIES.value, notify=notify)
     more = {'together': bounds.together, 'hosts': hosts, 'tool_format': _TOOLS.value}
+    more['constraint_after'] = options.sampling.constraint_after
     served = Served(worker, tokenizer, name, bounds.max_new_tokens, key, **more)
     served.prepare()
     front.app = make_app(served)

@@ -80,6 +80,7 @@ def _conditions_of(workload: Workload) -> dict[str, Any]:
     'batch_size': workload.batch_size,
     'lookup': [models.lookup_max, models.lookup_min] if models.has_lookup else None,
     'constraint': hash_constraint(options.sampling),
+    'penalties': options.sampling.penalties or None,
     **{name: options.flags[name] for name in names},
   }
 

@@ -44,6 +44,8 @@ def _along(function, workload: Workload, model: Model, rows: np.ndarray, tokens:
   if not isinstance(model, Model):
     draft = workload.info['flags']['draft']
     raise ValueError(f'this needs the probabilities of a draft model along texts, and {draft} is not a model')
+  if penalties := workload.options.sampling.penalties:
+    raise ValueError(f'distributions along texts are those without {min(penalties)}: leave it out')
   written, sampling = np.maximum(tokens[rows], 0), workload.sampling.for_rows(len(rows))
   return function(model, workload.tokens[rows], workload.lengths[rows], written, sampling)
 

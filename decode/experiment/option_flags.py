@@ -9,6 +9,7 @@ from absl import flags
 
 from common import command_line, help_text
 from decode.experiment.options import FIELDS, DecodeOptions
+from spectr_jax.sampling import COUNTED
 
 _DEFINE = {
   'str': flags.DEFINE_string,
@@ -34,13 +35,14 @@ def _define(field: dataclasses.Field) -> None:
 
 for _field in FIELDS.values():
   _define(_field)
+help_text.leave_out(*COUNTED, 'logit_bias', 'min_tokens', 'ignore_eos')
 
 
 def _value(field: dataclasses.Field) -> Any:
   value = flags.FLAGS[field.name].value  # None where a command took the default away
   if not isinstance(value, list):
     return value
-  if field.name in ('stop', 'choice'):  # blanks count
+  if field.name in ('stop', 'choice', 'bad_words'):  # blanks count
     return tuple(value)
   values = tuple(entry.strip() for entry in value)
   return values if _type_of(field) == 'tuple[str, ...]' else command_line.parse_numbers(field.name, values)

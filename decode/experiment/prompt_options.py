@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 from typing import Any
 
@@ -15,6 +16,7 @@ from spectr_jax import Constraint, SamplingParams, StopStrings
 from spectr_jax.engine.stop import check_stop_texts
 from spectr_jax.io.tokenizer import TokenizerBase
 from spectr_jax.io.untrusted import parse_json, read_text, shown
+from spectr_jax.kernels.filters import FILTERS_BY_NAME
 from spectr_jax.sampling import SAMPLING_NAMES
 from spectr_jax.unicode import check_unicode
 
@@ -24,6 +26,9 @@ SHIPPED_PROMPTS = PRETRAINED / 'prompts.jsonl'
 _TOP_K: Rule = 'at least 0 (0 keeps all) and below 2**31', lambda x: 0 <= x < 2**31
 _TOP_P: Rule = 'above 0 and at most 1', lambda x: 0 < x <= 1
 _MIN_P: Rule = 'from 0 to 1 (0 keeps all)', lambda x: 0 <= x <= 1
+_PENALTY: Rule = 'from -1e6 to 1e6', lambda x: abs(x) <= 1e6
+_REPETITION: Rule = 'from 1e-6 to 1e6 (1 changes nothing)', lambda x: 1e-6 <= x <= 1e6
+_TOKENS: Rule = 'at least 0 and below 2**31', lambda x: 0 <= x < 2**31
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,6 +41,22 @@ class SamplingOptions:
   min_p: float = option(
     'Sampling', 'Sample from tokens at least this many times as likely as the likeliest; 0 for all.', 0.0, rule=_MIN_P
   )
+  presence_penalty: float = option(
+    'Sampling', 'Subtracted from the logits of tokens that the continuation has.', 0.0, rule=_PENALTY
+  )
+  frequency_penalty: float = option(
+    'Sampling', 'Subtracted as often as the continuation has the token.', 0.0, rule=_PENALTY
+  )
+  repetition_penalty: float = option(
+    'Sampling', 'Divides logits above 0, and multiplies others, of tokens in the text so far.', 1.0, rule=_REPETITION
+  )
+  logit_bias: tuple[str, ...] = option(
+    'Sampling', 'ID:NUMBER, which is added to the logit of this id; repeat for several.', (), is_repeated=True
+  )
+  min_tokens: int = option('Sampling', 'New tokens before an id that ends a text may come.', 0, rule=_TOKENS)
+  ignore_eos: bool = option('Sampling', 'Go on behind ids that end a text.', False)
+  bad_words: tuple[str, ...] = option('Sampling', 'Text that never comes; repeat for several.', (), is_repeated=True)
+  constraint_after: str | None = option('Sampling', 'Text behind which the next three begin, as </think>.', None)
   regex: str | None = option('Sampling', 'Regular expression that continuations match.', None)
   json_schema: str | None = option('Sampling', 'File of a JSON schema that continuations follow.', None)
   choice: tuple[str, ...] = option(
@@ -52,6 +73,10 @@ class SamplingOptions:
     given = [name for name in CONSTRAINTS if getattr(self, name) not in (None, ())]
     if len(given) > 1:
       raise ValueError(f'{given[0]} and {given[1]} are both given; choose one')
+    if self.ignore_eos and (given or self.bad_words):
+      other = (*given, 'bad_words')[0]
+      raise ValueError(f'ignore_eos and {other} are both given: a constraint ends where it is complete')
+    list(map(_read_bias, self.logit_bias))
 
   @property
   def seeds(self) -> range:
@@ -60,20 +85,34 @@ class SamplingOptions:
   @property
   def params(self) -> SamplingParams:
     """What `logits_to_probs` makes all distributions with, of drafts and in `engine.loop.judge`."""
-    return SamplingParams(**{name: getattr(self, name) for name in SAMPLING_NAMES})
+    values = {name: getattr(self, name) for name in SAMPLING_NAMES}
+    return SamplingParams(**values | {'logit_bias': dict(map(_read_bias, self.logit_bias))})
+
+  @property
+  def penalties(self) -> dict[str, Any]:
+    """What is asked for beside temperature and filters, as JSON values."""
+    names = [name for name in SAMPLING_NAMES if name != 'temperature' and name not in FILTERS_BY_NAME]
+    defaults = {field.name: field.default for field in dataclasses.fields(self)}
+    given = {name: getattr(self, name) for name in names if getattr(self, name) != defaults[name]}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
 
   def read_constraint(self) -> dict[str, Any]:
-    """What continuations must follow, as a keyword argument of `compile_constraint`; empty for nothing.
+    """What continuations must follow, as keyword arguments of `compile_constraint`; empty for nothing.
 
     Raises:
       ValueError: The file of the schema is unusable.
     """
+    given: dict[str, Any] = {'bad_words': list(self.bad_words)} if self.bad_words else {}
+    if self.constraint_after is not None:
+      given['after'] = self.constraint_after
     if self.json_schema is not None:
       schema = parse_json(read_text(self.json_schema), self.json_schema)
       if not isinstance(schema, dict | bool):
         raise ValueError(f'the JSON schema {self.json_schema} must be an object or a boolean, got {shown(schema)}')
-      return {'json_schema': schema}
-    return {'regex': self.regex} if self.regex is not None else {'choices': self.choice} if self.choice else {}
+      return {**given, 'json_schema': schema}
+    if self.regex is not None:
+      return {**given, 'regex': self.regex}
+    return {**given, 'choices': self.choice} if self.choice else given
 
   def make_constraint(self, tokenizer: TokenizerBase, vocab_size: int) -> Constraint | None:
     """What continuations must follow, or None.
@@ -93,6 +132,14 @@ class SamplingOptions:
     if made.narrower:
       print(f'--json_schema is followed more narrowly: {"; ".join(made.narrower)}', file=sys.stderr)
     return made
+
+
+def _read_bias(entry: str) -> tuple[int, float]:
+  """The id and the number of an entry of `logit_bias`."""
+  found = re.fullmatch(r'(\d{1,10}):([-+]?(?:\d+\.?\d*|\.\d+))', entry.strip(), re.ASCII)
+  if found is None:
+    raise ValueError(f'logit_bias must be ID:NUMBER, such as 17:-2.5, got {shown(entry)}')
+  return int(found[1]), float(found[2])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

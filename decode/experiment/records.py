@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -109,7 +110,7 @@ def _numbers(values: np.ndarray) -> list[float | None]:
 
 
 def continuation_of(
-  measurement: Measurement, row: int, tokenizer: TokenizerBase, stop: StopStrings | None
+  measurement: Measurement, row: int, eos_ids: Collection[int], stop: StopStrings | None
 ) -> Continuation:
   length = measurement.lengths[row]
   return Continuation(
@@ -117,7 +118,7 @@ def continuation_of(
     tokens=measurement.tokens[row, :length],
     origins=measurement.origins[row, :length],
     num_target_calls=int(measurement.num_target_calls[row]),
-    finish_reason=finish_reason(measurement.tokens[row, :length], tokenizer.eos_ids, stop),
+    finish_reason=finish_reason(measurement.tokens[row, :length], eos_ids, stop),
     logprobs=None if measurement.logprobs is None else measurement.logprobs[row, :length],
   )
 
@@ -125,11 +126,12 @@ def continuation_of(
 def to_jsonl(run: DecodeRun) -> str:
   """The continuations as JSONL, one line per setting, seed, prompt and sample."""
   lines, texts = [], (run.tokenizer, run.options.prompts.make_stop(run.tokenizer))
+  eos_ids = () if run.options.sampling.ignore_eos else run.tokenizer.eos_ids
   for measurement in run.measurements:
     setting = describe_setting(run.options, measurement.setting)
     for row in range(len(measurement.lengths)):
       place, sample = divmod(row, run.options.sampling.num_samples)
-      continuation = continuation_of(measurement, row, *texts)
+      continuation = continuation_of(measurement, row, eos_ids, texts[1])
       line = describe_continuation(setting, run.prompts[place], measurement.seed, sample, continuation, *texts)
       lines.append(json.dumps(line, ensure_ascii=False) + '\n')
   return ''.join(lines)
@@ -142,7 +144,8 @@ def to_jsonl(run: DecodeRun) -> str:
 OPTIONS = {
   'run': (  # of its field `run`
     'target', 'draft', 'lookup_max', 'lookup_min', 'lookup_corpus', 'dtype', 'weights', 'growth_threshold', 'gumbel',
-    'logprobs', 'regex', 'json_schema', 'choice',
+    'logprobs', 'regex', 'json_schema', 'choice', 'presence_penalty', 'frequency_penalty', 'repetition_penalty',
+    'logit_bias', 'min_tokens', 'ignore_eos', 'bad_words', 'constraint_after',
   ),
   'setting': ('method', 'num_drafts', 'draft_length', 'tree', 'children', 'epsilon', 'temperature'),
   'field': ('top_k', 'top_p', 'min_p', 'stop', 'max_new_tokens', 'chat', 'system'),
@@ -172,6 +175,7 @@ def describe_run(work: Workload, setting: Setting) -> dict[str, Any]:
     'gumbel': options.methods.gumbel,
     'logprobs': options.prompts.logprobs,
     **({'constraint': constraint} if (constraint := hash_constraint(options.sampling)) else {}),
+    **({'penalties': penalties} if (penalties := options.sampling.penalties) else {}),
   }
   fields = {name: options.flags[name] for name in OPTIONS['field']}
   return {'run': run} | describe_setting(options, setting) | fields | {'stop': list(options.prompts.stop)}

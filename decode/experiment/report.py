@@ -232,6 +232,7 @@ def _headline(run: DecodeRun) -> str:
     filters.append(f'top-p {options.sampling.top_p:g}')
   if options.sampling.min_p:
     filters.append(f'min-p {options.sampling.min_p:g}')
+  filters += [f'{name} {value}'.replace('_', ' ') for name, value in options.sampling.penalties.items()]
   device = run.info['device']
   batch_size = min(options.prompts.batch_size, len(run.prompts))
   samples = f', {options.sampling.num_samples} samples of each prompt' if options.sampling.num_samples > 1 else ''

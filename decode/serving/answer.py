@@ -19,7 +19,7 @@ from decode.serving.compiling import Compiler
 from decode.serving.faults import RefusedError, refusing
 from decode.serving.protocol import DEFAULT_TOKENS, MOST_SAMPLES, CompletionRequest
 from decode.serving.tools import Reader, Style, style_of
-from decode.serving.worker import CHOICE_TOKENS, Job, Piece, Worker
+from decode.serving.worker import CHOICE_TOKENS, PENALTIES, Job, Piece, Worker
 from spectr_jax import ChoiceProbs, Constraint, LogLikelihood, StopStrings
 from spectr_jax.engine import sample_keys
 from spectr_jax.engine.choices import Choices
@@ -48,6 +48,7 @@ class Served:
   )
   compiler: Compiler = dataclasses.field(default_factory=Compiler)
   tool_format: str | None = None  # None for that of the chat template
+  constraint_after: str | None = None  # where the constraints of requests begin that do not say it
 
   def prepare(self) -> None:
     """Does what is done once, and what the first requests would wait for: a look at the vocabulary, and programs."""
@@ -164,6 +165,13 @@ class Answer:
   def _check_sizes(self) -> None:
     """Refuses what is too large before any of it is encoded."""
     request, worker, most = self.request, self.served.worker, self.served.most_characters
+    for name in PENALTIES:
+      if getattr(request.sampling, name) is not None and not worker.has_penalties:
+        raise RefusedError(f'{name} needs a server that was started with --penalties', name)
+    if unknown := [token for token in request.sampling.logit_bias or () if token >= worker.vocab_size]:
+      raise RefusedError(
+        f'logit_bias has the id {unknown[0]}, the vocabulary is 0 to {worker.vocab_size - 1}', 'logit_bias'
+      )
     number = len(request.prompts) * request.num_samples
     if number > worker.most_held:
       raise RefusedError(f'{number} continuations are more than {worker.most_held}, the rows and those that wait', 'n')

@@ -132,8 +132,12 @@ def make_app(served: Served) -> Starlette:
     body = await request.body()
 
     asked = await _in_thread(served, lambda: parse(_parsed(body), is_chat=is_chat, model=served.name))
-    asked_for = None if asked.max_tokens == 0 else served.constraint_of(asked)  # nothing is decoded
-    compiling = served.compiler.compile(asked_for, served.tokenizer, worker.vocab_size)
+    is_decoded = asked.max_tokens != 0
+    asked_for, words = (served.constraint_of(asked), asked.bad_words) if is_decoded else (None, ())
+    after = served.constraint_after if asked.constraint_after is None else asked.constraint_after
+    compiling = served.compiler.compile(
+      asked_for, served.tokenizer, worker.vocab_size, after=after or None, bad_words=words
+    )
     constraint = await _unless_gone(request, compiling)
 
     def submitted() -> Answer:

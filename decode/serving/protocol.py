@@ -1,7 +1,7 @@
 """What a request may say: the fields of completions and chat completions, checked one by one.
 
 Every field is either known, and does what it says, or refused by its name. Fields of the interface that this endpoint
-does not have are accepted where their value turns them off, such as `presence_penalty` 0.
+does not have are accepted where their value turns them off, such as `length_penalty` 1.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from spectr_jax.engine.stop import check_stop_texts
 from spectr_jax.io.untrusted import ANYTHING, FLAG, Kind, name_shown, real, shown, whole
 from spectr_jax.unicode import check_unicode
 
-MOST_PROMPTS, MOST_SAMPLES, MOST_TOP, MOST_STOPS, MOST_MESSAGES = 64, 16, 20, 16, 1_000
+MOST_PROMPTS, MOST_SAMPLES, MOST_TOP, MOST_STOPS, MOST_MESSAGES, MOST_BIASES = 64, 16, 20, 16, 1_000, 1_024
 _ROLES = 'system', 'developer', 'user', 'assistant', 'tool'
 DEFAULT_TOKENS = 16  # of a completion that names no limit, as the interface has it
 
@@ -40,6 +40,8 @@ class CompletionRequest:
   echo: bool  # the prompt is returned in front
   # a keyword argument of `compile_constraint`, and the field that asks for it
   constraint: tuple[str, Any, str] | None = None
+  constraint_after: str | None = None  # where the constraint begins: empty for at once, None for the server's default
+  bad_words: tuple[str, ...] = ()
   has_choice_probs: bool = False  # the response says how likely each of the constraint's choices is
   tools: Tools | None = None  # that may be called
 
@@ -66,6 +68,12 @@ def _off(*values: Any) -> Kind:
   return Kind('', lambda x: any(x == off and isinstance(x, bool) == isinstance(off, bool) for off in values))
 
 
+def _is_bias(x: Any) -> bool:
+  if not isinstance(x, dict) or len(x) > MOST_BIASES:
+    return False
+  return all(name.isascii() and name.isdigit() and len(name) < 10 and real(-100, 100).is_valid(x[name]) for name in x)
+
+
 _STREAM_OPTIONS = {'include_usage': FLAG, 'continuous_usage_stats': FLAG, 'include_obfuscation': _off(False)}
 
 
@@ -80,16 +88,14 @@ _LIMIT = Kind('a whole number of tokens', whole().is_valid)
 # Fields of this interface and of others' extensions of it that do nothing here, with the values that ask for nothing.
 # Those without such a value always ask for something: empty options of a web search are one with the usual options.
 _OFF: dict[str, Kind] = {
-  **dict.fromkeys(('presence_penalty', 'frequency_penalty', 'min_tokens', 'no_repeat_ngram_size', 'priority'), _off(0)),
+  **dict.fromkeys(('no_repeat_ngram_size', 'priority'), _off(0)),
   **dict.fromkeys(('mirostat', 'dry_multiplier', 'xtc_probability', 'dynatemp_range', 'penalty_alpha'), _off(0)),
-  **dict.fromkeys(('repetition_penalty', 'repeat_penalty', 'length_penalty', 'typical_p'), _off(1)),
+  **dict.fromkeys(('repeat_penalty', 'length_penalty', 'typical_p'), _off(1)),
   **dict.fromkeys(('num_beams', 'num_return_sequences'), _off(1)),
-  **dict.fromkeys(('tools', 'functions', 'stop_token_ids', 'bad_words', 'logits_processors', 'documents'), _off([])),
-  **dict.fromkeys(('logit_bias', 'metadata', 'prompt_cache_options', 'chat_template_kwargs'), _off({})),
+  **dict.fromkeys(('tools', 'functions', 'stop_token_ids', 'logits_processors', 'documents'), _off([])),
+  **dict.fromkeys(('metadata', 'prompt_cache_options', 'chat_template_kwargs'), _off({})),
   **dict.fromkeys(('mm_processor_kwargs', 'media_io_kwargs', 'kv_transfer_params', 'vllm_xargs'), _off({})),
-  **dict.fromkeys(
-    ('store', 'ignore_eos', 'include_stop_str_in_output', 'use_beam_search', 'early_stopping'), _off(False)
-  ),
+  **dict.fromkeys(('store', 'include_stop_str_in_output', 'use_beam_search', 'early_stopping'), _off(False)),
   **dict.fromkeys(('return_token_ids', 'return_tokens_as_token_ids', 'return_full_text', 'watermark'), _off(False)),
   **dict.fromkeys(('return_token_offsets', 'return_prompt_text', 'return_hidden_states', 'no_stop_trim'), _off(False)),
   **dict.fromkeys(('skip_special_tokens', 'use_cache'), _off(True)),
@@ -126,6 +132,14 @@ _SHARED: dict[str, Kind] = {
   'max_tokens': _LIMIT,
   'max_new_tokens': _LIMIT,
   'do_sample': FLAG,
+  'presence_penalty': Kind('a number from -2 to 2', real(-2, 2).is_valid),
+  'frequency_penalty': Kind('a number from -2 to 2', real(-2, 2).is_valid),
+  'repetition_penalty': Kind('a number from 0.01 to 100', real(0.01, 100).is_valid),
+  'logit_bias': Kind(f'an object of at most {MOST_BIASES} ids with numbers from -100 to 100', _is_bias),
+  'min_tokens': _LIMIT,
+  'ignore_eos': FLAG,
+  'bad_words': Kind('a list of texts', lambda x: isinstance(x, list) and all(map(_is_text, x))),
+  'constraint_after': _TEXT,
   'response_format': Kind('an object with a type', lambda x: isinstance(x, dict)),
   'choice_probs': FLAG,
   'structured_outputs': Kind('an object with json, regex, choice or json_object', lambda x: isinstance(x, dict)),
@@ -192,6 +206,8 @@ def parse(body: Any, *, is_chat: bool, model: str) -> CompletionRequest:
     top_logprobs=_top(given, is_chat),
     echo=given.get('echo', False),
     constraint=_constraint(given),
+    constraint_after=given.get('constraint_after'),
+    bad_words=tuple(given.get('bad_words', ())),
     has_choice_probs=given.get('choice_probs', False),
     tools=read_tools(given) if is_chat else None,
   )
@@ -213,21 +229,23 @@ def _check_together(request: CompletionRequest, given: Mapping[str, Any]) -> Non
   if request.constraint and request.tools:
     field = request.constraint[2]
     raise RefusedError(f'{field} beside tools is offered with tool_choice none alone', field)
-  by = (
-    request.constraint[2]
-    if request.constraint
-    else 'tool_choice'
-    if request.tools and request.tools.is_required
-    else ''
-  )
-  if by and (request.top_logprobs or (request.echo and request.top_logprobs is not None)):
+  forms = request.constraint and request.constraint[2], request.tools and request.tools.is_required and 'tool_choice'
+  form = next(filter(None, (*forms, request.bad_words and 'bad_words')), None)
+  if form and (request.top_logprobs or (request.echo and request.top_logprobs is not None)):
     name = 'top_logprobs' if request.is_chat else 'logprobs'
-    raise RefusedError(f'with {by} only log probabilities of the new tokens are offered', name)
+    raise RefusedError(f'with {form} only log probabilities of the new tokens are offered', name)
   has_choices = request.constraint is not None and request.constraint[0] == 'choices'
   if request.has_choice_probs and (request.is_streamed or not has_choices):
     raise RefusedError('choice_probs needs structured_outputs.choice, and is not offered for streams', 'choice_probs')
   if request.max_tokens == 0 and not (request.echo or request.has_choice_probs):
     raise RefusedError('max_tokens 0 is for echo and choice_probs', 'max_tokens')
+  if request.constraint_after and (request.constraint is None or request.has_choice_probs):
+    said = 'is not for choice_probs' if request.has_choice_probs else 'needs response_format or structured_outputs'
+    raise RefusedError(f'constraint_after {said}', 'constraint_after')
+  if request.sampling.ignore_eos and form:
+    raise RefusedError(f'ignore_eos is not for {form}: a constraint ends where it is complete', 'ignore_eos')
+  if request.max_tokens is not None and (request.sampling.min_tokens or 0) > request.max_tokens:
+    raise RefusedError(f'min_tokens must be at most max_tokens, {request.max_tokens}', 'min_tokens')
   with refusing('stop'):
     check_stop_texts(request.stop)
 
@@ -239,6 +257,13 @@ def _sampling(given: Mapping[str, Any]) -> SamplingParams:
     top_k=0 if top_k == -1 else top_k,  # other servers write -1 for all
     top_p=float(given.get('top_p', 1.0)),
     min_p=float(given.get('min_p', 0.0)),
+    # What changes nothing is left out: it needs no server that is prepared for it.
+    presence_penalty=given.get('presence_penalty') or None,
+    frequency_penalty=given.get('frequency_penalty') or None,
+    repetition_penalty=None if given.get('repetition_penalty', 1) == 1 else given['repetition_penalty'],
+    logit_bias={int(token): value for token, value in given.get('logit_bias', {}).items()} or None,
+    min_tokens=given.get('min_tokens') or None,
+    ignore_eos=given.get('ignore_eos') or None,
   )
 
 

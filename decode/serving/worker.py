@@ -36,6 +36,7 @@ from spectr_jax.engine import Rows
 from spectr_jax.engine.choices import Choices, score_choices
 from spectr_jax.engine.likelihood import CHUNK
 from spectr_jax.io.tokenizer import TokenizerBase
+from spectr_jax.sampling import COUNTED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +74,7 @@ def _next_piece(job: Job, result: Generation, row: int, eos_ids: Collection[int]
   for place in range(seen, end):  # one by one, since the first that completes a stop text is the last
     token = int(result.tokens[row, place])
     text += job.stream.add([token])
-    if job.stream.is_stopped or token in eos_ids:
+    if job.stream.is_stopped or (token in eos_ids and not job.sampling.ignore_eos):
       end, reason = place + 1, 'stop'
       break
   if end == seen:
@@ -94,7 +95,10 @@ def _next_piece(job: Job, result: Generation, row: int, eos_ids: Collection[int]
 
 
 # What requests may ask for and compile nothing anew: every filter, a constraint in every row, and choices.
-_EVERY_FILTER = SamplingParams(1.0, top_k=1, top_p=0.5, min_p=0.5)
+_EVERY_FILTER = SamplingParams(1.0, top_k=1, top_p=0.5, min_p=0.5, ignore_eos=True)
+# And what they may if the rows are prepared, which takes memory of the size of the vocabulary in every row.
+_EVERY_PENALTY = {**dict.fromkeys(COUNTED, 0.5), 'logit_bias': {0: 1.0}, 'min_tokens': 1}
+PENALTIES = tuple(_EVERY_PENALTY)
 _SIZES = TableSizes(transitions=2**20, states=2**14, masks=2**10)
 CHOICE_TOKENS = 64  # of a choice
 
@@ -103,9 +107,20 @@ class Worker:
   """The thread, its rows, and the continuations that wait for one. `fault` is what ended it before it was told to."""
 
   def __init__(
-    self, decoder: Decoder, tokenizer: TokenizerBase, *, batch_size: int, longest_prompt: int, most_waiting: int
+    self,
+    decoder: Decoder,
+    tokenizer: TokenizerBase,
+    *,
+    batch_size: int,
+    longest_prompt: int,
+    most_waiting: int,
+    has_penalties: bool = False,
   ):
-    """Prepares the rows of a decoder of log probabilities as well; `start` begins."""
+    """Prepares the rows of a decoder of log probabilities as well; `start` begins.
+
+    With `has_penalties` requests may ask for `PENALTIES`.
+    """
+    self.has_penalties = has_penalties
     self.metrics, self.longest_prompt, self.most_waiting = Metrics(), longest_prompt, most_waiting
     self._decoder, self._tokenizer, self._batch_size = decoder, tokenizer, batch_size
     self._waiting: collections.deque[Job] = collections.deque()
@@ -120,7 +135,8 @@ class Worker:
   def _make_rows(self) -> Rows:
     sizes = {'batch_size': self._batch_size, 'longest_prompt': self.longest_prompt}
     tables = _SIZES._replace(constraints=self._batch_size)
-    return Rows(self._decoder, **sizes, filters=_EVERY_FILTER, sizes=tables)
+    filters = dataclasses.replace(_EVERY_FILTER, **_EVERY_PENALTY) if self.has_penalties else _EVERY_FILTER
+    return Rows(self._decoder, **sizes, filters=filters, sizes=tables)
 
   def compile(self, notify: Callable[[int, int], None]) -> None:
     """Runs every program once: a short prompt, a long one, a round, all with and without a constraint; then readings

@@ -10,6 +10,7 @@ import jax
 
 from spectr_jax.constraint import ConstraintTables
 from spectr_jax.model import Model, static_field
+from spectr_jax.penalties import Penalties
 from spectr_jax.proposal import Proposal, ProposalRule
 from spectr_jax.sampling import SamplingParams
 from spectr_jax.sharding import replicated
@@ -54,6 +55,7 @@ class DraftRequest:
     constraints: The constraints of the rows, or None if none has one. `draw_tree` and lookup keep to them. A drafter
       that does not guesses tokens that the target never keeps.
     states: int32 `[B]`, the states of the roots under these constraints, or None.
+    penalties: The penalties of the rows, or None. `draw_tree` applies them; guesses of others are kept less often.
   """
 
   keys: jax.Array
@@ -63,6 +65,7 @@ class DraftRequest:
   given: jax.Array | None = None
   constraints: ConstraintTables | None = None
   states: jax.Array | None = None
+  penalties: Penalties | None = None
 
 
 @jax.tree_util.register_dataclass

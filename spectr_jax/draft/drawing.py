@@ -115,7 +115,7 @@ def draw_tree(
 
   def score(state, first, width, is_range):
     """Computes the distributions `[B, width, V]` of parent nodes from number `first` on, beside the new state."""
-    carry, tokens, probs, states = state
+    carry, tokens, probs, texts = state
     if is_range:
       own = jax.lax.dynamic_slice_in_dim(tokens, parents[first] - 1, width, axis=1)
     else:
@@ -127,13 +127,13 @@ def draw_tree(
       for rows in (jax.lax.dynamic_slice_in_dim(array, first, width) for array in (above, seen))
     )
     carry, logits = score_fn(carry, ScoredNodes(own, first, depths[first], above_own, seen_own))
-    logits, states = _constrained(request, logits, states, above_own, own, first)
+    logits, texts = _limited(request, logits, texts, above_own, own, first, depths[first])
     new_probs = logits_to_probs(logits, sampling)
-    return (carry, tokens, jax.lax.dynamic_update_slice_in_dim(probs, new_probs, first, axis=1), states), new_probs
+    return (carry, tokens, jax.lax.dynamic_update_slice_in_dim(probs, new_probs, first, axis=1), texts), new_probs
 
   def draw(state, new_probs, first, num_children):
     """Draws `num_children` children for each of the parent nodes of `new_probs`, from number `first` on."""
-    carry, tokens, probs, states = state
+    carry, tokens, probs, texts = state
     width = new_probs.shape[1]
     children = jax.lax.dynamic_slice_in_dim(first_child, first, width)
     draw_row = jax.vmap(lambda row_key, probs, child: request.rule(row_key, probs, child, num_children), (None, 0, 0))
@@ -141,20 +141,20 @@ def draw_tree(
     if given is not None:
       own = jax.lax.dynamic_slice_in_dim(given, children[0] - 1, width * num_children, axis=1)
       drawn = jnp.where(own >= 0, own, drawn)
-    return carry, jax.lax.dynamic_update_slice_in_dim(tokens, drawn, children[0] - 1, axis=1), probs, states
+    return carry, jax.lax.dynamic_update_slice_in_dim(tokens, drawn, children[0] - 1, axis=1), probs, texts
 
   def descend(state, new_probs, first, level):
     for start, width, num_children in level.groups:
       state = draw(state, new_probs[:, start : start + width], first + start, num_children)
     return state
 
-  root_logits, states = _constrained_root(request, root_logits[:, None], len(tree.parent_nodes))
+  root_logits, texts = _limited_root(request, root_logits[:, None], len(tree.parent_nodes))
   new_probs = logits_to_probs(root_logits, sampling)
   tokens = jnp.zeros((batch_size, tree.num_nodes), jnp.int32)
   # Every row is written before it is read.
   probs = jax.lax.empty((batch_size, len(tree.parent_nodes), vocab_size), new_probs.dtype).at[:, :1].set(new_probs)
   root, *levels = _levels(tree)
-  state = descend((carry, tokens, probs, states), new_probs, 0, root)
+  state = descend((carry, tokens, probs, texts), new_probs, 0, root)
   first = 1
   for level, run in itertools.groupby(levels):
     # Neighboring depths of one shape, as in long chains, are one loop, so the program does not grow with the depth.
@@ -172,28 +172,53 @@ def draw_tree(
   return proposal, cast(Carry, last)
 
 
-def _constrained_root(request: DraftRequest, logits: jax.Array, num_parents: int) -> tuple[jax.Array, Any]:
-  """Logits `[B, 1, V]` after the root under the rows' constraints, and room for the states of all parent nodes."""
-  if request.constraints is None or request.states is None:
-    return logits, None
-  roots = request.states[:, None]
-  return request.constraints.mask(logits, roots), jnp.zeros((len(roots), num_parents), jnp.int32).at[:, :1].set(roots)
+class _Texts(NamedTuple):
+  """What the texts of parent nodes come to; None where no row asks for it."""
+
+  states: jax.Array | None  # int32 [B, R], under the rows' constraints
+  paths: jax.Array | None  # int32 [B, R, L], the tokens on the path to each node, -1 for none; for penalties
 
 
-def _constrained(
-  request: DraftRequest, logits: jax.Array, states: Any, above: jax.Array, tokens: jax.Array, first: jax.Array
-) -> tuple[jax.Array, Any]:
-  """Logits `[B, W, V]` after nodes of one depth under the rows' constraints, and the states with those of the nodes.
+def _limited_root(request: DraftRequest, logits: jax.Array, num_parents: int) -> tuple[jax.Array, _Texts]:
+  """Logits `[B, 1, V]` after the root under the rows' constraints and penalties, and room for all parent nodes."""
+  states = paths = None
+  if request.constraints is not None and request.states is not None:
+    roots = request.states[:, None]
+    logits = request.constraints.mask(logits, roots)
+    states = jnp.zeros((len(roots), num_parents), jnp.int32).at[:, :1].set(roots)
+  if request.penalties is not None:
+    paths = jnp.full((len(logits), num_parents, request.tree.max_depth), -1, jnp.int32)
+    logits = request.penalties.apply(logits, paths[:, :1])
+  return logits, _Texts(states, paths)
+
+
+def _limited(
+  request: DraftRequest,
+  logits: jax.Array,
+  texts: _Texts,
+  above: jax.Array,
+  tokens: jax.Array,
+  first: jax.Array,
+  depth: jax.Array,
+) -> tuple[jax.Array, _Texts]:
+  """Logits `[B, W, V]` after nodes of one depth under constraints and penalties, and the texts with those of the nodes.
 
   Args:
     request, logits: The rows' request, and what the drafter computed.
-    states: int32 `[B, R]`, the states of the parent nodes of all depths above; None without constraints.
-    above, tokens, first: As of `ScoredNodes`.
+    texts: Those of the parent nodes of all depths above.
+    above, tokens, first, depth: As of `ScoredNodes`.
   """
-  if request.constraints is None or states is None:
-    return logits, states
-  own = request.constraints.after(jnp.take_along_axis(states, above, axis=1), tokens)
-  return request.constraints.mask(logits, own), jax.lax.dynamic_update_slice_in_dim(states, own, first, axis=1)
+  states, paths = texts
+  if request.constraints is not None and states is not None:
+    own = request.constraints.after(jnp.take_along_axis(states, above, axis=1), tokens)
+    logits = request.constraints.mask(logits, own)
+    states = jax.lax.dynamic_update_slice_in_dim(states, own, first, axis=1)
+  if request.penalties is not None and paths is not None:
+    own = jnp.take_along_axis(paths, above[..., None], axis=1)
+    own = jax.lax.dynamic_update_slice_in_dim(own, tokens[..., None], depth - 1, axis=2)
+    logits = request.penalties.apply(logits, own)
+    paths = jax.lax.dynamic_update_slice_in_dim(paths, own, first, axis=1)
+  return logits, _Texts(states, paths)
 
 
 def draw_by_depth(request: DraftRequest, logits: jax.Array, *, growth: Growth | None) -> Proposal:
@@ -215,7 +240,7 @@ class _Growing(NamedTuple):
   chances: jax.Array  # [B, N + 1], the logarithm of each node's chance to be accepted; -inf for unused slots
   probs: jax.Array  # [B, R, V], as in `Proposal`
   seen: jax.Array  # bool [B, R, R], see `ScoredNodes`
-  states: jax.Array | None  # int32 [B, R], of the parent nodes under the rows' constraints
+  texts: _Texts
   estimates: jax.Array | None  # [B, R], for guesses after each parent node
 
 
@@ -241,13 +266,13 @@ def _grow_tree(
     tokens, above = (jnp.maximum(rows[:, nodes - 1], 0) for rows in (state.tokens, state.parents))
     scored = ScoredNodes(tokens, first, depth, above, state.seen[:, nodes])
     carry, logits = score_fn(state.carry, scored)
-    logits, states = _constrained(request, logits, state.states, above, tokens, first)
+    logits, texts = _limited(request, logits, state.texts, above, tokens, first, depth)
     if estimates is not None and state.estimates is not None:
       own = estimates.of_nodes(scored).astype(state.estimates.dtype)
       state = state._replace(estimates=jax.lax.dynamic_update_slice_in_dim(state.estimates, own, first, axis=1))
     new_probs = logits_to_probs(logits, sampling)
     probs = jax.lax.dynamic_update_slice_in_dim(state.probs, new_probs, first, axis=1)
-    return state._replace(carry=carry, probs=probs, states=states)
+    return state._replace(carry=carry, probs=probs, texts=texts)
 
   def expand(state: _Growing, first, width, num_slots, depth):
     """Fills the slots of the next depth."""
@@ -269,7 +294,7 @@ def _grow_tree(
       seen=state.seen.at[:, slots].set(seen | (slots[:, None] == jnp.arange(num_parents)), mode='drop'),
     )
 
-  root_logits, states = _constrained_root(request, root_logits[:, None], num_parents)
+  root_logits, texts = _limited_root(request, root_logits[:, None], num_parents)
   new_probs = logits_to_probs(root_logits, sampling)
   unused = jnp.full((batch_size, tree.num_nodes), -1, jnp.int32)
   state = _Growing(
@@ -279,7 +304,7 @@ def _grow_tree(
     chances=jnp.full((batch_size, tree.num_nodes + 1), -jnp.inf, new_probs.dtype).at[:, 0].set(0),
     probs=jnp.zeros((batch_size, num_parents, vocab_size), new_probs.dtype).at[:, :1].set(new_probs),
     seen=jnp.zeros((batch_size, num_parents, num_parents), bool).at[:, 0, 0].set(True),
-    states=states,
+    texts=texts,
     estimates=None if estimates is None else jnp.zeros((batch_size, num_parents)).at[:, 0].set(estimates.root),
   )
   state = expand(state, 0, 1, widths[1], 0)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from spectr_jax.draft.drafter import Drafter, Growth
 from spectr_jax.draft.drawing import DrawingDrafter
+from spectr_jax.kernels.filters import FILTERS_BY_NAME
 from spectr_jax.sampling import SamplingParams
 
 
@@ -74,7 +75,9 @@ class Likeliest(Growth):
     """The rows' own parameters; for greedy rows the temperature alone, without filters."""
     is_greedy = sampling.temperature == 0
     plain = SamplingParams.make(len(is_greedy), temperature=self.temperature).with_filters_of(sampling)
-    return jax.tree.map(lambda own, other: jnp.where(is_greedy, other, own), sampling, plain)
+    names = [name for name in ('temperature', *FILTERS_BY_NAME) if getattr(sampling, name) is not None]
+    own = {name: jnp.where(is_greedy, getattr(plain, name), getattr(sampling, name)) for name in names}
+    return dataclasses.replace(sampling, **own)
 
   def expand(self, key, rule, probs, chances, slots, estimates=None):
     """The likeliest children, see `Growth.expand`; nothing is drawn."""

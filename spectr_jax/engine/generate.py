@@ -50,9 +50,9 @@ def generate(
 ) -> Generation:
   """Continues prompts with the target's distribution, guessing ahead with a draft.
 
-  The loop is one program, compiled once per shape, method and tree, and for each set of filters that rows use: top-k,
-  top-p, min-p. The values of sampling parameters, keys, prompt lengths, EOS ids and the limit of new tokens may change
-  without compiling again, as long as prompt and new tokens need caches and buffers of the same size.
+  The loop is one program, compiled once per shape, method and tree, and for each set of filters and penalties that rows
+  use. The values of sampling parameters, keys, prompt lengths, EOS ids and the limit of new tokens may change without
+  compiling again, as long as prompt and new tokens need caches and buffers of the same size.
 
   Args:
     rng_key: One typed key, from which row i takes `fold_in(rng_key, i)`, or a key array `[B]`. With a key array a row's
@@ -67,7 +67,7 @@ def generate(
     tree: The guesses of a round, such as `TokenTree.chains(K, L)`; None for a small one, see `Decoder.make`. Methods
       that draft nothing ignore it.
     max_new_tokens: Limit of new tokens per row, an int, or integers `[B]`, one per prompt.
-    sampling: Temperature and filters, of scalars or arrays `[B]`; None for temperature 1 and no filters.
+    sampling: Temperature, filters and penalties, of scalars or arrays `[B]`; None for temperature 1 and no others.
     constraint: What continuations must follow, see `compile_constraint`: one for all prompts, or B of them, in which
       None stands for none. At every step the target's distribution is that of the allowed tokens, before temperature
       and filters; a continuation is cut where its limit ends it. The ids of `eos_id` end it where it is complete.
@@ -76,7 +76,7 @@ def generate(
     sharding: The sharding of rows, models and caches over the devices of a mesh, or None for one device. Models that
       `DecodeSharding.put_models` has sharded already are not moved. Tokens are the same up to rounding.
     logprobs: Whether to return the target's log probabilities of the new tokens, from calls that are made anyway; with
-      a constraint those among the allowed tokens.
+      a constraint those among the allowed tokens, without penalties.
     num_samples: Continuations of each prompt, with the keys of `sample_keys`. Row `b * num_samples + i` of the result
       is sample i of prompt b, and sample 0 is what a single one would be. A prompt is prefilled once, and its row
       of the caches is copied: decoding takes the memory of `B * num_samples` rows.
@@ -216,7 +216,8 @@ def generate_many(
     rows.end(piece.row for piece in done)
     result = rows.result if stop is None else rows.result.cut({piece.row: piece.end for piece in done})
     for piece in done:
-      yield _continuation(piece.request.name, result, piece.row, eos_ids, stop)
+      is_ended = not (piece.request.sampling or sampling or SamplingParams()).ignore_eos
+      yield _continuation(piece.request.name, result, piece.row, eos_ids if is_ended else (), stop)
     # Reading for one row costs as much as for `rows_at_a_time` of them.
     if len(rows.free) >= rows.rows_at_a_time or not rows.owners:
       rows.put(list(itertools.islice(waiting, len(rows.free))))

@@ -31,6 +31,7 @@ from spectr_jax.kernels.dispatch import round_on_one_device
 from spectr_jax.kernels.layouts import in_rows
 from spectr_jax.kernels.softmax import log_totals
 from spectr_jax.model import ModelOutput
+from spectr_jax.penalties import path_tokens
 from spectr_jax.proposal import Proposal
 from spectr_jax.sampling import logits_to_probs
 from spectr_jax.tree import TokenTree
@@ -93,8 +94,8 @@ def propose(decoder: Decoder, state: DecodeState, keys: jax.Array) -> Proposal:
   drafter, rule = decoder.drafter, decoder.method.proposal_rule
   guess, sharding = type(drafter).propose, decoder.sharding
   is_alone = sharding is None or sharding.drafts_alone(drafter, len(keys))
-  constrained = {'constraints': decoder.constraints, 'states': state.constraint_states}
-  request = DraftRequest(keys, state.sampling, decoder.tree, rule, **constrained)
+  limits = {'constraints': decoder.constraints, 'states': state.constraint_states}
+  request = DraftRequest(keys, state.sampling, decoder.tree, rule, **limits, penalties=state.penalties(decoder))
   if sharding is not None and is_alone:
     guess = sharding.on_each_device(guess)
   with round_on_one_device(is_alone):
@@ -135,6 +136,8 @@ def judge(
 ) -> tuple[jax.Array, Verdict, Record | None]:
   """The target's distributions `[B, N + 1, V]` by logits of equal shape, the verdicts, and their records or None."""
   with jax.named_scope(PROBS):
+    if (penalties := state.penalties(decoder)) is not None:
+      logits = penalties.apply(logits, path_tokens(decoder.tree, rows.tokens, rows.parents))
     target_probs = in_rows(logits_to_probs(logits, state.sampling))
   with jax.named_scope(VERIFY):
     verdict, record = decide_rows(
@@ -185,6 +188,8 @@ def _record(
   origins = jnp.where(places < accepted, ORIGIN_DRAFT, own)
 
   is_eos = functools.reduce(jnp.logical_or, [tokens == eos_id for eos_id in decoder.eos_ids])
+  if state.sampling.ignore_eos is not None:
+    is_eos &= ~state.sampling.ignore_eos[:, None]
   has_eos = jnp.any(is_eos, axis=1)
   count = jnp.where(has_eos, jnp.argmax(is_eos, axis=1), verdict.num_accepted) + 1
   count = jnp.minimum(count, state.limits - result.lengths).astype(jnp.int32)
@@ -237,9 +242,11 @@ def commit(
   # No token is negative. The comparison makes every write to the caches depend on the logits, also without a draft, so
   # the compiler sees that the caches are written after they were read, and copies none.
   num_committed = jnp.where(verdict.next_token < 0, 0, result.lengths - state.result.lengths)
+  is_new = jnp.arange(tokens.shape[1]) < num_committed[:, None]
   state = dataclasses.replace(
     _extend_context(state, output, tokens, path, num_committed),
     constraint_states=state.states_after(decoder, proposal, verdict),
+    counts=None if state.counts is None else state.counts.add(tokens, is_new),
     last_token=jnp.where(state.is_done, state.last_token, verdict.next_token),
     root_position=state.root_position + num_committed,
     is_done=is_done,
@@ -306,7 +313,10 @@ def _pass_round(decoder: Decoder, state: DecodeState) -> DecodeState:
   )
   states = None if state.constraint_states is None else state.constraint_states[:, None]
   output = dataclasses.replace(output, logits=masked(decoder.constraints, output.logits, states))
-  target_probs = logits_to_probs(output.logits, state.sampling)
+  logits, penalties = output.logits, state.penalties(decoder)
+  if penalties is not None:
+    logits = penalties.apply(logits, jnp.zeros((*logits.shape[:2], 0), jnp.int32))
+  target_probs = logits_to_probs(logits, state.sampling)
   verifier, tree = decoder.method.verifier, decoder.tree
   verdict = jax.vmap(lambda keys, probs, own: verifier.without_candidates(keys, tree, probs, own))(
     verify_keys, target_probs[:, 0], state.verifier_state

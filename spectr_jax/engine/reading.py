@@ -212,7 +212,10 @@ def _put_rows(decoder: Decoder, state: DecodeState, rows: jax.Array, prompts: Pr
   """`state` with prompts in `rows` `[R]`; entries that are not rows are dropped."""
   fresh = first_state(decoder, prompts, held)
   own, new = state.sampling.with_filters_of(fresh.sampling), fresh.sampling.with_filters_of(state.sampling)
-  state, fresh = dataclasses.replace(state, sampling=own), dataclasses.replace(fresh, sampling=new)
+  # Rows in progress that had no counts have no use for them.
+  counts = jax.tree.map(lambda x: jnp.zeros((len(state.keys), *x.shape[1:]), x.dtype), fresh.counts)
+  counts = counts if state.counts is None else state.counts
+  state, fresh = dataclasses.replace(state, sampling=own, counts=counts), dataclasses.replace(fresh, sampling=new)
   replaced = jax.tree.map(lambda old, new: old.at[rows].set(new, mode='drop') if old.ndim else old, state, fresh)
   return constrain(decoder, replaced)
 

@@ -19,6 +19,7 @@ from spectr_jax.engine.result import Generation
 from spectr_jax.engine.sharding import DecodeSharding
 from spectr_jax.engine.statistics import Statistics
 from spectr_jax.model import Model
+from spectr_jax.penalties import Penalties, TokenCounts
 from spectr_jax.proposal import Proposal
 from spectr_jax.sampling import SamplingParams
 from spectr_jax.verifiers import Verdict
@@ -57,6 +58,7 @@ class DecodeState:
     result: The tokens so far.
     constraint_states: int32 `[B]`, the rows' states in `Decoder.constraints`, 0 for rows without a constraint; None if
       the decoder has none.
+    counts: The tokens of the rows' texts if `sampling` reads them, else None.
   """
 
   keys: jax.Array
@@ -72,6 +74,7 @@ class DecodeState:
   features: jax.Array | None
   result: Generation
   constraint_states: jax.Array | None = None
+  counts: TokenCounts | None = None
 
   @property
   def held(self) -> Held:
@@ -83,6 +86,10 @@ class DecodeState:
     read, cache = () if decoder.drafter is None else decoder.drafter.kv_layers, self.target_cache
     target_kv = tuple((cache.keys[layer], cache.values[layer]) for layer in read) or None
     return DraftContext(self.root_position + 1, decoder.target, self.text, self.features, target_kv)
+
+  def penalties(self, decoder: Decoder) -> Penalties | None:
+    """The penalties of the next round, or None."""
+    return Penalties.of(self.sampling, self.counts, self.result.lengths, decoder.eos_ids)
 
   def node_states(self, decoder: Decoder, proposal: Proposal) -> jax.Array | None:
     """The states `[B, N + 1]` of the root and of all guesses under the constraints, or None without constraints."""
@@ -152,7 +159,10 @@ def checked_prompts(
   sampling = SamplingParams() if sampling is None else sampling
   if not isinstance(sampling, SamplingParams):
     raise ValueError(f'sampling must be SamplingParams, such as SamplingParams(temperature=0.7), got {sampling!r}')
-  params = sampling.for_rows(batch_size)
+  params = sampling.for_rows(batch_size, decoder.target.vocab_size)
+  starts = decoder.start_states(constraint, batch_size)
+  if params.ignore_eos is not None and starts is not None and np.any(np.asarray(params.ignore_eos) & (starts > 0)):
+    raise ValueError('ignore_eos and a constraint are both given: a constraint ends where it is complete')
   if width is not None:
     prompts = np.pad(np.asarray(prompts), ((0, 0), (0, width - prompts.shape[1])))
   checked = Prompts(
@@ -161,7 +171,7 @@ def checked_prompts(
     prompts.astype(jnp.int32),
     prompt_lengths.astype(jnp.int32),
     limits,
-    decoder.start_states(constraint, batch_size),
+    starts,
   )
   if decoder.sharding is None:
     return checked
@@ -202,6 +212,9 @@ def first_state(decoder: Decoder, prompts: Prompts, held: Held) -> DecodeState:
     ),
     constraint_states=prompts.constraint_states,
   )
+  if prompts.sampling.counts_tokens:
+    counts = TokenCounts.of_prompts(prompts.tokens, prompts.lengths, decoder.target.vocab_size)
+    state = dataclasses.replace(state, counts=counts)
   return constrain(decoder, state)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import collections
 import dataclasses
 import functools
 import importlib.util
@@ -30,6 +31,8 @@ _OBJECT_DEPTH = 3  # levels of objects and lists in `json_schema=True`
 _MOST_CELLS = 2**25  # transitions of a table, 128 MiB
 _MOST_MERGING = 2**28  # transitions that are looked at to merge states
 _MOST_TEXT, _MOST_CHOICES = 2**20, 2**12
+_MOST_WORDS, _MOST_IN_WORDS = 64, 2**10  # of `bad_words`; bytes and ids of all together
+_LONGEST_WORD = 128  # bytes or ids of one, and bytes of `after`
 _SAID_OF_SYNTAX = "it is no expression of Rust's `regex`, which does not look around or back, or repeats too often"
 _SCRIPT = pathlib.Path(__file__).with_name('constraint_worker.py')
 _MOST_ANSWER = 2**26  # bytes
@@ -45,6 +48,8 @@ def compile_constraint(
   regex: str | None = None,
   json_schema: Mapping[str, Any] | str | bool | None = None,
   choices: Sequence[str] | None = None,
+  after: str | None = None,
+  bad_words: Sequence[str | Sequence[int]] = (),
   vocab_size: int | None = None,
 ) -> Constraint:
   """Compiles what continuations must be.
@@ -55,6 +60,10 @@ def compile_constraint(
   JSON schema those texts are allowed that `json_schema.schema_regex` describes: properties in the order of the schema,
   at most one space between two parts.
 
+  With `after` any text comes first, and what follows the first `after` in it is constrained: so an answer behind the
+  reasoning that `</think>` ends. A continuation may not end before. Tokens may divide the text `after` in any way;
+  names of special tokens in it and in `bad_words` stand for these tokens, too, which are allowed up to there alone.
+
   Compiling runs `outlines-core` (the extra `grammar`) in a process of its own with at most 30 seconds and 1 GiB.
 
   Args:
@@ -62,32 +71,108 @@ def compile_constraint(
     regex: A regular expression.
     json_schema: A JSON schema, parsed or as a text; True for any JSON object.
     choices: Texts, of which a continuation is one.
+    after: The text behind which the constraint begins, None for none. Up to two line breaks may precede JSON there.
+    bad_words: What continuations never have in them, also without another constraint: texts, however their tokens
+      divide them, and sequences of ids.
     vocab_size: V, where the target has more logits than the tokenizer has ids; the ids beyond are never allowed.
 
   Raises:
-    ValueError: Not exactly one of the three is given; it cannot be compiled, or has something that
-      is not supported; or no text of these tokens is allowed. One line says why.
+    ValueError: Not exactly one of the first three is given, or none without `bad_words`; it cannot be compiled, or has
+      something that is not supported; or no text of these tokens is allowed. One line says why.
     ConstraintBusyError: Compiling took more than these seconds or bytes, and may not where the machine has less to do.
   """
   given = {'regex': regex, 'json_schema': json_schema, 'choices': choices}
   names = [name for name, value in given.items() if value is not None]
-  if len(names) != 1:
+  words, sequences = _words(bad_words)
+  if len(names) != 1 and (names or not (words or sequences)):
     raise ValueError(f'a constraint is one of {", ".join(given)}; got {", ".join(names) or "none"}')
+  marker = None if after is None else _encoded(after, 'after')
+  if marker and not names:
+    raise ValueError(f'after is where a constraint begins, and there is none: give one of {", ".join(given)}')
   narrower: tuple[str, ...] = ()
+  expression, name = '', names[0] if names else 'bad_words'
   if choices is not None:
     expression = _of_choices(choices)
   elif json_schema is not None:
     expression, narrower = _of_schema(json_schema)
-  else:
+    expression = expression if marker is None else rf'\n{{0,2}}(?:{expression})'
+  elif regex is not None:
     expression = _of_regex(regex)
   if vocab_size is not None and (not isinstance(vocab_size, int | np.integer) or vocab_size < 1):
     raise ValueError(f'vocab_size must be a whole number of at least 1, got {shown(vocab_size)}')
-  check_unicode(expression, names[0])
+  check_unicode(expression, name)
   if len(expression) > _MOST_TEXT:
-    raise ValueError(f'{names[0]} has {len(expression):,} characters, allowed are {_MOST_TEXT:,}')
+    raise ValueError(f'{name} has {len(expression):,} characters, allowed are {_MOST_TEXT:,}')
   size = tokenizer.vocab_size if vocab_size is None else vocab_size
-  with named(f'{names[0]} cannot be compiled'):
-    return dataclasses.replace(_over_tokens(*_automaton(expression), tokenizer, size), narrower=narrower)
+  with named(f'{name} cannot be compiled'):
+    made = _of_expression(expression) if names else _Bytes(np.zeros((1, 256), np.int32), *np.ones((2, 1), bool))
+    if marker is not None:
+      made = _behind(marker, made)
+    if words:
+      search = _search(words, 256)
+      table, first = _both(made.next_state, np.where(search == len(search), -1, search))
+      made = _Bytes(table, made.is_final[first], made.is_free[first])
+    constraint = _over_tokens(made, tokenizer, size)
+    return dataclasses.replace(_without(sequences, constraint), narrower=narrower)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Bytes:
+  """An automaton of whole texts over bytes, which begins in state 0."""
+
+  next_state: np.ndarray  # int32 [S, 256], -1 for no way on
+  is_final: np.ndarray  # bool [S]
+  is_free: np.ndarray  # bool [S], where special tokens may come, each with the bytes of its name
+
+
+def _encoded(text: Any, what: str) -> bytes:
+  """The bytes of a text to look for."""
+  if not isinstance(text, str) or not text:
+    raise ValueError(f'{what} must be a text that is not empty, got {shown(text)}')
+  check_unicode(text, what)
+  if (size := len(text.encode())) > _LONGEST_WORD:
+    raise ValueError(f'{what} has {size:,} bytes, allowed are {_LONGEST_WORD}')
+  return text.encode()
+
+
+def _words(bad_words: Any) -> tuple[list[bytes], list[tuple[int, ...]]]:
+  """The texts and the sequences of ids of `bad_words`."""
+  if isinstance(bad_words, str) or not isinstance(bad_words, Sequence) or len(bad_words) > _MOST_WORDS:
+    raise ValueError(f'bad_words must be a list of at most {_MOST_WORDS} texts or lists of ids, got {shown(bad_words)}')
+  words, sequences = [], []
+  for each in bad_words:
+    if isinstance(each, str):
+      words.append(_encoded(each, 'a text of bad_words'))
+    elif isinstance(each, Sequence) and 1 <= len(each) <= _LONGEST_WORD and all(type(i) is int for i in each):
+      sequences.append(tuple(each))
+    else:
+      raise ValueError(f'bad_words must be texts or lists of 1 to {_LONGEST_WORD} ids, got {shown(each)}')
+  if (size := sum(map(len, [*words, *sequences]))) > _MOST_IN_WORDS:
+    raise ValueError(f'bad_words have {size:,} bytes and ids together, allowed are {_MOST_IN_WORDS:,}')
+  return words, sequences
+
+
+def _search(words: Sequence[Sequence[int]], num_symbols: int) -> np.ndarray:
+  """The automaton that finds words in texts of symbols, int32 `[S, num_symbols]`; S where a word is complete.
+
+  A state is the longest beginning of a word that the text ends with (Aho and Corasick 1975).
+  """
+  words = [tuple(word) for word in words]
+  beginnings = sorted({word[:size] for word in words for size in range(len(word))}, key=len)
+  numbers = {each: number for number, each in enumerate(beginnings)}
+  table, found = np.zeros((len(numbers), num_symbols), np.int32), len(numbers)
+  longer, complete = collections.defaultdict(list), collections.defaultdict(list)
+  for each in beginnings[1:]:
+    longer[each[:-1]].append(each)
+  for word in words:
+    complete[word[:-1]].append(word[-1])
+  for each, row in zip(beginnings, table):
+    if each:  # what goes on with no word goes on as after the longest other beginning that the text ends with
+      row[:] = table[next(numbers[each[at:]] for at in range(1, len(each) + 1) if each[at:] in numbers)]
+    for other in longer[each]:
+      row[other[-1]] = found if row[other[-1]] == found else numbers[other]
+    row[complete[each]] = found
+  return table
 
 
 def _of_regex(regex: Any) -> str:
@@ -119,6 +204,54 @@ def _of_schema(schema: Any) -> tuple[str, tuple[str, ...]]:
   if len(text) > _MOST_TEXT:
     raise ValueError(f'the JSON schema is too large: more than {_MOST_TEXT:,} characters')
   return schema_regex(value)
+
+
+def _of_expression(expression: str) -> _Bytes:
+  next_state, is_final, num_states = _merged(*_automaton(expression))
+  return _Bytes(next_state, is_final, np.zeros(num_states, bool))
+
+
+def _behind(marker: bytes, own: _Bytes) -> _Bytes:
+  """The automaton of texts that go on behind the first `marker` in them as `own` says."""
+  search = _search([marker], 256)
+  first = len(search)  # of the states of `own`
+  table = np.where(own.next_state < 0, -1, own.next_state + first)
+  is_final, is_free = np.append(np.zeros(first, bool), own.is_final), np.append(np.ones(first, bool), own.is_free)
+  return _Bytes(np.concatenate([search, table]).astype(np.int32), is_final, is_free)
+
+
+def _both(one: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+  """The automaton of what both `[S1, C]` and `[S2, C]` allow, int32 `[S, C]`, and the first one's state in each."""
+  codes, numbers, rows = [0], {0: 0}, []
+  for code in codes:  # which grow
+    first, second = one[code // len(other)].astype(np.int64), other[code % len(other)]
+    rows.append(np.where((first < 0) | (second < 0), -1, first * len(other) + second))
+    for new in np.unique(rows[-1]).tolist():
+      if new >= 0 and new not in numbers:
+        numbers[new] = len(codes)
+        codes.append(new)
+    if len(codes) * one.shape[1] > _MOST_CELLS:
+      raise ValueError(f'its table has more than {_MOST_CELLS:,} transitions')
+  known = np.sort(codes)
+  number_of = np.append([numbers[code] for code in known.tolist()], -1)
+  after = np.stack(rows)
+  table = number_of[np.where(after < 0, len(known), np.searchsorted(known, after))]
+  return table.astype(np.int32), np.array(codes) // len(other)
+
+
+def _without(sequences: Sequence[tuple[int, ...]], made: Constraint) -> Constraint:
+  """The constraint on continuations that have none of these sequences of ids in them besides."""
+  if not sequences:
+    return made
+  ids = sorted({token for each in sequences for token in each})
+  if ids[0] < 0 or ids[-1] >= made.vocab_size:
+    raise ValueError(f'bad_words must name ids from 0 to {made.vocab_size - 1}, got {min(ids[0], 0) or ids[-1]}')
+  symbol_of = np.zeros(made.vocab_size, np.int32)
+  symbol_of[ids] = np.arange(1, len(ids) + 1)
+  search = _search([symbol_of[list(each)].tolist() for each in sequences], len(ids) + 1)
+  pairs, class_of = np.unique(np.stack([made.class_of, symbol_of]), axis=1, return_inverse=True)
+  table, first = _both(made.next_state[:, pairs[0]], np.where(search == len(search), -1, search)[:, pairs[1]])
+  return _trimmed(table, made.is_final[first], class_of.reshape(-1))
 
 
 def _automaton(regex: str) -> tuple[np.ndarray, np.ndarray]:
@@ -169,14 +302,14 @@ def _levels(tokenizer: TokenizerBase) -> tuple[list[tuple[np.ndarray, np.ndarray
   return levels, found
 
 
-def _over_tokens(next_state: np.ndarray, is_final: np.ndarray, tokenizer: TokenizerBase, vocab_size: int) -> Constraint:
+def _over_tokens(made: _Bytes, tokenizer: TokenizerBase, vocab_size: int) -> Constraint:
   """The constraint of an automaton over bytes.
 
   A beginning of tokens maps states to states. Few of these maps are different, so each is computed once for every pair
   of a shorter map and a byte, whatever the number of tokens.
   """
   # The last state is the one without a way on.
-  next_state, is_final, num_states = _merged(next_state, is_final)
+  next_state, num_states = made.next_state, len(made.next_state)
   step = np.append(np.where(next_state < 0, num_states, next_state), np.full((1, 256), num_states, np.int32), axis=0)
   kinds, kind_of = np.unique(step, axis=1, return_inverse=True)
   kinds, kind_of = np.ascontiguousarray(kinds.T), kind_of.reshape(-1)
@@ -203,9 +336,16 @@ def _over_tokens(next_state: np.ndarray, is_final: np.ndarray, tokenizer: Tokeni
   for depth, of_depth in enumerate(of_depths):
     is_there = np.flatnonzero(tokens[:, 0] == depth)
     map_of[is_there] = of_depth[tokens[is_there, 1]]
+  for token, name in tokenizer.special_token_names.items() if made.is_free.any() else ():
+    new = np.append(np.where(made.is_free, np.arange(num_states), num_states), num_states).astype(np.int32)
+    for byte in name.encode():
+      new = step[new, byte]
+    map_of[token] = numbers.setdefault(new.tobytes(), len(maps))
+    if map_of[token] == len(maps):
+      maps.append(new)
   used, class_of = np.unique(map_of[:vocab_size], return_inverse=True)
   table = np.stack([maps[number][:-1] for number in used], axis=1)
-  return _trimmed(np.where(table == num_states, -1, table), is_final, class_of.reshape(-1))
+  return _trimmed(np.where(table == num_states, -1, table), made.is_final, class_of.reshape(-1))
 
 
 def _merged(next_state: np.ndarray, is_final: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:

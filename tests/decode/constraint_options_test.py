@@ -38,6 +38,28 @@ def test_one_of_them_may_be_given(tmp_path, capsys):
   assert capsys.readouterr().err == said
 
 
+def test_penalties_bad_words_and_what_comes_before():
+  options = SamplingOptions(
+    presence_penalty=0.5, logit_bias=('3:-1.5', '7:2'), min_tokens=4, bad_words=(' a',), regex='b', constraint_after='c'
+  )
+  assert (options.params.presence_penalty, options.params.min_tokens) == (0.5, 4)
+  assert options.params.logit_bias == {3: -1.5, 7: 2.0}
+  assert options.penalties == {'presence_penalty': 0.5, 'logit_bias': ['3:-1.5', '7:2'], 'min_tokens': 4}
+  assert SamplingOptions().penalties == {}
+  assert options.read_constraint() == {'bad_words': [' a'], 'after': 'c', 'regex': 'b'}
+  hashes = {hash_constraint(SamplingOptions(regex='b', **more)) for more in ({}, {'constraint_after': 'c'})}
+  assert len(hashes | {hash_constraint(options), hash_constraint(SamplingOptions(bad_words=(' a',)))}) == 4
+  for wrong, said in (
+    ({'logit_bias': ('3',)}, "logit_bias must be ID:NUMBER, such as 17:-2.5, got '3'"),
+    ({'logit_bias': ('3:1e400',)}, 'logit_bias must be ID:NUMBER'),
+    ({'repetition_penalty': 0.0}, 'repetition_penalty must be from 1e-6 to 1e6'),
+    ({'ignore_eos': True, 'bad_words': ('a',)}, 'ignore_eos and bad_words are both given'),
+    ({'ignore_eos': True, 'regex': 'a'}, 'ignore_eos and regex are both given'),
+  ):
+    with pytest.raises(ValueError, match=re.escape(said)):
+      SamplingOptions(**wrong)
+
+
 def test_other_constraints_make_other_runs(tmp_path):
   path, found = tmp_path / 'schema.json', {hash_constraint(SamplingOptions(regex=each)) for each in (None, '', 'a')}
   for names in ('ab', 'ba'):  # which are written in this order

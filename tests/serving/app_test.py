@@ -478,7 +478,7 @@ _WRONG = {
   'prompt': [None, '', [], [1, 'a'], [-1], [10**6], 'x y z ' * 100, 'a\ud800'], 'temperature': [-1, True, *_HUGE],
   'top_p': [0, 1 + 1e-12, *_TINY, *_HUGE], 'min_p': [1.0000001, *_HUGE], 'n': [17], 'seed': [0.5],
   'stop': [[''], ['x'] * 17], 'max_tokens': [NEW + 1, 0], 'logprobs': [21, True], 'presence_penalty': [0.5, 1e-300],
-  'repetition_penalty': [1 + 1e-12], 'stream_options': [{'include_usage': True}], 'ignore_eos': [True], 'beams': [3],
+  'repetition_penalty': [1 + 1e-12], 'stream_options': [{'include_usage': True}], 'ignore_eos': [1], 'beams': [3],
   'messages': [[]], 'model': ['another'],
 }  # fmt: skip
 _WRONG_IN_STREAMS = {'stream_options': {'include_all': True}, 'echo': True, 'logprobs': 2}

@@ -61,11 +61,12 @@ def test_fields_of_one_kind_and_limits_and_sampling_agree():
 @pytest.mark.parametrize(
   ('name', 'value'),
   [
-    ('metadata', {'run': '1'}), ('service_tier', 'flex'), ('stop_token_ids', [3]), ('min_tokens', 1),
+    ('metadata', {'run': '1'}), ('service_tier', 'flex'), ('stop_token_ids', [3]), ('min_tokens', -1),
     ('function_call', {'name': 'f'}), ('tool_choice', 'required'), ('tools', [{'type': 'function'}]),
-    ('bad_words', ['a']), ('num_beams', 2), ('min_tokens', False), ('store', 0), ('skip_special_tokens', False),
+    ('bad_words', [1]), ('num_beams', 2), ('min_tokens', False), ('store', 0), ('skip_special_tokens', False),
     ('include_stop_str_in_output', True), ('best_of', 2), ('verbosity', 'low'), ('chat_template_kwargs', {'a': 1}),
-    ('logit_bias', {'3': 1}), ('do_sample', False), ('allowed_token_ids', []),
+    ('logit_bias', {'a': 1}), ('logit_bias', {'3': 101}), ('presence_penalty', 2.1), ('repetition_penalty', 0),
+    ('constraint_after', '</think>'), ('ignore_eos', 1), ('do_sample', False), ('allowed_token_ids', []),
     # An empty object asks for a search with the usual options.
     ('web_search_options', {}), ('prediction', {'type': 'content', 'content': 'a'}), ('audio', {}),
     ('stream_options', {'include_obfuscation': True}), ('whatever', 0), ('whatever', []),
@@ -75,6 +76,28 @@ def test_what_asks_for_something_is_refused_by_name(body, name, value):
   with pytest.raises(RefusedError, match=name) as caught:
     _parse(body, {name: value})
   assert (caught.value.field, caught.value.status) == (name, 400)
+
+
+def test_penalties_and_bad_words_are_those_of_the_request():
+  more = {
+    'presence_penalty': 0.5, 'frequency_penalty': -1, 'repetition_penalty': 1.1, 'logit_bias': {'3': -100},
+    'min_tokens': 4, 'bad_words': ['a b'], 'max_tokens': 9,
+  }  # fmt: skip
+  found = _parse(_COMPLETION, more)
+  wanted = {name: value for name, value in more.items() if name not in ('logit_bias', 'bad_words', 'max_tokens')}
+  assert {name: getattr(found.sampling, name) for name in wanted} == wanted
+  assert (found.sampling.logit_bias, found.bad_words) == ({3: -100}, ('a b',))
+  assert _parse(_COMPLETION, {'ignore_eos': True}).sampling.ignore_eos
+  form = {'structured_outputs': {'regex': 'a'}}
+  assert _parse(_COMPLETION, form | {'constraint_after': ''}).constraint_after == ''
+  for wrong, field in (
+    ({'min_tokens': 4, 'max_tokens': 3}, 'min_tokens'),
+    (form | {'ignore_eos': True}, 'ignore_eos'),
+    ({'bad_words': ['a'], 'ignore_eos': True}, 'ignore_eos'),
+  ):
+    with pytest.raises(RefusedError) as caught:
+      _parse(_COMPLETION, wrong)
+    assert caught.value.field == field
 
 
 def _messages(message):

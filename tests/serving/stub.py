@@ -113,13 +113,14 @@ def client_of(worker, tokenizer, **options):
   return TestClient(make_app_of(worker, tokenizer, **options))
 
 
-def make_worker(models, tokenizer, *, most_waiting=64, batch_size=ROWS, most_new=NEW, longest=LONGEST):
+def make_worker(models, tokenizer, *, most_waiting=64, batch_size=ROWS, most_new=NEW, longest=LONGEST, **options):
   """A worker whose caches hold the longest prompt and its continuation; the two may be longer one by one."""
   decoder = Decoder.make(
     *models, method='race_traversal', tree=TokenTree.chains(2, DEPTH), max_new_tokens=most_new,
     cache_size=LONGEST + NEW, eos_id=tokenizer.eos_ids, logprobs=True,
   )  # fmt: skip
-  return Worker(decoder, tokenizer, batch_size=batch_size, longest_prompt=longest, most_waiting=most_waiting)
+  sizes = {'batch_size': batch_size, 'longest_prompt': longest, 'most_waiting': most_waiting}
+  return Worker(decoder, tokenizer, **sizes, **options)
 
 
 def make_stub(tokenizer, *, batch_size=2, most_waiting=64):
