@@ -156,8 +156,8 @@ class Drafter(abc.ABC):
     keeps_ends: Whether its state, if it can't, can be continued where it ends: `read` begins with all of it or none.
     grows: Whether rows have trees of their own (`Proposal.parents`).
     lookahead: How many tokens behind its own a slot of the caches in its state depends on: 0 for a model, 1 for a head
-      that reads the next token. So the caches can be kept beyond a row's text, and `read` rebuilds the rest of the
-      state. None for a state of another kind: then the drafter reads prompts that begin like a kept text from the start.
+      that reads the next token. Such caches can be kept beyond their row, and `read` rebuilds the rest of the state.
+      None for a state of another kind: then the drafter reads prompts that begin like a kept text from their start.
   """
 
   vocab_size: int

@@ -169,9 +169,9 @@ def generate_many(
   """Continues any number of prompts, as many at a time as there are rows, and yields each as soon as it is done.
 
   Every `rounds_at_a_time` rounds, rows that are done take the next requests, several at a time. The programs do not
-  depend on the number of requests and of their tokens. What a prompt shares with the beginning of a text that a row
-  or the cache of prefixes holds is not read again, see `Rows`. A request is taken only when there is a row for it, which alone keeps its text
-  after it is done. Each is continued as `generate` with its key would, up to rounding.
+  depend on the number of requests and of their tokens. What a prompt shares with the beginning of a text that a row or
+  the cache of prefixes holds is not read again, see `Rows`. A request is taken only when there is a row for it, and is
+  continued as `generate` with its key would, up to rounding.
 
   Args:
     target, draft, method, tree: As for `generate`.

@@ -105,8 +105,8 @@ class Rows:
       sampling: Of requests that have none of their own.
       filters: Those that requests may use without compiling the loop anew, of scalars; None for those that come.
       sizes: What tables of the requests' constraints have room for before they make the loop compile anew.
-      prefix_cache_bytes: The most bytes of a `PrefixCache` of texts that rows held; None for none. With 0 prompts do not
-        begin with what rows hold either: all of each is read.
+      prefix_cache_bytes: The most bytes of a `PrefixCache` of texts that rows held; None for none. With 0 no prompt
+        begins with what rows hold either: all of it is read.
     """
     self.decoder, self._sampling, self._sizes = decoder, sampling or SamplingParams(), sizes
     self._longest = decoder.cache_size - int(decoder.max_new_tokens) if longest_prompt is None else longest_prompt
