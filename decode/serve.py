@@ -66,6 +66,7 @@ def start_worker(
   longest_prompt: int | None = None,
   max_new_tokens: int | None = None,
   most_waiting: int,
+  prefix_cache_bytes: int,
   notify: Notify,
 ):
   """The thread that decodes, started with its programs compiled, the tokenizer, and the bounds of requests."""
@@ -91,6 +92,7 @@ def start_worker(
     batch_size=options.prompts.batch_size,
     longest_prompt=bounds.longest_prompt,
     most_waiting=most_waiting,
+    prefix_cache_bytes=prefix_cache_bytes,
   )
   worker.compile(lambda done, total: notify('compiling; /health says starting', done, total))
   worker.start()
@@ -131,6 +133,12 @@ if __name__ == '__main__':
     'longest_prompt', None, 'The most tokens of a prompt (default 1024, or what a short context leaves).', lower_bound=1
   )
   _WAITING = flags.DEFINE_integer('most_waiting', 512, 'Continuations that may wait for a row.', lower_bound=1)
+  _PREFIXES = flags.DEFINE_integer(
+    'prefix_cache_bytes',
+    2**30,
+    'Bytes of texts that are kept, so that prompts that begin like them read the rest; with 0 prompts are read whole.',
+    lower_bound=0,
+  )
   _ALLOWED = flags.DEFINE_list(
     'allowed_hosts',
     None,
@@ -140,7 +148,7 @@ if __name__ == '__main__':
   _KEEP = flags.DEFINE_integer(
     'keep_alive', 75, 'Seconds that a connection without a request stays open.', lower_bound=0, upper_bound=10**6
   )
-  help_text.in_group('Options', _HOST, _PORT, _NAME, _KEY, _KEY_FILE, _LONGEST, _WAITING, _ALLOWED, _KEEP)
+  help_text.in_group('Options', _HOST, _PORT, _NAME, _KEY, _KEY_FILE, _LONGEST, _WAITING, _PREFIXES, _ALLOWED, _KEEP)
   flags.FLAGS.set_default('max_new_tokens', _MOST_NEW)
   flags.FLAGS['max_new_tokens'].help = 'New tokens per prompt, at most (default what the context leaves, up to 1024).'
   flags.FLAGS.set_default('batch_size', 8)
@@ -167,6 +175,7 @@ if __name__ == '__main__':
     server = Server(front, sock, keep_alive=_KEEP.value)
     with show_progress() as notify:
       sizes = {'longest_prompt': _LONGEST.value, 'max_new_tokens': most_new, 'most_waiting': _WAITING.value}
+      sizes['prefix_cache_bytes'] = _PREFIXES.value
       worker, tokenizer, bounds = start_worker(options, **sizes, notify=notify)
     served = Served(worker, tokenizer, name, bounds.max_new_tokens, key, together=bounds.together, hosts=hosts)
     served.prepare()

@@ -5,7 +5,6 @@ import hashlib
 import os
 import pathlib
 
-import commands
 import jax
 import numpy as np
 import pytest
@@ -29,6 +28,7 @@ from spectr_jax.kernels import native
 from spectr_jax.models import causal_lm, transformer
 from spectr_jax.models.table import table_model
 from spectr_jax.sharding import make_mesh
+from tests import commands
 from tests.conftest import CONFIG
 from tests.draft.feature_drafter import FeatureDrafter
 from tests.draft.tiny_heads import tiny_head, tiny_medusa, tiny_one_pass
@@ -101,7 +101,7 @@ def _vocabulary_drafter():
 _DRAFTERS = {
   'model': lambda draft: draft,
   'head': lambda draft: tiny_head(_VOCAB, width=32),
-  'head of two layers': lambda draft: tiny_head(_VOCAB, width=32, num_layers=2),
+  'head at once': lambda draft: tiny_head(_VOCAB, width=32, num_layers=2, mask_id=3),
   'one pass': lambda draft: tiny_one_pass(_VOCAB, width=32),
   'Medusa': lambda draft: tiny_medusa(_VOCAB, width=32),
   'lookup': lambda draft: lookup_drafter(_VOCAB),
@@ -120,7 +120,7 @@ def _options(name):
 
 
 @pytest.mark.filterwarnings('ignore:the draft reads prompts')
-@pytest.mark.parametrize('name', ['model', 'head', 'lookup', 'vocabulary', *map(slow, ('head of two layers', 'one pass',
+@pytest.mark.parametrize('name', ['model', 'head', 'lookup', 'vocabulary', *map(slow, ('head at once', 'one pass',
   'Medusa', 'features', 'none'))])  # fmt: skip
 def test_texts_are_the_same_and_less_is_read(target, draft, name):
   models, options = (target, _DRAFTERS[name](draft)), _options(name)
