@@ -210,6 +210,7 @@ class PrefixCache:
 
   Attributes:
     keeps_draft: Whether they have the drafter's state.
+    least_bytes: Those that a short text takes.
     num_bytes: What they take.
     num_hits: The prompts that began with some.
     num_tokens: The tokens of prompts that were taken from here.
@@ -229,6 +230,7 @@ class PrefixCache:
     self._block_bytes = sum(size * dtype.itemsize for dtype, size in _sizes(decoder, held).items())
     ends = _kept(decoder, held, _ends(decoder))
     self._end_bytes = sum(array.nbytes // len(array) for _, _, array in ends)
+    self.least_bytes = self._block_bytes + self._end_bytes
     self.num_bytes = self.num_hits = self.num_tokens = 0
 
   def compile(self, held: Held) -> Held:

@@ -96,7 +96,7 @@ class Rows:
   ):
     """Begins without a request.
 
-    It warns if what a row holds cannot be kept, or that of the draft.
+    It warns if what a row holds cannot be kept, or that of the draft. ValueError if `prefix_cache_bytes` is negative.
 
     Args:
       decoder: Its `cache_size` holds the longest prompt and the new tokens.
@@ -124,12 +124,19 @@ class Rows:
     self._texts, self._lengths = np.zeros((batch_size, decoder.cache_size), np.int32), np.zeros(batch_size, np.int64)
     self._num_seen, self._is_done = np.zeros(batch_size, np.int64), np.ones(batch_size, bool)
     self.num_kept, self.num_read = np.zeros(batch_size, np.int64), 0
+    if prefix_cache_bytes is not None and prefix_cache_bytes < 0:
+      raise ValueError(f'prefix_cache_bytes must be at least 0, got {prefix_cache_bytes}')
     self._shares = prefix_cache_bytes != 0 and (decoder.can_truncate or decoder.keeps_ends)
     self.prefixes: PrefixCache | None = None
     if prefix_cache_bytes and (reason := why_not(decoder)):
-      warnings.warn(f'no beginnings of prompts are kept, and all are read from their start: {reason}', stacklevel=2)
+      warnings.warn(f'texts are not kept beyond their rows: {reason}', stacklevel=2)
     elif prefix_cache_bytes:
       self.prefixes = PrefixCache(decoder, self.state.held, prefix_cache_bytes)
+      if self.prefixes.least_bytes > prefix_cache_bytes:
+        warnings.warn(
+          f'prefix_cache_bytes {prefix_cache_bytes} keep nothing: a block takes {self.prefixes.least_bytes}',
+          stacklevel=2,
+        )
       if not self.prefixes.keeps_draft:
         warnings.warn('the draft reads prompts from their start: its state is not kept', stacklevel=2)
 

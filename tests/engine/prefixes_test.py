@@ -258,8 +258,12 @@ def test_what_is_not_kept_is_said(target):
   assert found == _run(_rows(models, 0, **options), requests)[0]
   assert list(kept.values()) == [0, 0, 32]
   assert rows.state.draft_state.tolist() == [len(prompts[2])]
+  with pytest.warns(UserWarning, match='prefix_cache_bytes 99 keep nothing: a block takes'):
+    _rows((target, None), 99)
+  with pytest.raises(ValueError, match='prefix_cache_bytes must be at least 0, got -1'):
+    _rows((target, None), -1)
   table = table_model(np.zeros((_VOCAB, _VOCAB), np.float32))
-  with pytest.warns(UserWarning, match='all are read from their start: the cache of the target does not say'):
+  with pytest.warns(UserWarning, match='texts are not kept beyond their rows: the cache of the target does not say'):
     assert _rows((table, None), _PLENTY).prefixes is None
 
 
