@@ -298,7 +298,9 @@ def on_meshes():
 
 @pytest.mark.slow
 def test_on_meshes_of_two():
-  assert commands.finish(commands.start('tests.engine.prefixes_test', num_devices=8)) == 'equal\n' * 3
+  path = os.pathsep.join(map(str, (commands.ROOT, commands.ROOT / 'tests')))
+  ran = commands.finish(commands.start('tests.engine.prefixes_test', num_devices=8, PYTHONPATH=path))
+  assert ran == 'equal\n' * 3
 
 
 if __name__ == '__main__':
