@@ -257,7 +257,7 @@ class PrefixCache:
   def load(self, held: Held, row: int, found: Found) -> Held:
     """`held`, which is donated, with a beginning that was found in a row."""
     entries = [self._entries[key] for key in found.keys]
-    for key in reversed(found.keys):  # so that the last block of a text goes first
+    for key in reversed(found.keys):
       self._entries.move_to_end(key)
     for first in range(0, len(entries), _AT_A_TIME):
       held = self._copy_in(held, row, entries[first : first + _AT_A_TIME], first, entries[-1].end)
@@ -285,26 +285,22 @@ class PrefixCache:
       keys.append(_end_key(keys, text[len(keys) * BLOCK : -1]))
     new: dict[int, _Entry] = {}
     missing = [place for place, key in enumerate(keys) if key not in self._entries]
-    if missing:
-      self._make_room([key for key in keys if key in self._entries], len(missing) * self._block_bytes + self._end_bytes)
+    last = len(keys) - 1
+    num_more = len(missing) * self._block_bytes + self._end_bytes * (last in missing)
+    for key in keys:  # which stay, where others make room
+      if key in self._entries:
+        self._entries.move_to_end(key)
+    while missing and self.num_bytes + num_more > self._max_bytes:
+      self.num_bytes -= self._entries.popitem(last=False)[1].num_bytes
     for place in missing:
       if place not in new:
         entries = _copy_out(self._decoder, held, np.int32(row), np.int32(place))
         new |= dict(enumerate(entries, place))
-    is_last = len(keys) - 1
-    for place in range(is_last, -1, -1):
-      key = keys[place]
-      if (entry := self._entries.pop(key, None)) is None:
-        entry = new[place] if place == is_last else new[place]._replace(end=())
+    for place in range(last, -1, -1):  # so that the last block of a text goes first
+      if (entry := self._entries.pop(keys[place], None)) is None:
+        entry = new[place] if place == last else new[place]._replace(end=())
         self.num_bytes += entry.num_bytes
-      self._entries[key] = entry
-
-  def _make_room(self, kept: Sequence[bytes], num_bytes: int) -> None:
-    """Drops what was used longest ago, and none of some blocks, until there is room for so many bytes more."""
-    for key in kept:
-      self._entries.move_to_end(key)
-    while self.num_bytes + num_bytes > self._max_bytes:
-      self.num_bytes -= self._entries.popitem(last=False)[1].num_bytes
+      self._entries[keys[place]] = entry
 
 
 def _keys(tokens: np.ndarray) -> Iterator[bytes]:
