@@ -47,7 +47,9 @@ class BulkStatistics(NamedTuple):
   seconds: float  # of reading prompts and decoding, without compiling
   compiling: float  # seconds
   loading: float  # seconds
-  num_read: int  # tokens of the prompts
+  num_prompt_tokens: int
+  num_hits: int  # prompts that began like an earlier text
+  num_kept: int  # their tokens that were not read
 
 
 def decode_bulk(
@@ -57,6 +59,7 @@ def decode_bulk(
   resume: bool = False,
   rounds_at_a_time: int = 4,
   choice_probs: bool = False,
+  prefix_cache_bytes: int | None = None,
   notify: Notify | None = None,
 ) -> BulkStatistics:
   """Continues every prompt with every seed, as many times as there are samples, appending to a file.
@@ -67,6 +70,7 @@ def decode_bulk(
     resume: Whether to continue an existing file.
     rounds_at_a_time: Rounds between two checks for finished rows.
     choice_probs: Whether every line has the probabilities of all of the options' choices.
+    prefix_cache_bytes: As for `generate_many`.
     notify: Called with the current activity, the number of continuations in the file, and their final number.
   """
   notify = notify or (lambda what, done, total: None)
@@ -77,7 +81,7 @@ def decode_bulk(
   setting = None if options.methods.is_auto else only_setting(options)
   part = part_path(path, process, num_processes)
   check_apart({'generations': part}, options.inputs())
-  num_tokens = num_calls = num_read = 0
+  num_tokens = num_calls = num_prompt_tokens = num_hits = num_kept = 0
   with GenerationFile(part, resume=resume) as file, CompilingClock() as clock:
     check_parts(path, num_processes)
     start = time.perf_counter()
@@ -141,6 +145,7 @@ def decode_bulk(
       sharding=work.sharding,
       logprobs=work.logprobs,
       stop=stop,
+      prefix_cache_bytes=prefix_cache_bytes,
     ):
       seed, row, sample = continuation.name
       prompt = prompts[row]
@@ -154,10 +159,13 @@ def decode_bulk(
       file.append({'index': prompt.index} | described[prompt.index] | entry | corpus)
       num_tokens += len(continuation.tokens)
       num_calls += continuation.num_target_calls
-      num_read += int(work.lengths[row])
+      num_prompt_tokens += int(work.lengths[row])
+      num_hits += continuation.num_kept > 0
+      num_kept += continuation.num_kept
       num_done += 1
       notify(f'decoding; {num_tokens / seconds():,.0f} tokens/s', num_done, total)
-    return BulkStatistics(num_tokens, num_calls, seconds(), clock.seconds - before, loading, num_read)
+    times = seconds(), clock.seconds - before, loading
+    return BulkStatistics(num_tokens, num_calls, *times, num_prompt_tokens, num_hits, num_kept)
 
 
 if __name__ == '__main__':
@@ -169,6 +177,12 @@ if __name__ == '__main__':
     'rounds_at_a_time', 4, 'Rounds between two looks at which rows are done.', lower_bound=1
   )
   _PROBS = flags.DEFINE_bool('choice_probs', False, 'Write how likely each --choice is behind the prompt.')
+  _PREFIXES = flags.DEFINE_integer(
+    'prefix_cache_bytes',
+    2**30,
+    'Bytes of texts that are kept, so that prompts that begin like them read the rest; with 0 prompts are read whole.',
+    lower_bound=0,
+  )
   # A comparison takes a sample of the prompts; this command takes all.
   flags.FLAGS.set_default('num_prompts', 2**31 - 1)
 
@@ -185,6 +199,7 @@ if __name__ == '__main__':
         resume=_RESUME.value,
         rounds_at_a_time=_ROUNDS.value,
         choice_probs=_PROBS.value,
+        prefix_cache_bytes=_PREFIXES.value,
         notify=notify,
       )
     if not is_primary():
@@ -196,7 +211,8 @@ if __name__ == '__main__':
     print(
       f'{done.num_tokens:,} tokens, {done.num_tokens / done.num_calls:.2f} per target call,'
       f' {done.num_tokens / done.seconds:,.0f} tokens/s; loading {done.loading:.1f} s, compiling'
-      f' {done.compiling:.1f} s, {done.num_read:,} tokens of prompts and the new ones {done.seconds:.1f} s;'
+      f' {done.compiling:.1f} s, {done.num_prompt_tokens:,} tokens of prompts ({done.num_kept:,} kept,'
+      f' in {done.num_hits:,} prompts) and the new ones {done.seconds:.1f} s;'
       f' {printable(str(part))}'
     )
 

@@ -68,6 +68,7 @@ def start_worker(
   max_new_tokens: int | None = None,
   most_waiting: int,
   has_penalties: bool = False,
+  prefix_cache_bytes: int,
   notify: Notify,
 ):
   """The thread that decodes, started with its programs compiled, the tokenizer, and the bounds of requests."""
@@ -94,6 +95,7 @@ def start_worker(
     longest_prompt=bounds.longest_prompt,
     most_waiting=most_waiting,
     has_penalties=has_penalties,
+    prefix_cache_bytes=prefix_cache_bytes,
   )
   worker.compile(lambda done, total: notify('compiling; /health says starting', done, total))
   worker.start()
@@ -140,6 +142,12 @@ if __name__ == '__main__':
     'Let requests ask for presence_penalty, frequency_penalty, repetition_penalty, logit_bias and min_tokens; every row'
     ' then keeps counts of all tokens.',
   )
+  _PREFIXES = flags.DEFINE_integer(
+    'prefix_cache_bytes',
+    2**30,
+    'Bytes of texts that are kept, so that prompts that begin like them read the rest; with 0 prompts are read whole.',
+    lower_bound=0,
+  )
   _ALLOWED = flags.DEFINE_list(
     'allowed_hosts',
     None,
@@ -154,7 +162,7 @@ if __name__ == '__main__':
     None,
     "How the model writes calls of tools: hermes, llama3_json or gemma4. Default the chat template's.",
   )
-  own = _HOST, _PORT, _NAME, _KEY, _KEY_FILE, _LONGEST, _WAITING, _PENALTIES, _ALLOWED, _KEEP, _TOOLS
+  own = _HOST, _PORT, _NAME, _KEY, _KEY_FILE, _LONGEST, _WAITING, _PREFIXES, _PENALTIES, _ALLOWED, _KEEP, _TOOLS
   help_text.in_group('Options', *own)
   flags.FLAGS.set_default('max_new_tokens', _MOST_NEW)
   flags.FLAGS['max_new_tokens'].help = 'New tokens per prompt, at most (default what the context leaves, up to 1024).'
@@ -185,7 +193,8 @@ if __name__ == '__main__':
     server = Server(front, sock, keep_alive=_KEEP.value)
     with show_progress() as notify:
       sizes = {'longest_prompt': _LONGEST.value, 'max_new_tokens': most_new, 'most_waiting': _WAITING.value}
-      worker, tokenizer, bounds = start_worker(options, **sizes, has_penalties=_PENALTIES.value, notify=notify)
+      sizes |= {'prefix_cache_bytes': _PREFIXES.value, 'has_penalties': _PENALTIES.value}
+      worker, tokenizer, bounds = start_worker(options, **sizes, notify=notify)
     more = {'together': bounds.together, 'hosts': hosts, 'tool_format': _TOOLS.value}
     more['constraint_after'] = options.sampling.constraint_after
     served = Served(worker, tokenizer, name, bounds.max_new_tokens, key, **more)

@@ -38,6 +38,10 @@ class ModelOutput:
   features: jax.Array | None = None
 
 
+# In place of an axis of tokens, see `KVCache.slot_axes`.
+NO_SLOTS, LENGTH = -1, -2
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVCache:
@@ -94,6 +98,11 @@ class KVCache:
       for field in ('keys', 'values', 'pending_keys', 'pending_values')
     }
     return dataclasses.replace(self, lengths=PartitionSpec(DATA), num_pending=PartitionSpec(), **arrays)
+
+  def slot_axes(self) -> KVCache:
+    """The axes of committed tokens in place of the arrays, `LENGTH` for the number of these; none is pending."""
+    keys, values = tuple(3 for _ in self.keys), tuple(2 for _ in self.values)
+    return dataclasses.replace(self, keys=keys, values=values, lengths=LENGTH, num_pending=NO_SLOTS)
 
   def with_pending_slots(self, num_slots: int) -> KVCache:
     """The cache with room for the `num_slots` pending tokens of a round, so that `append` keeps its shapes."""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks import auto, drafters, equality, speed_models
+from benchmarks import auto, drafters, equality, prefixes, speed_models
 from decode.experiment.auto_choice import grid, speeds_of
 from decode.experiment.options import DecodeOptions
 from decode.experiment.workload import Workload
@@ -97,3 +97,13 @@ def test_equality(monkeypatch):
   sampled = {'lookup': workloads['lookup'].at(1.0)}
   with pytest.raises(ValueError, match='with --gumbel, beside ersd alone'):
     next(equality.compare(sampled))
+
+
+def test_prefixes():
+  """What is not read are the whole blocks of 16 tokens that the turn before had, of 40 new ones and 16 of an answer."""
+  found = prefixes.measure(speed_models.make_model('A', 'float32'), None, None, 16, 1)
+  assert (found['size'], found['kept']) == (496, 480)
+  kept = [(56 * turn - 2) // 16 * 16 for turn in range(1, 6)]
+  whole = 8 * sum(56 * turn - 16 for turn in range(1, 7))
+  assert found['conversations'] == {'prompt_tokens': whole, 'read': whole - 48 - 8 * sum(kept), 'fewest': 8 * 6 * 40}
+  assert 'tokens of prompts read, 1,920 are new' in prefixes.describe(found)[1]

@@ -169,7 +169,7 @@ def make_app(served: Served) -> Starlette:
 
   async def metrics(request: Request) -> Response:
     del request
-    text = worker.metrics.render(rows=worker.num_rows, queue=worker.num_waiting)
+    text = worker.metrics.render(rows=worker.num_rows, queue=worker.num_waiting, prefix_bytes=worker.prefix_bytes)
     return PlainTextResponse(text, media_type='text/plain; version=0.0.4')
 
   async def unknown(request: Request, error: HTTPException) -> Response:

@@ -115,12 +115,14 @@ class Worker:
     longest_prompt: int,
     most_waiting: int,
     has_penalties: bool = False,
+    prefix_cache_bytes: int = 0,
   ):
     """Prepares the rows of a decoder of log probabilities as well; `start` begins.
 
     With `has_penalties` requests may ask for `PENALTIES`.
     """
     self.has_penalties = has_penalties
+    self._prefix_cache_bytes, self.prefix_bytes = prefix_cache_bytes, 0  # the most that texts take, and what they do
     self.metrics, self.longest_prompt, self.most_waiting = Metrics(), longest_prompt, most_waiting
     self._decoder, self._tokenizer, self._batch_size = decoder, tokenizer, batch_size
     self._waiting: collections.deque[Job] = collections.deque()
@@ -134,14 +136,16 @@ class Worker:
 
   def _make_rows(self) -> Rows:
     sizes = {'batch_size': self._batch_size, 'longest_prompt': self.longest_prompt}
+    sizes['prefix_cache_bytes'] = self._prefix_cache_bytes
     tables = _SIZES._replace(constraints=self._batch_size)
     filters = dataclasses.replace(_EVERY_FILTER, **_EVERY_PENALTY) if self.has_penalties else _EVERY_FILTER
     return Rows(self._decoder, **sizes, filters=filters, sizes=tables)
 
   def compile(self, notify: Callable[[int, int], None]) -> None:
     """Runs every program once: a short prompt, a long one, a round, all with and without a constraint; then readings
-    of a text and of choices.
+    of a text and of choices. What copies beginnings of texts comes first.
     """
+    self._rows.compile_prefixes()
     key, sizes = jax.random.key(0, impl='threefry2x32'), (1, self.longest_prompt)
     anything = Constraint(np.zeros(self.vocab_size, np.int32), np.zeros((1, 1), np.int32), np.ones(1, bool))
     for number, (constraint, size) in enumerate(itertools.product((anything, None), sizes)):
@@ -321,7 +325,11 @@ class Worker:
       rows.put(
         [Request(job, job.tokens, job.key, job.sampling, job.max_tokens, constraint=job.constraint) for job in jobs]
       )
-      self._growing |= {row: own.name for row, own in rows.owners.items() if own.name in jobs}
+      new = {row: own.name for row, own in rows.owners.items() if own.name in jobs}
+      self._growing |= new
+      kept = rows.num_kept[list(new)]
+      self.metrics.add('prefix_hits_total', int((kept > 0).sum()))
+      self.metrics.add('prefix_tokens_total', int(kept.sum()))
     except BaseException as error:
       if any(array.is_deleted() for array in jax.tree.leaves(rows.state) if isinstance(array, jax.Array)):
         raise  # the rows were given to a program that failed
@@ -361,6 +369,7 @@ class Worker:
         ended.append(piece.row)
         del self._growing[piece.row]
     rows.end(ended)
+    self.prefix_bytes = 0 if rows.prefixes is None else rows.prefixes.num_bytes
 
   def _hand_out(self, job: Job, result: Generation, row: int) -> bool:
     """Tells a job its new tokens; returns whether its row is free now."""

@@ -158,6 +158,9 @@ class Drafter(abc.ABC):
     can_truncate: Whether its state can go back to a beginning of its text. If not, `read` begins with `num_kept` 0.
     keeps_ends: Whether its state, if it can't, can be continued where it ends: `read` begins with all of it or none.
     grows: Whether rows have trees of their own (`Proposal.parents`).
+    lookahead: How many tokens behind its own a slot of the caches in its state depends on: 0 for a model, 1 for a head
+      that reads the next token. Such caches can be kept beyond their row, and `read` rebuilds the rest of the state.
+      None for a state of another kind: then the drafter reads prompts that begin like a kept text from their start.
   """
 
   vocab_size: int
@@ -173,6 +176,7 @@ class Drafter(abc.ABC):
   can_truncate: bool = True
   keeps_ends: bool = False
   grows: bool = False
+  lookahead: int | None = None
 
   def init(self, batch_size: int, cache_size: int) -> Any:
     """The state of rows without a text, which can hold so many committed tokens each; by default `()`, for no state."""

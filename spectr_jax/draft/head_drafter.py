@@ -34,6 +34,7 @@ class HeadDrafter(HiddenStatesDrafter):
   """A drafter that draws from a head, see `head_drafter`."""
 
   config: HeadConfig = static_field()
+  lookahead = 1
 
   def init(self, batch_size: int, cache_size: int) -> _State:
     block = self.config.block

@@ -188,6 +188,10 @@ class LookupBeside(Drafter):
     return self.drafter.keeps_ends
 
   @property
+  def lookahead(self) -> int | None:
+    return self.drafter.lookahead
+
+  @property
   def reads_target(self) -> bool:
     return self.drafter.reads_target
 

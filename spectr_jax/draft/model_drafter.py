@@ -76,6 +76,8 @@ class CachedModelDrafter(DrawingDrafter):
 class ModelDrafter(CachedModelDrafter):
   """A drafter that draws from a model, see `model_drafter`."""
 
+  lookahead = 0
+
   @property
   def vocab_size(self) -> int:
     return self.model.vocab_size

@@ -29,6 +29,7 @@ class OnePassDrafter(HiddenStatesDrafter):
   """
 
   config: OnePassConfig = static_field()
+  lookahead = 0
 
   @property
   def max_depth(self) -> int:

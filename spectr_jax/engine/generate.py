@@ -133,6 +133,7 @@ class Continuation:
     num_target_calls: The number of rounds that it took.
     finish_reason: The reason why it ended, as of `finish_reason`.
     logprobs: float32 `[length]`, as in `Generation`; None if they were not asked for.
+    num_kept: The tokens of its prompt that were not read, since they began an earlier text.
   """
 
   name: Hashable
@@ -141,6 +142,7 @@ class Continuation:
   num_target_calls: int
   finish_reason: str
   logprobs: np.ndarray | None = None
+  num_kept: int = 0
 
   @property
   def tokens_per_call(self) -> float:
@@ -161,14 +163,15 @@ def generate_many(
   rounds_at_a_time: int = 4,
   stop: StopStrings | None = None,
   sampling: SamplingParams | None = None,
+  prefix_cache_bytes: int | None = None,
   **options: Any,
 ) -> Iterator[Continuation]:
   """Continues any number of prompts, as many at a time as there are rows, and yields each as soon as it is done.
 
   Every `rounds_at_a_time` rounds, rows that are done take the next requests, several at a time. The programs do not
-  depend on the number of requests and of their tokens. What a prompt shares with the beginning of a text that a row
-  holds is not read again, see `Rows`. A request is taken only when there is a row for it, which alone keeps its text
-  after it is done. Each is continued as `generate` with its key would, up to rounding.
+  depend on the number of requests and of their tokens. What a prompt shares with the beginning of a text that a row or
+  the cache of prefixes holds is not read again, see `Rows`. A request is taken only when there is a row for it, and is
+  continued as `generate` with its key would, up to rounding.
 
   Args:
     target, draft, method, tree: As for `generate`.
@@ -180,6 +183,7 @@ def generate_many(
       wait for the device more often.
     stop: Texts that end a continuation, or None; looked for every `rounds_at_a_time` rounds.
     sampling: Of scalars, for all requests that have none of their own, as for `generate`.
+    prefix_cache_bytes: The most bytes of what is kept of earlier texts besides the rows, None for none; see `Rows`.
     **options: `eos_id`, `sharding` and `logprobs` of `generate`.
 
   Yields:
@@ -206,7 +210,8 @@ def generate_many(
     cache_size=choose_cache_size(target, draft, longest_prompt + max_new_tokens),
     **options,
   )
-  rows = Rows(decoder, batch_size=batch_size, longest_prompt=longest_prompt, sampling=sampling)
+  sizes = {'batch_size': batch_size, 'longest_prompt': longest_prompt, 'prefix_cache_bytes': prefix_cache_bytes}
+  rows = Rows(decoder, **sizes, sampling=sampling)
   rows.put(first)
   eos_ids = [int(i) for i in decoder.eos_ids]
   while rows.owners:
@@ -217,14 +222,15 @@ def generate_many(
     result = rows.result if stop is None else rows.result.cut({piece.row: piece.end for piece in done})
     for piece in done:
       is_ended = not (piece.request.sampling or sampling or SamplingParams()).ignore_eos
-      yield _continuation(piece.request.name, result, piece.row, eos_ids if is_ended else (), stop)
+      ends, num_kept = eos_ids if is_ended else (), int(rows.num_kept[piece.row])
+      yield _continuation(piece.request.name, result, piece.row, ends, stop, num_kept)
     # Reading for one row costs as much as for `rows_at_a_time` of them.
     if len(rows.free) >= rows.rows_at_a_time or not rows.owners:
       rows.put(list(itertools.islice(waiting, len(rows.free))))
 
 
 def _continuation(
-  name: Hashable, result: Generation, row: int, eos_ids: Sequence[int], stop: StopStrings | None
+  name: Hashable, result: Generation, row: int, eos_ids: Sequence[int], stop: StopStrings | None, num_kept: int
 ) -> Continuation:
   length = int(result.lengths[row])
   tokens = np.array(result.tokens[row, :length])
@@ -235,4 +241,5 @@ def _continuation(
     num_target_calls=int(result.num_target_calls[row]),
     finish_reason=finish_reason(tokens, eos_ids, stop),
     logprobs=None if result.logprobs is None else np.array(result.logprobs[row, :length]),
+    num_kept=num_kept,
   )

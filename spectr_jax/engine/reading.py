@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -60,7 +61,7 @@ def init_decode(
   """
   checks.check_count('num_samples', num_samples)
   rows = checked_prompts(decoder, rng_key, prompts, prompt_lengths, sampling, max_new_tokens, constraint=constraint)
-  state = first_state(decoder, rows, _read(decoder, rows, None, None, rows.tokens.shape[1]))
+  state = first_state(decoder, rows, _read(decoder, rows, None, None, None, rows.tokens.shape[1]))
   if num_samples == 1:
     return state
   keys = sample_keys(rows.keys, num_samples)
@@ -122,8 +123,11 @@ def refill(
   num_kept = np.zeros_like(lengths) if num_kept is None else np.asarray(checks.as_integers('num_kept', num_kept))
   if num_kept.shape != lengths.shape or (num_kept < 0).any() or (num_kept > lengths).any():
     raise ValueError(f'num_kept must be [{len(lengths)}], from 0 to the length of each prompt, got {num_kept.tolist()}')
-  if num_kept.any():  # a row's caches lack the last token of its text
-    num_kept = np.minimum(num_kept, np.asarray(fetch(state.root_position))[np.minimum(rows, batch_size - 1)])
+  if num_kept.any():  # a row's caches lack the last token of its text, and the last one of a prompt is always read
+    held = np.asarray(fetch(state.root_position))[np.minimum(rows, batch_size - 1)]
+    num_kept = np.minimum(np.minimum(num_kept, held), lengths - 1)
+    if not decoder.can_truncate:
+      num_kept = np.where((num_kept == held) & decoder.keeps_ends, num_kept, 0)
   return read_rows(decoder, state, rows, rows, new, lengths, num_kept)
 
 
@@ -135,32 +139,31 @@ def read_rows(
   prompts: Prompts,
   lengths: np.ndarray,
   num_kept: np.ndarray,
+  *,
+  fill: Callable[[Held], Held] = lambda held: held,
+  num_drafted: np.ndarray | None = None,
 ) -> DecodeState:
   """`state`, which is donated, with checked prompts `[R, cache_size]` in `rows` `[R]`, as `refill`.
 
-  Row `rows[i]` begins with the first `num_kept[i]` tokens that row `sources[i]` holds, which may be another one.
+  Row `rows[i]` begins with the first `num_kept[i]` tokens, at most all but the last of its prompt, that row
+  `sources[i]` holds, which may be another one, or that `fill` puts there, given what the R rows hold. The drafter's
+  state has the first `num_drafted[i]` of them, if that is given.
   """
   # All rows in their places stay where they are.
   is_whole = np.array_equal(rows, np.arange(len(state.keys))) and np.array_equal(rows, sources)
-  held = state.held if is_whole else _take_rows(decoder, state, sources.astype(np.int32))
-  # The last token of a prompt is the root of the next tree.
-  num_kept = np.minimum(num_kept, lengths - 1)
-  if not decoder.can_truncate:
-    ends = np.asarray(fetch(state.root_position))[np.minimum(sources, len(state.keys) - 1)]
-    num_kept = np.where(num_kept == ends, num_kept, 0) if decoder.keeps_ends else np.zeros_like(lengths)
-  few = min(_FEW, decoder.cache_size)
-  num_new = (
-    few
-    if (decoder.can_truncate or decoder.keeps_ends) and (lengths - num_kept).max() <= 2 * few + 1
-    else decoder.cache_size
-  )
+  held = state.held if is_whole else take_rows(decoder, state, sources.astype(np.int32))
+  held, few = fill(held), min(_FEW, decoder.cache_size)
+  reads_rest = (decoder.can_truncate or decoder.keeps_ends) and num_drafted is None
+  num_new = few if reads_rest and (lengths - num_kept).max() <= 2 * few + 1 else decoder.cache_size
+  num_drafted = num_kept if num_drafted is None else num_drafted
   while True:
     ends = np.minimum(lengths, num_kept + num_new + 1).astype(np.int32)
     part = prompts._replace(lengths=_put(decoder, ends))
-    held = _read(decoder, part, held, _put(decoder, num_kept.astype(np.int32)), num_new)
+    before = (_put(decoder, each.astype(np.int32)) for each in (num_kept, num_drafted))
+    held = _read(decoder, part, held, *before, num_new)
     if (ends == lengths).all():
       break
-    num_kept = np.maximum(num_kept, ends - 1)
+    num_kept = num_drafted = np.maximum(num_kept, ends - 1)
   if is_whole:
     return first_state(decoder, prompts, held)
   return _put_rows(decoder, state, rows.astype(np.int32), prompts, held)
@@ -191,20 +194,20 @@ def _hold_nothing(decoder: Decoder, batch_size: int) -> Held:
   like = jax.eval_shape(target.prefill, zeros, zeros[:, 0], cache)[1]
   features = None if like is None else jnp.zeros((batch_size, size, *like.shape[2:]), like.dtype)
   held = Held(cache, features, None if drafter is None else drafter.init(batch_size, size))
-  return _constrained(decoder.sharding, target, drafter, held)
+  return constrain_held(decoder.sharding, target, drafter, held)
 
 
-def _constrained(sharding: DecodeSharding | None, target: Model, drafter: Drafter | None, held: Held) -> Held:
+def constrain_held(sharding: DecodeSharding | None, target: Model, drafter: Drafter | None, held: Held) -> Held:
   if sharding is None:
     return held
   return jax.lax.with_sharding_constraint(held, held_shardings(sharding, target, drafter, held))
 
 
 @jax.jit
-def _take_rows(decoder: Decoder, state: DecodeState, rows: jax.Array) -> Held:
+def take_rows(decoder: Decoder, state: DecodeState, rows: jax.Array) -> Held:
   """Copies of what `rows` `[R]` hold; entries of B or more give any row."""
   held = jax.tree.map(lambda x: x.at[rows].get(mode='clip') if x.ndim else x, state.held)
-  return _constrained(decoder.sharding, decoder.target, decoder.drafter, held)
+  return constrain_held(decoder.sharding, decoder.target, decoder.drafter, held)
 
 
 @functools.partial(jax.jit, donate_argnames='state')
@@ -233,8 +236,16 @@ def forget_rows(decoder: Decoder, state: DecodeState, is_forgotten: jax.Array) -
   return constrain(decoder, dataclasses.replace(state, **held._asdict(), result=result, is_done=is_done))
 
 
-def _read(decoder: Decoder, prompts: Prompts, held: Held | None, num_kept: jax.Array | None, num_new: int) -> Held:
-  """What rows hold after all tokens of prompts but the last, at most `num_new` more than `num_kept` `[B]` of `held`.
+def _read(
+  decoder: Decoder,
+  prompts: Prompts,
+  held: Held | None,
+  num_kept: jax.Array | None,
+  num_drafted: jax.Array | None,
+  num_new: int,
+) -> Held:
+  """What rows hold after all tokens of prompts but the last, at most `num_new` more than `num_kept` `[B]` of `held`, of
+  which the drafter has `num_drafted` `[B]`.
 
   `held` is donated. None stands for nothing; then a program of its own reads for the target, which all methods and
   trees share, and so for the draft.
@@ -247,7 +258,7 @@ def _read(decoder: Decoder, prompts: Prompts, held: Held | None, num_kept: jax.A
   if drafter is not None:
     context = DraftContext(prompts.lengths, target, prompts.tokens, features)
     draft_state = None if held is None else held.draft_state
-    draft_state = _read_draft(drafter, draft_state, context, num_kept, **sizes, classes=decoder.drafter_classes)
+    draft_state = _read_draft(drafter, draft_state, context, num_drafted, **sizes, classes=decoder.drafter_classes)
   return Held(cache, features, draft_state)
 
 
@@ -273,7 +284,7 @@ def _read_target(
     features = jnp.zeros((len(lengths), cache_size, *new.shape[2:]), new.dtype) if features is None else features
     places = kept[:, None] + jnp.arange(num_new)
     features = jax.vmap(lambda row, places, new: row.at[places].set(new, mode='drop'))(features, places, new)
-  return _constrained(sharding, target, None, Held(cache, features, None))[:2]
+  return constrain_held(sharding, target, None, Held(cache, features, None))[:2]
 
 
 @functools.partial(jax.jit, static_argnames=('num_new', 'cache_size', 'sharding', 'classes'), donate_argnames='state')

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -14,9 +15,10 @@ from spectr_jax.constraint import FEWEST, Constraint, TableSizes, numbered, plac
 from spectr_jax.engine import checks
 from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.loop import decode_rounds
-from spectr_jax.engine.reading import empty_state, forget_rows, read_rows
+from spectr_jax.engine.prefixes import Found, PrefixCache, why_not
+from spectr_jax.engine.reading import empty_state, forget_rows, read_rows, take_rows
 from spectr_jax.engine.result import Generation, NotFiniteError
-from spectr_jax.engine.state import checked_prompts, finish
+from spectr_jax.engine.state import Held, checked_prompts, finish
 from spectr_jax.engine.stop import StopStrings
 from spectr_jax.sampling import SamplingParams
 from spectr_jax.sharding import fetch
@@ -67,7 +69,8 @@ class Rows:
 
   A row keeps what it holds of its text after it has ended. A request begins with the longest prefix of its prompt that
   any row holds, and goes to that row if it is free; the models read the rest. So the next turn of a conversation, or
-  a prompt behind a header that an earlier one had, reads what is new. Tokens do not depend on it, up to rounding.
+  a prompt behind a header that an earlier one had, reads what is new. Tokens do not depend on it, up to rounding. A
+  prefix cache holds more texts than there are rows.
 
   Attributes:
     decoder: The decoder; its constraints follow the requests'.
@@ -75,8 +78,9 @@ class Rows:
     owners: The requests in progress, by row.
     free: The rows without a request, the one that ended first in front.
     result: All tokens so far, as NumPy arrays, of the last step.
-    num_kept: int `[B]`, tokens of each row's prompt that were not read, since a row held them.
+    num_kept: int `[B]`, tokens of each row's prompt that were not read, since a row or the cache of prefixes held them.
     num_read: The tokens of prompts that the target has read in all.
+    prefixes: The cache of prefixes, or None.
   """
 
   def __init__(
@@ -88,8 +92,11 @@ class Rows:
     sampling: SamplingParams | None = None,
     filters: SamplingParams | None = None,
     sizes: TableSizes = FEWEST,
+    prefix_cache_bytes: int | None = None,
   ):
     """Begins without a request.
+
+    It warns if what a row holds cannot be kept, or that of the draft. ValueError if `prefix_cache_bytes` is negative.
 
     Args:
       decoder: Its `cache_size` holds the longest prompt and the new tokens.
@@ -98,6 +105,8 @@ class Rows:
       sampling: Of requests that have none of their own.
       filters: Those that requests may use without compiling the loop anew, of scalars; None for those that come.
       sizes: What tables of the requests' constraints have room for before they make the loop compile anew.
+      prefix_cache_bytes: The most bytes of a `PrefixCache` of texts that rows held; None for none. With 0 no prompt
+        begins with what rows hold either: all of it is read.
     """
     self.decoder, self._sampling, self._sizes = decoder, sampling or SamplingParams(), sizes
     self._longest = decoder.cache_size - int(decoder.max_new_tokens) if longest_prompt is None else longest_prompt
@@ -115,6 +124,28 @@ class Rows:
     self._texts, self._lengths = np.zeros((batch_size, decoder.cache_size), np.int32), np.zeros(batch_size, np.int64)
     self._num_seen, self._is_done = np.zeros(batch_size, np.int64), np.ones(batch_size, bool)
     self.num_kept, self.num_read = np.zeros(batch_size, np.int64), 0
+    if prefix_cache_bytes is not None and prefix_cache_bytes < 0:
+      raise ValueError(f'prefix_cache_bytes must be at least 0, got {prefix_cache_bytes}')
+    self._shares = prefix_cache_bytes != 0 and (decoder.can_truncate or decoder.keeps_ends)
+    self.prefixes: PrefixCache | None = None
+    if prefix_cache_bytes and (reason := why_not(decoder)):
+      warnings.warn(f'texts are not kept beyond their rows: {reason}', stacklevel=2)
+    elif prefix_cache_bytes:
+      self.prefixes = PrefixCache(decoder, self.state.held, prefix_cache_bytes)
+      if self.prefixes.least_bytes > prefix_cache_bytes:
+        warnings.warn(
+          f'prefix_cache_bytes {prefix_cache_bytes} keep nothing: a block takes {self.prefixes.least_bytes}',
+          stacklevel=2,
+        )
+      if not self.prefixes.keeps_draft:
+        warnings.warn('the draft reads prompts from their start: its state is not kept', stacklevel=2)
+
+  def compile_prefixes(self) -> None:
+    """Compiles what copies prefixes, before any request."""
+    if self.prefixes is not None and len(self._lengths) == 1:  # read in place
+      self.state = dataclasses.replace(self.state, **self.prefixes.compile(self.state.held)._asdict())
+    elif self.prefixes is not None:
+      self.prefixes.compile(take_rows(self.decoder, self.state, np.zeros(self.rows_at_a_time, np.int32)))
 
   def check(self, request: Request) -> Request:
     """The request itself; ValueError if its prompt is empty or too long, or has an id that is not in the vocabulary."""
@@ -134,7 +165,7 @@ class Rows:
       raise ValueError(f'{len(requests)} requests do not fit into {len(self.free)} free rows')
     waiting = [(request, np.asarray(self.check(request).tokens, np.int32)) for request in requests]
     self._add_constraints(requests)
-    waiting.sort(key=lambda each: len(each[1]) - self._held(each[1]).max())
+    waiting.sort(key=lambda each: len(each[1]) - max(self._held(each[1]).max(), self._found(each[1]).num_tokens))
     batch_size = len(self._lengths)
     # The first requests are read all together, as those of a single row always are; then there is no copy.
     is_whole = batch_size == 1 or (self._is_new and 2 * len(requests) > batch_size)
@@ -145,7 +176,7 @@ class Rows:
 
   def _held(self, tokens: np.ndarray) -> np.ndarray:
     """The number of tokens at the beginning of a prompt that each row holds, but for the last one, `[B]`."""
-    if not self.decoder.can_truncate and not self.decoder.keeps_ends:
+    if not self._shares:
       return np.zeros(len(self._lengths), np.int64)
     is_other = self._texts[:, : len(tokens)] != tokens
     shared = np.where(is_other.any(axis=1), is_other.argmax(axis=1), len(tokens))
@@ -155,24 +186,33 @@ class Rows:
     ends = np.asarray(fetch(self.state.root_position))
     return np.where(held == ends, held, 0)
 
-  def _places(self, prompts: Sequence[np.ndarray]) -> list[tuple[int, int, int]]:
-    """For each prompt a free row, the row that holds the most of it, and how much that is."""
+  def _found(self, tokens: np.ndarray) -> Found:
+    return Found() if self.prefixes is None else self.prefixes.find(tokens)
+
+  def _places(self, prompts: Sequence[np.ndarray]) -> tuple[list[tuple[int, int, int]], list[Found | None]]:
+    """For each prompt a free row, the row that holds the most of it, and how much that is; or itself and what was found
+    in the cache of prefixes, if that is more.
+    """
     held, free = [self._held(tokens) for tokens in prompts], list(self.free)
     places: list[tuple[int, int, int]] = [(0, 0, 0)] * len(prompts)
+    found: list[Found | None] = [None] * len(prompts)
     # The row itself if it is free, before it is taken for another prompt; of equal ones that which ended first.
     order = [*self.free, *self.owners]
     for i in sorted(range(len(prompts)), key=lambda i: -held[i].max()):
-      source = max(order, key=lambda row: (held[i][row], row in free))
-      row = source if source in free else free[0]
-      if not held[i][source]:
+      source, kept = max(order, key=lambda row: (held[i][row], row in free)), self._found(prompts[i])
+      num_kept, row = int(held[i][source]), source if source in free else free[0]
+      if kept.num_tokens > num_kept:
+        found[i], num_kept = kept, kept.num_tokens
+      if found[i] or not num_kept:
         source = row = free[0]
       free.remove(row)
-      places[i] = row, source, int(held[i][source])
-    return places
+      places[i] = row, source, num_kept
+    return places, found
 
   def _read(self, waiting: Sequence[tuple[Request, np.ndarray]], size: int, is_whole: bool) -> None:
     requests, prompts = zip(*waiting, strict=True)
-    rows, sources, kept = np.array(self._places(prompts)).T
+    found_rows, found = self._places(prompts)
+    rows, sources, kept = np.array(found_rows).T
     num_more = size - len(waiting)
     none = np.arange(len(waiting), size) if is_whole else np.full(num_more, len(self._lengths))
     # Entries without a request fill the shape. They repeat the last one.
@@ -199,7 +239,18 @@ class Rows:
       width=self.decoder.cache_size,
     )
     places = np.append(rows, none), np.append(sources, none)
-    self.state = read_rows(self.decoder, self.state, *places, checked, padded_lengths, padded_kept)
+
+    def fill(held: Held) -> Held:
+      for place, each in enumerate(found):
+        held = held if each is None or self.prefixes is None else self.prefixes.load(held, place, each)
+      return held
+
+    num_drafted = None
+    if self.prefixes is not None and not self.prefixes.keeps_draft and any(found):
+      is_found = [each is not None for each in found]
+      num_drafted = np.where(np.pad(is_found, (0, num_more), 'edge'), 0, padded_kept)
+    prompts_of = self.decoder, self.state, *places, checked, padded_lengths, padded_kept
+    self.state = read_rows(*prompts_of, fill=fill, num_drafted=num_drafted)
     if is_whole and num_more:
       self.state = finish(self.decoder, self.state, none)
     for row, request, each in zip(rows.tolist(), requests, prompts):
@@ -209,6 +260,18 @@ class Rows:
     self._lengths[rows], self._num_seen[rows], self._is_done[rows] = lengths, 0, False
     self.num_kept[rows] = kept
     self.num_read += int((lengths - 1 - kept).sum())
+    if not self.decoder.can_truncate:  # before the state goes on
+      self._keep(rows.tolist())
+
+  def _keep(self, rows: Iterable[int]) -> None:
+    """Keeps the beginnings of what rows hold."""
+    if self.prefixes is None:
+      return
+    ends = None if self.decoder.can_truncate else np.asarray(fetch(self.state.root_position))
+    for row in rows:
+      length = int(self._lengths[row])
+      is_end = ends is None or ends[row] == length - 1
+      self.prefixes.keep(self.state.held, row, self._texts[row, :length], is_end=is_end)
 
   def _add_constraints(self, requests: Sequence[Request]) -> None:
     """Makes tables for the constraints of requests that have come, beside those of the rows in progress."""
@@ -257,6 +320,7 @@ class Rows:
     if running := [row for row in rows if not self._is_done[row]]:
       self.state = finish(self.decoder, self.state, running)
       self._is_done[running] = True
+    self._keep(rows)
     for row in rows:
       del self.owners[row]
       self.free.append(row)

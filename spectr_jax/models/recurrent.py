@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from spectr_jax.kernels.products import accumulation_dtype, inverse_root, rounded
 from spectr_jax.kernels.recurrence import Writes, convolve, fold, last_inputs, path_inputs, placed, recur
-from spectr_jax.model import KVCache
+from spectr_jax.model import NO_SLOTS, KVCache
 from spectr_jax.models import layers
 from spectr_jax.sharding import DATA, MODEL
 
@@ -168,6 +168,10 @@ class HybridCache:
     is_kept = lengths == self.lengths
     attention = dataclasses.replace(self.attention, lengths=jnp.where(is_kept, lengths, 0))
     return HybridCache(attention, tuple(state.of_rows(is_kept) for state in self.recurrent))
+
+  def slot_axes(self) -> HybridCache:
+    """See `KVCache.slot_axes`."""
+    return HybridCache(self.attention.slot_axes(), jax.tree.map(lambda _: NO_SLOTS, self.recurrent))
 
   def partition_specs(self) -> HybridCache:
     """See `KVCache.partition_specs`."""

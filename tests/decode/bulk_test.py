@@ -74,7 +74,7 @@ def test_continuations_are_those_of_a_comparison(pair, many_prompts, tmp_path):
       assert setting == ['spectr', 2, 'chains', True]
   assert found.num_tokens == sum(len(entry['tokens']) for entry in entries.values())
   assert found.num_calls == sum(entry['target_calls'] for entry in entries.values())
-  assert found.num_read == 4 * sum(len(run.tokenizer.encode_prompt(prompt.text)) for prompt in run.prompts)
+  assert found.num_prompt_tokens == 4 * sum(len(run.tokenizer.encode_prompt(prompt.text)) for prompt in run.prompts)
   assert min(found.loading, found.compiling, found.seconds) > 0
   assert found.loading + found.compiling + found.seconds < took
   assert seen[0] == ('compiling and decoding', 0, 92)

@@ -195,7 +195,7 @@ def test_constraints_and_log_probabilities_are_the_same(target, draft):
 def test_programs_do_not_depend_on_what_is_read(monkeypatch, target, draft):
   """Two read prompts, for the target and the draft each; one takes what rows hold and one puts it back."""
   monkeypatch.setattr(reading, '_FEW', 4)
-  counted = reading._read_target, reading._read_draft, reading._take_rows, reading._put_rows, loop.run_rounds
+  counted = reading._read_target, reading._read_draft, reading.take_rows, reading._put_rows, loop.run_rounds
 
   rows, rng, texts = _rows((target, draft), eos_id=None), np.random.default_rng(0), [[3]]
   for program in counted:  # other tests run the same ones

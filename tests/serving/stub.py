@@ -38,9 +38,10 @@ class StubRows:
 
   seconds = 0.0
 
-  def __init__(self, decoder, *, batch_size, longest_prompt, filters, sizes):
-    del decoder, longest_prompt, filters, sizes
-    self.state, self.owners, self.free = None, {}, list(range(batch_size))
+  def __init__(self, decoder, *, batch_size, **options):
+    del decoder, options
+    self.state, self.owners, self.free, self.prefixes = None, {}, list(range(batch_size)), None
+    self.num_kept = np.zeros(batch_size, np.int64)
     self._lengths = [0] * batch_size
 
   def put(self, requests):
@@ -120,7 +121,7 @@ def make_worker(models, tokenizer, *, most_waiting=64, batch_size=ROWS, most_new
     cache_size=LONGEST + NEW, eos_id=tokenizer.eos_ids, logprobs=True,
   )  # fmt: skip
   sizes = {'batch_size': batch_size, 'longest_prompt': longest, 'most_waiting': most_waiting}
-  return Worker(decoder, tokenizer, **sizes, **options)
+  return Worker(decoder, tokenizer, **sizes, **{'prefix_cache_bytes': 2**20} | options)
 
 
 def make_stub(tokenizer, *, batch_size=2, most_waiting=64):
