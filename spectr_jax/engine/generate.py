@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -15,6 +15,7 @@ from jax.typing import ArrayLike
 from spectr_jax.constraint import Constraint, numbered
 from spectr_jax.draft import Drafter
 from spectr_jax.engine import checks
+from spectr_jax.engine.budget import Budget
 from spectr_jax.engine.decoder import Decoder, choose_cache_size
 from spectr_jax.engine.loop import decode_rounds
 from spectr_jax.engine.reading import init_decode
@@ -161,6 +162,7 @@ def generate_many(
   rounds_at_a_time: int = 4,
   stop: StopStrings | None = None,
   sampling: SamplingParams | None = None,
+  budget: Budget | Literal['auto'] | int | None = None,
   **options: Any,
 ) -> Iterator[Continuation]:
   """Continues any number of prompts, as many at a time as there are rows, and yields each as soon as it is done.
@@ -180,6 +182,11 @@ def generate_many(
       wait for the device more often.
     stop: Texts that end a continuation, or None; looked for every `rounds_at_a_time` rounds.
     sampling: Of scalars, for all requests that have none of their own, as for `generate`.
+    budget: The most guesses of all rows of a call together; rows that are left alone share what others leave. `auto`
+      measures what calls with fewer guesses cost, none included, and takes those with the most tokens per second. The
+      tree is the largest that a row gets. Continuations keep their distribution, and greedy ones are the same; others
+      depend on when rows draft how much, but for `ersd`. A `Budget` tells afterwards what it chose. None for the tree
+      in every round.
     **options: `eos_id`, `sharding` and `logprobs` of `generate`.
 
   Yields:
@@ -206,7 +213,7 @@ def generate_many(
     cache_size=choose_cache_size(target, draft, longest_prompt + max_new_tokens),
     **options,
   )
-  rows = Rows(decoder, batch_size=batch_size, longest_prompt=longest_prompt, sampling=sampling)
+  rows = Rows(decoder, batch_size=batch_size, longest_prompt=longest_prompt, sampling=sampling, budget=budget)
   rows.put(first)
   eos_ids = [int(i) for i in decoder.eos_ids]
   while rows.owners:
