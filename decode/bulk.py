@@ -26,6 +26,7 @@ from common.output_files import check_apart
 from common.printable import printable
 from decode.experiment.auto_choice import speeds_of
 from decode.experiment.console import show_progress
+from decode.experiment.drafting import budget_of, define_budget
 from decode.experiment.generation_file import GenerationFile, check_parts, part_path, write_index
 from decode.experiment.latency import CompilingClock
 from decode.experiment.options import DecodeOptions
@@ -34,7 +35,7 @@ from decode.experiment.settings import only_setting
 from decode.experiment.workload import Workload
 from spectr_jax import ChoiceProbs, Request, generate_many
 from spectr_jax.auto.trial import Notify
-from spectr_jax.engine import sample_keys
+from spectr_jax.engine import Budget, sample_keys
 from spectr_jax.engine.choices import Choices, score_choices
 from spectr_jax.sharding import is_primary
 
@@ -48,6 +49,7 @@ class BulkStatistics(NamedTuple):
   compiling: float  # seconds
   loading: float  # seconds
   num_read: int  # tokens of the prompts
+  rounds: dict[str, int] = {}  # of a budget, by the guesses of a row
 
 
 def decode_bulk(
@@ -57,6 +59,7 @@ def decode_bulk(
   resume: bool = False,
   rounds_at_a_time: int = 4,
   choice_probs: bool = False,
+  budget: Budget | None = None,
   notify: Notify | None = None,
 ) -> BulkStatistics:
   """Continues every prompt with every seed, as many times as there are samples, appending to a file.
@@ -67,6 +70,7 @@ def decode_bulk(
     resume: Whether to continue an existing file.
     rounds_at_a_time: Rounds between two checks for finished rows.
     choice_probs: Whether every line has the probabilities of all of the options' choices.
+    budget: Guesses of all rows of a call, see `generate_many`, or None.
     notify: Called with the current activity, the number of continuations in the file, and their final number.
   """
   notify = notify or (lambda what, done, total: None)
@@ -93,6 +97,7 @@ def decode_bulk(
     described = {prompts[row].index: describe_prompt(prompts[row]) for row in own}
     settings = describe_run(work, setting)
     settings['run'] |= {'choice_probs': True} if choice_probs else {}
+    settings['run'] |= {} if budget is None else {'budget': 'auto' if budget.guesses is None else budget.guesses}
     file.begin(settings, described, process=process, num_processes=num_processes)
     choices = Choices.of(work.tokenizer, options.sampling.choice) if choice_probs else None
 
@@ -141,6 +146,7 @@ def decode_bulk(
       sharding=work.sharding,
       logprobs=work.logprobs,
       stop=stop,
+      budget=budget,
     ):
       seed, row, sample = continuation.name
       prompt = prompts[row]
@@ -157,7 +163,8 @@ def decode_bulk(
       num_read += int(work.lengths[row])
       num_done += 1
       notify(f'decoding; {num_tokens / seconds():,.0f} tokens/s', num_done, total)
-    return BulkStatistics(num_tokens, num_calls, seconds(), clock.seconds - before, loading, num_read)
+    rounds = {} if budget is None else {guesses: number for (_, guesses), number in budget.rounds.items()}
+    return BulkStatistics(num_tokens, num_calls, seconds(), clock.seconds - before, loading, num_read, rounds)
 
 
 if __name__ == '__main__':
@@ -169,6 +176,7 @@ if __name__ == '__main__':
     'rounds_at_a_time', 4, 'Rounds between two looks at which rows are done.', lower_bound=1
   )
   _PROBS = flags.DEFINE_bool('choice_probs', False, 'Write how likely each --choice is behind the prompt.')
+  _BUDGET = define_budget('off', ' in every round')
   # A comparison takes a sample of the prompts; this command takes all.
   flags.FLAGS.set_default('num_prompts', 2**31 - 1)
 
@@ -177,7 +185,7 @@ if __name__ == '__main__':
     processes.run_together(decode)
 
   def decode():
-    options = read_options()
+    options, budget = read_options(), budget_of(_BUDGET.value)
     with show_progress() if is_primary() else contextlib.nullcontext() as notify:
       done = decode_bulk(
         options,
@@ -185,6 +193,7 @@ if __name__ == '__main__':
         resume=_RESUME.value,
         rounds_at_a_time=_ROUNDS.value,
         choice_probs=_PROBS.value,
+        budget=budget,
         notify=notify,
       )
     if not is_primary():
@@ -199,6 +208,9 @@ if __name__ == '__main__':
       f' {done.compiling:.1f} s, {done.num_read:,} tokens of prompts and the new ones {done.seconds:.1f} s;'
       f' {printable(str(part))}'
     )
+    if done.rounds:
+      by_guesses = ', '.join(f'{number:,} with {guesses}' for guesses, number in done.rounds.items())
+      print(f'budget {_BUDGET.value}: rounds {by_guesses} guesses a row')
 
   command_line.run(
     main,

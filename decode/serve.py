@@ -23,6 +23,7 @@ from decode.experiment.settings import only_setting
 from decode.experiment.workload import load_models
 from spectr_jax import Decoder
 from spectr_jax.auto.trial import Notify
+from spectr_jax.engine import Budget
 from spectr_jax.io.untrusted import first_line
 from spectr_jax.unicode import check_unicode
 
@@ -67,6 +68,7 @@ def start_worker(
   max_new_tokens: int | None = None,
   most_waiting: int,
   notify: Notify,
+  budget: Budget | None = None,
 ):
   """The thread that decodes, started with its programs compiled, the tokenizer, and the bounds of requests."""
   from decode.serving.worker import Worker
@@ -91,6 +93,7 @@ def start_worker(
     batch_size=options.prompts.batch_size,
     longest_prompt=bounds.longest_prompt,
     most_waiting=most_waiting,
+    budget=budget,
   )
   worker.compile(lambda done, total: notify('compiling; /health says starting', done, total))
   worker.start()
@@ -119,7 +122,7 @@ def read_hosts(names: list[str]) -> frozenset[str]:
 
 if __name__ == '__main__':
   extras.need('serve', 'starlette', 'uvicorn')
-  from decode.experiment.drafting import describe_in_help, with_default_drafting
+  from decode.experiment.drafting import budget_of, define_budget, describe_in_help, with_default_drafting
   from decode.experiment.option_flags import read_values  # defines flags
 
   _HOST = flags.DEFINE_string('host', '127.0.0.1', 'Address to listen on; 0.0.0.0 for all of this machine.')
@@ -140,7 +143,8 @@ if __name__ == '__main__':
   _KEEP = flags.DEFINE_integer(
     'keep_alive', 75, 'Seconds that a connection without a request stays open.', lower_bound=0, upper_bound=10**6
   )
-  help_text.in_group('Options', _HOST, _PORT, _NAME, _KEY, _KEY_FILE, _LONGEST, _WAITING, _ALLOWED, _KEEP)
+  _BUDGET = define_budget('auto', ' in every round, which a seeded text needs to come again')
+  help_text.in_group('Options', _BUDGET, _HOST, _PORT, _NAME, _KEY, _KEY_FILE, _LONGEST, _WAITING, _ALLOWED, _KEEP)
   flags.FLAGS.set_default('max_new_tokens', _MOST_NEW)
   flags.FLAGS['max_new_tokens'].help = 'New tokens per prompt, at most (default what the context leaves, up to 1024).'
   flags.FLAGS.set_default('batch_size', 8)
@@ -154,6 +158,7 @@ if __name__ == '__main__':
     from decode.serving.server import Server, address_of, listen
 
     del argv
+    budget = budget_of(_BUDGET.value, is_resized=True)
     options, key = DecodeOptions.of(**with_default_drafting(read_values())), read_key(_KEY.value, _KEY_FILE.value)
     options.check_unused(_UNUSED, 'decode.serve, where requests say what they want')
     name = _NAME.value or os.path.basename(options.models.target.rstrip('/')) or options.models.target
@@ -167,7 +172,7 @@ if __name__ == '__main__':
     server = Server(front, sock, keep_alive=_KEEP.value)
     with show_progress() as notify:
       sizes = {'longest_prompt': _LONGEST.value, 'max_new_tokens': most_new, 'most_waiting': _WAITING.value}
-      worker, tokenizer, bounds = start_worker(options, **sizes, notify=notify)
+      worker, tokenizer, bounds = start_worker(options, **sizes, notify=notify, budget=budget)
     served = Served(worker, tokenizer, name, bounds.max_new_tokens, key, together=bounds.together, hosts=hosts)
     served.prepare()
     front.app = make_app(served)

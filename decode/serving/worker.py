@@ -32,7 +32,7 @@ from spectr_jax import (
   log_likelihood,
 )
 from spectr_jax.constraint import TableSizes
-from spectr_jax.engine import Rows
+from spectr_jax.engine import Budget, Rows
 from spectr_jax.engine.choices import Choices, score_choices
 from spectr_jax.engine.likelihood import CHUNK
 from spectr_jax.io.tokenizer import TokenizerBase
@@ -102,11 +102,18 @@ class Worker:
   """The thread, its rows, and the continuations that wait for one. `fault` is what ended it before it was told to."""
 
   def __init__(
-    self, decoder: Decoder, tokenizer: TokenizerBase, *, batch_size: int, longest_prompt: int, most_waiting: int
+    self,
+    decoder: Decoder,
+    tokenizer: TokenizerBase,
+    *,
+    batch_size: int,
+    longest_prompt: int,
+    most_waiting: int,
+    budget: Budget | None = None,
   ):
-    """Prepares the rows of a decoder of log probabilities as well; `start` begins."""
+    """Prepares the rows of a decoder of log probabilities as well, perhaps with a budget; `start` begins."""
     self.metrics, self.longest_prompt, self.most_waiting = Metrics(), longest_prompt, most_waiting
-    self._decoder, self._tokenizer, self._batch_size = decoder, tokenizer, batch_size
+    self._decoder, self._tokenizer, self._batch_size, self._budget = decoder, tokenizer, batch_size, budget
     self._waiting: collections.deque[Job] = collections.deque()
     self._taken: list[Job] = []  # on their way from the queue into rows
     self._growing: dict[int, Job] = {}  # by row
@@ -119,11 +126,11 @@ class Worker:
   def _make_rows(self) -> Rows:
     sizes = {'batch_size': self._batch_size, 'longest_prompt': self.longest_prompt}
     tables = _SIZES._replace(constraints=self._batch_size)
-    return Rows(self._decoder, **sizes, filters=_EVERY_FILTER, sizes=tables)
+    return Rows(self._decoder, **sizes, filters=_EVERY_FILTER, sizes=tables, budget=self._budget)
 
   def compile(self, notify: Callable[[int, int], None]) -> None:
-    """Runs every program once: a short prompt, a long one, a round, all with and without a constraint; then readings
-    of a text and of choices.
+    """Runs every program once: a short prompt, a long one, a round, those of the budget, all with and without a
+    constraint; then readings of a text and of choices.
     """
     key, sizes = jax.random.key(0, impl='threefry2x32'), (1, self.longest_prompt)
     anything = Constraint(np.zeros(self.vocab_size, np.int32), np.zeros((1, 1), np.int32), np.ones(1, bool))
@@ -136,6 +143,8 @@ class Worker:
       self._rows.put([Request('compiling', [0] * size, key, max_new_tokens=most_new, constraint=constraint)])
       self._rows.step()
       self._rows.end(list(self._rows.owners))
+      if size == self.longest_prompt:
+        self._rows.prepare(constraint)
     notify(4, 6)
     self.read([[0]], 0)
     notify(5, 6)
@@ -330,8 +339,10 @@ class Worker:
   def _advance(self) -> None:
     if not self._growing:
       return
-    rows, ended = self._rows, []
-    for piece in rows.step():
+    rows, ended, pieces = self._rows, [], self._rows.step()
+    if rows.call.num_rounds:
+      self.metrics.add('rounds_total', rows.call.num_rounds, rows=str(rows.call.num_rows), guesses=rows.call.guesses)
+    for piece in pieces:
       job = self._growing[piece.row]
       try:
         if piece.error is not None:

@@ -176,7 +176,7 @@ class Budget:
     """Learns from the last call.
 
     Args:
-      seconds: Those that it took; they do not count where it compiled its program.
+      seconds: Those that it took; they count where it compiled no program and had no tables.
       num_rounds: Its rounds.
       num_row_rounds: Those of all rows together.
       kept: int `[L]`, those that kept at least so many guesses.
@@ -187,7 +187,7 @@ class Budget:
     self.rounds[self.size, name_of(self.tree)] += num_rounds
     self._learn_kept(num_row_rounds, kept[: self.tree.max_depth])
     own, program = (self.size, self.place), (self.size, self.place, has_tables)
-    if program in self._ran:
+    if program in self._ran and not has_tables:
       self._learn_seconds(own, seconds / num_rounds)
     self._ran.add(program)
 

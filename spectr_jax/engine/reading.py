@@ -140,8 +140,8 @@ def read_rows(
 ) -> DecodeState:
   """`state`, which is donated, with checked prompts `[R, cache_size]` in `rows` `[R]`, as `refill`.
 
-  Row `rows[i]` begins with the first `num_kept[i]` tokens that row `sources[i]` holds, which may be another one. Without
-  `reads_draft` the drafter's state stays that of the sources, until `read_draft`.
+  Row `rows[i]` begins with the first `num_kept[i]` tokens that row `sources[i]` holds, which may be another one.
+  Without `reads_draft` the drafter's state stays that of the sources, until `read_draft`.
   """
   # All rows in their places stay where they are.
   is_whole = np.array_equal(rows, np.arange(len(state.keys))) and np.array_equal(rows, sources)

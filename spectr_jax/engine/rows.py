@@ -257,15 +257,13 @@ class Rows:
   def _add_constraints(self, requests: Sequence[Request]) -> None:
     """Makes tables for the constraints of requests that have come, beside those of the rows in progress."""
     new = [each.constraint for each in requests if isinstance(each.constraint, Constraint)]
-    is_past = self.budget is not None and not any(
-      isinstance(each.constraint, Constraint) for each in self.owners.values()
-    )
-    if is_past and self._constraints and not new:  # without tables there are more programs to choose from
+    used = [each.constraint for each in self.owners.values() if isinstance(each.constraint, Constraint)]
+    if self.budget is not None and self._constraints and not [*new, *used]:
+      # Without tables rounds take less time, and there are more programs to choose from.
       self.state = dataclasses.replace(self.state, constraint_states=None)
       self.decoder, self._constraints = dataclasses.replace(self.decoder, constraints=None), []
     if all(place_of(each, self._constraints) >= 0 for each in new):
       return
-    used = [each.constraint for each in self.owners.values() if isinstance(each.constraint, Constraint)]
     constraints, _ = numbered([*used, *new], len(used) + len(new))
     decoder = self.decoder.with_constraints(constraints, keeps_sizes=True, sizes=self._sizes)
     self.state = decoder.adopt(self.state, self.decoder, [place_of(each, constraints) for each in self._constraints])
@@ -380,7 +378,7 @@ class Rows:
       for place in budget.places(size, has_tables=constraint is not None):
         budget.forced = size, place
         num_steps = 0
-        while num_steps < 2 or not budget.is_measured(size, place):
+        while num_steps < 2 or not (constraint is not None or budget.is_measured(size, place)):
           if not self.owners:
             self.put([Request('measuring', prompt, key, None, most, constraint)] * size)
           is_done = any(piece.is_done for piece in self.step())

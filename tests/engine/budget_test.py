@@ -38,7 +38,7 @@ class Script(Budget):
 
   def choose(self, num_rows, *, has_tables=False):
     least, self.place = next(self._calls)
-    self.size = max(self.size if self.size < least else least, next(x for x in self.sizes if x >= num_rows))
+    self.size = next(size for size in self.sizes if size >= max(num_rows, least))
     return self.size, self.tree
 
 

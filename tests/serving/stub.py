@@ -19,7 +19,7 @@ from decode.serving.worker import Worker
 from spectr_jax import Decoder, TokenTree
 from spectr_jax.engine.likelihood import LogLikelihood
 from spectr_jax.engine.result import Generation, NotFiniteError
-from spectr_jax.engine.rows import Piece
+from spectr_jax.engine.rows import Call, Piece
 from spectr_jax.io.hub.hub_tokenizer import HubTokenizer
 
 NEW, LONGEST, ROWS, DEPTH = 12, 60, 3, 2
@@ -36,10 +36,10 @@ def said(prompt, num_tokens=NEW):
 class StubRows:
   """As `Rows`; a round takes some seconds."""
 
-  seconds = 0.0
+  seconds, call = 0.0, Call(1, '0', 0)
 
-  def __init__(self, decoder, *, batch_size, longest_prompt, filters, sizes):
-    del decoder, longest_prompt, filters, sizes
+  def __init__(self, decoder, *, batch_size, longest_prompt, filters, sizes, budget):
+    del decoder, longest_prompt, filters, sizes, budget
     self.state, self.owners, self.free = None, {}, list(range(batch_size))
     self._lengths = [0] * batch_size
 
@@ -113,13 +113,14 @@ def client_of(worker, tokenizer, **options):
   return TestClient(make_app_of(worker, tokenizer, **options))
 
 
-def make_worker(models, tokenizer, *, most_waiting=64, batch_size=ROWS, most_new=NEW, longest=LONGEST):
+def make_worker(models, tokenizer, *, most_waiting=64, batch_size=ROWS, most_new=NEW, longest=LONGEST, budget=None):
   """A worker whose caches hold the longest prompt and its continuation; the two may be longer one by one."""
   decoder = Decoder.make(
     *models, method='race_traversal', tree=TokenTree.chains(2, DEPTH), max_new_tokens=most_new,
     cache_size=LONGEST + NEW, eos_id=tokenizer.eos_ids, logprobs=True,
   )  # fmt: skip
-  return Worker(decoder, tokenizer, batch_size=batch_size, longest_prompt=longest, most_waiting=most_waiting)
+  sizes = {'batch_size': batch_size, 'longest_prompt': longest, 'most_waiting': most_waiting}
+  return Worker(decoder, tokenizer, **sizes, budget=budget)
 
 
 def make_stub(tokenizer, *, batch_size=2, most_waiting=64):
