@@ -26,7 +26,7 @@ _REMEMBERED = 2000.0  # rounds of a row that count for what is kept
 _IDLE = 50_000.0  # those after which trees that are not in use are forgotten
 _GAIN = 1.015  # by which another tree must be faster to be changed to
 _PATIENCE = 8  # calls of fewer rows before the others are put away
-_MEASURED = 3  # calls that tell what one costs at first, and after a change
+_MEASURED, _AFTER = 6, 3  # calls that tell what one costs at first, and after a change of trees
 
 
 def ladder(tree: TokenTree) -> list[TokenTree]:
@@ -152,7 +152,7 @@ class Budget:
       size = self._choose_size(self.sizes[-1] if has_tables else num_rows)
       place = self._fitting(num_rows) if self.guesses is not None else self._fastest(size, has_tables)
     if (size, place) != (self.size, self.place):
-      self._num_alike = 0 if size == self.size else _MEASURED
+      self._num_alike = 0 if size == self.size else _AFTER
     self.size, self.place = size, place
     return size, self.trees[place]
 
@@ -168,7 +168,7 @@ class Budget:
       plain = [*self.places(size)]
       yield from sorted({plain[0], plain[-1]} if size == self.sizes[-1] else ())
     else:
-      yield from (place for place in range(len(self.trees)) if self._may_pay(size, place))
+      yield from itertools.takewhile(lambda place: self._may_pay(size, place), range(len(self.trees)))
 
   def note(
     self, seconds: float, num_rounds: int, num_row_rounds: int, kept: np.ndarray, *, has_tables: bool = False
@@ -257,12 +257,12 @@ class Budget:
       times = self._times.setdefault(own, [])
       times.append(seconds)
       if len(times) == _MEASURED:
-        self.seconds[own] = min(times)
+        self.seconds[own] = float(np.quantile(times, 0.3))  # others on the machine can only make it slower
       return
     # What else the machine does slows all calls alike. Right after a change of trees, what differs is the trees'.
     change = float(np.clip(np.log(seconds / self.seconds[own]), -0.5, 0.5)) - self._drift
     self._num_alike += 1
-    if self._num_alike <= _MEASURED:
+    if self._num_alike <= _AFTER:
       self.seconds[own] *= float(np.exp(0.1 * change))
     else:
       self._drift += 0.2 * change
