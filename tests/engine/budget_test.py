@@ -331,15 +331,15 @@ def test_it_follows_what_is_kept(tables):
   load.run(1, 6000)
   assert load.budget.is_paused
   load.rate = 0.95
-  for _ in range(100):
-    load.budget.note(1.0, 1, 1000, np.zeros(4, int))  # as many rounds without a guess
+  for _ in range(400):
+    load.budget.note(6.0, 1, 1000, np.zeros(4, int))  # as many rounds without a guess
   found, best = load.run(1, 500)
   assert found > 0.9 * best
 
 
 def test_trees_that_cannot_pay_are_not_tried(tables):
   budget = _bound(tables, 8, TokenTree.chains(1, 8))
-  load = _Load(budget, 0.9, lambda size, tree: 1.0 + 1.2 * tree.num_nodes)
+  load = _Load(budget, 0.9, lambda size, tree: 1.0 + 2.0 * tree.num_nodes)
   load.run(8, 200)
   assert {guesses for _, guesses in budget.rounds} == {'0', '1x1', '1x2'}
 
