@@ -3,7 +3,7 @@
 Command   python -m benchmarks.load --rows=1,2,4,8,16 --load=1,16,4,8,1 --output=load.json
 Models    the pretrained pair, or --target and --draft, which may be `lookup`; with no draft, 1 x 1, 1 x 2, 1 x 4 and
           2 x 4 of --method beside `--budget=auto` on 2 x 4
-Prompts   --num_prompts of --prompts in turn; each is continued by --max_new_tokens tokens, greedily and at temperature 1
+Prompts   --num_prompts of --prompts in turn; each is continued by --max_new_tokens tokens, greedily and by sampling
 
 All settings take turns, batch by batch. A load of n rows are n requests at once in rows for the most of --load, for
 every part of it twice as many requests as there are rows; fixed settings run all rows, the budget as many as it needs.
