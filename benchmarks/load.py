@@ -2,7 +2,7 @@
 
 Command   python -m benchmarks.load --rows=1,2,4,8,16 --load=1,16,4,8,1 --output=load.json
 Models    the pretrained pair, or --target and --draft, which may be `lookup`; with no draft, 1 x 1, 1 x 2, 1 x 4 and
-          2 x 4 of --method beside `--budget=auto` on 2 x 4
+          2 x 4 of --method beside a budget of the largest of them that it takes
 Prompts   --num_prompts of --prompts in turn; each is continued by --max_new_tokens tokens, greedily and by sampling
 
 All settings take turns, batch by batch. A load of n rows are n requests at once in rows for the most of --load, for
@@ -32,6 +32,7 @@ from decode.experiment.workload import Models, load_models
 from spectr_jax import METHODS, Decoder, Request, SamplingParams, TokenTree
 from spectr_jax.draft import as_drafter
 from spectr_jax.engine import Budget, Rows
+from spectr_jax.methods import why_not
 
 BUDGET = 'budget'
 TREES = {'no draft': None} | {
@@ -40,9 +41,14 @@ TREES = {'no draft': None} | {
 _LONGEST = 128  # tokens of a prompt
 
 
+def names_for(method: str) -> list[str]:
+  """The settings that a method takes."""
+  return [name for name, tree in TREES.items() if tree is None or not why_not(METHODS[method], tree)]
+
+
 def make_rows(models: Models, name: str, method: str, num_rows: int, max_new_tokens: int) -> Rows:
   """Rows of a setting, compiled."""
-  tree = TREES['2x4' if name == BUDGET else name]
+  tree = TREES[names_for(method)[-1] if name == BUDGET else name]
   decoder = Decoder.make(
     models.target,
     None if tree is None else as_drafter(models.draft),
@@ -131,7 +137,7 @@ if __name__ == '__main__':
     texts = [each.text for each in read_prompts(_PROMPTS.value)][: _NUM_PROMPTS.value]
     prompts = [models.tokenizer.encode(text)[:_LONGEST] for text in texts]
     sizes = {'method': method, 'max_new_tokens': _NEW.value, 'num_runs': _RUNS.value}
-    results, names = [], [*TREES, BUDGET]
+    results, names = [], [*names_for(method), BUDGET]
     with OutputFiles(output=_OUTPUT.value).apart_from({'prompts': [_PROMPTS.value]}) as files:
       for temperature in _TEMPERATURES():
         for load in [*((number,) for number in _ROWS()), _LOAD()]:

@@ -134,22 +134,23 @@ class Worker:
     """
     key, sizes = jax.random.key(0, impl='threefry2x32'), (1, self.longest_prompt)
     anything = Constraint(np.zeros(self.vocab_size, np.int32), np.zeros((1, 1), np.int32), np.ones(1, bool))
-    for number, (constraint, size) in enumerate(itertools.product((anything, None), sizes)):
-      notify(number, 6)
-      if number == len(sizes):  # rows without tables, which take less time until a constraint comes
+    # Last come rows without tables, which take less time until a constraint comes.
+    for number, (constraint, size) in enumerate(itertools.product((None, anything, None), sizes)):
+      notify(number, 8)
+      if number in (2, 4):
         del self._rows
         self._rows = self._make_rows()
       most_new = None if size == 1 else 1  # the longest prompt may leave room for no more
       self._rows.put([Request('compiling', [0] * size, key, max_new_tokens=most_new, constraint=constraint)])
       self._rows.step()
       self._rows.end(list(self._rows.owners))
-      if size == self.longest_prompt:
+      if number in (1, 3):
         self._rows.prepare(constraint)
-    notify(4, 6)
+    notify(6, 8)
     self.read([[0]], 0)
-    notify(5, 6)
+    notify(7, 8)
     self.score_choices([0], Choices(('',), (((0,),),)))
-    notify(6, 6)
+    notify(8, 8)
 
   def start(self) -> None:
     self._thread.start()
