@@ -25,6 +25,7 @@ _WEIGHT = 8.0  # guesses that this hope counts for
 _REMEMBERED = 2000.0  # rounds of a row that count for what is kept
 _IDLE = 50_000.0  # those after which trees that are not in use are forgotten
 _GAIN = 1.015  # by which another tree must be faster to be changed to
+_RIVAL, _GAP, _LONGEST_GAP = 0.95, 32, 4096  # trees this fast are measured again, after so many calls and then twice
 _PATIENCE = 8  # calls of fewer rows before the others are put away
 _MEASURED, _AFTER = 6, 3  # calls that tell what one costs at first, and after a change of trees
 
@@ -132,7 +133,10 @@ class Budget:
     depth = trees[-1].max_depth
     widths = [int(tree.num_children[0]) for tree in trees if tree.num_nodes]
     self._kept = {width: _Kept(np.zeros(depth), np.zeros(depth)) for width in widths}
-    self._num_smaller, self._num_alike, self._drift = 0, 0, 0.0
+    self._num_smaller, self._num_alike, self._num_away, self._drift = 0, 0, 0, 0.0
+    self._homes: dict[int, int] = {}  # by size, the place of the tree that is in use
+    self._gaps = dict.fromkeys(self.sizes, _GAP)
+    self._num_home, self._num_visits = collections.Counter(), collections.Counter()
 
   @property
   def tree(self) -> TokenTree:
@@ -216,8 +220,26 @@ class Budget:
     if len(places) < 2:
       return places[0] if places else 0
     speeds = {place: self.tokens(self.trees[place]) / self.seconds[size, place] for place in places}
-    best = max(speeds, key=lambda place: speeds[place])
-    return best if self.place not in speeds or speeds[best] > _GAIN * speeds[self.place] else self.place
+    return self._settle(size, speeds)
+
+  def _settle(self, size: int, speeds: dict[int, float]) -> int:
+    """The place of the fastest tree, or now and then of one nearly as fast, for some calls that measure it again."""
+    if self._num_away:
+      self._num_away -= 1
+      if size == self.size and self.place in speeds:
+        return self.place
+    best, home = max(speeds, key=lambda place: speeds[place]), self._homes.get(size)
+    if home not in speeds or speeds[best] > _GAIN * speeds[home]:
+      home = self._homes[size] = best
+    self._num_home[size] += 1
+    if self._num_home[size] >= self._gaps[size]:
+      self._num_home[size], self._gaps[size] = 0, min(2 * self._gaps[size], _LONGEST_GAP)
+      if rivals := [place for place in speeds if place != home and speeds[place] > _RIVAL * speeds[best]]:
+        place = min(rivals, key=lambda place: self._num_visits[size, place])
+        self._num_visits[size, place] += 1
+        self._num_away = _AFTER
+        return place
+    return home
 
   def tokens(self, tree: TokenTree) -> float:
     """The tokens of a row and round that are to be expected."""

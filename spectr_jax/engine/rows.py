@@ -381,6 +381,7 @@ class Rows:
         while num_steps < 2 or not (constraint is not None or budget.is_measured(size, place)):
           if not self.owners:
             self.put([Request('measuring', prompt, key, None, most, constraint)] * size)
+            self._num_drafted[:] = 0  # the program by which drafters go on after a pause runs, too
           is_done = any(piece.is_done for piece in self.step())
           num_steps += self.call.num_rounds > 0
           if is_done:
