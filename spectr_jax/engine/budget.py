@@ -25,7 +25,8 @@ _WEIGHT = 8.0  # guesses that this hope counts for
 _REMEMBERED = 2000.0  # rounds of a row that count for what is kept
 _IDLE = 50_000.0  # those after which trees that are not in use are forgotten
 _GAIN = 1.015  # by which another tree must be faster to be changed to
-_RIVAL, _GAP, _LONGEST_GAP = 0.95, 32, 4096  # trees this fast are measured again, after so many calls and then twice
+_OFTEN = 4  # calls between two choices
+_RIVAL, _GAP, _LONGEST_GAP = 0.95, 8, 1024  # trees this fast are measured again, after so many choices and then twice
 _PATIENCE = 8  # calls of fewer rows before the others are put away
 _MEASURED, _AFTER = 6, 3  # calls that tell what one costs at first, and after a change of trees
 
@@ -133,7 +134,7 @@ class Budget:
     depth = trees[-1].max_depth
     widths = [int(tree.num_children[0]) for tree in trees if tree.num_nodes]
     self._kept = {width: _Kept(np.zeros(depth), np.zeros(depth)) for width in widths}
-    self._num_smaller, self._num_alike, self._num_away, self._drift = 0, 0, 0, 0.0
+    self._num_calls, self._num_smaller, self._num_alike, self._num_away, self._drift = 0, 0, 0, 0, 0.0
     self._homes: dict[int, int] = {}  # by size, the place of the tree that is in use
     self._gaps = dict.fromkeys(self.sizes, _GAP)
     self._num_home, self._num_visits = collections.Counter(), collections.Counter()
@@ -154,7 +155,16 @@ class Budget:
       size, place = self.forced
     else:
       size = self._choose_size(self.sizes[-1] if has_tables else num_rows)
-      place = self._fitting(num_rows) if self.guesses is not None else self._fastest(size, has_tables)
+      self._num_calls += 1
+      is_known = (
+        size == self.size and (size, self.place, has_tables) in self._ran and self.is_measured(size, self.place)
+      )
+      if self.guesses is not None:
+        place = self._fitting(num_rows)
+      elif is_known and self._num_calls % _OFTEN:  # a choice takes some of the time of a round of small models
+        place = self.place
+      else:
+        place = self._fastest(size, has_tables)
     if (size, place) != (self.size, self.place):
       self._num_alike = 0 if size == self.size else _AFTER
     self.size, self.place = size, place
@@ -237,7 +247,7 @@ class Budget:
       if rivals := [place for place in speeds if place != home and speeds[place] > _RIVAL * speeds[best]]:
         place = min(rivals, key=lambda place: self._num_visits[size, place])
         self._num_visits[size, place] += 1
-        self._num_away = _AFTER
+        self._num_away = 1
         return place
     return home
 
