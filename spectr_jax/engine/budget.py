@@ -295,7 +295,7 @@ class Budget:
     change = float(np.clip(np.log(seconds / self.seconds[own]), -0.5, 0.5)) - self._drift
     self._num_alike += 1
     if self._num_alike <= _AFTER:
-      self.seconds[own] *= float(np.exp(0.1 * change))
+      self.seconds[own] *= float(np.exp(0.2 * change))
     else:
       self._drift += 0.2 * change
 

@@ -207,7 +207,7 @@ def _text_law(law, start, num_tokens):
   return found
 
 
-@pytest.mark.parametrize('name', _COMPETING)
+@pytest.mark.parametrize('name', slow_but(['race_traversal'], _COMPETING))
 def test_rows_that_compete_have_the_target_s_distribution(tables, name):
   """The fewer rows are left the more each guesses, and which are left depends on what they said."""
   tree = TokenTree.chains(1 if name == 'block' else 2, 2)
