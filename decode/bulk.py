@@ -26,6 +26,7 @@ from common.output_files import check_apart
 from common.printable import printable
 from decode.experiment.auto_choice import speeds_of
 from decode.experiment.console import show_progress
+from decode.experiment.drafting import budget_of, define_budget
 from decode.experiment.generation_file import GenerationFile, check_parts, part_path, write_index
 from decode.experiment.latency import CompilingClock
 from decode.experiment.options import DecodeOptions
@@ -34,7 +35,7 @@ from decode.experiment.settings import only_setting
 from decode.experiment.workload import Workload
 from spectr_jax import ChoiceProbs, Request, generate_many
 from spectr_jax.auto.trial import Notify
-from spectr_jax.engine import sample_keys
+from spectr_jax.engine import Budget, sample_keys
 from spectr_jax.engine.choices import Choices, score_choices
 from spectr_jax.sharding import is_primary
 
@@ -50,6 +51,7 @@ class BulkStatistics(NamedTuple):
   num_prompt_tokens: int
   num_hits: int  # prompts that began like an earlier text
   num_kept: int  # their tokens that were not read
+  rounds: dict[str, int] = {}  # of a budget, by the guesses of a row
 
 
 def decode_bulk(
@@ -60,6 +62,7 @@ def decode_bulk(
   rounds_at_a_time: int = 4,
   choice_probs: bool = False,
   prefix_cache_bytes: int | None = None,
+  budget: Budget | None = None,
   notify: Notify | None = None,
 ) -> BulkStatistics:
   """Continues every prompt with every seed, as many times as there are samples, appending to a file.
@@ -71,6 +74,7 @@ def decode_bulk(
     rounds_at_a_time: Rounds between two checks for finished rows.
     choice_probs: Whether every line has the probabilities of all of the options' choices.
     prefix_cache_bytes: As for `generate_many`.
+    budget: Guesses of all rows of a call, see `generate_many`, or None.
     notify: Called with the current activity, the number of continuations in the file, and their final number.
   """
   notify = notify or (lambda what, done, total: None)
@@ -97,6 +101,7 @@ def decode_bulk(
     described = {prompts[row].index: describe_prompt(prompts[row]) for row in own}
     settings = describe_run(work, setting)
     settings['run'] |= {'choice_probs': True} if choice_probs else {}
+    settings['run'] |= {} if budget is None else {'budget': 'auto' if budget.guesses is None else budget.guesses}
     file.begin(settings, described, process=process, num_processes=num_processes)
     choices = Choices.of(work.tokenizer, options.sampling.choice) if choice_probs else None
 
@@ -146,6 +151,7 @@ def decode_bulk(
       logprobs=work.logprobs,
       stop=stop,
       prefix_cache_bytes=prefix_cache_bytes,
+      budget=budget,
     ):
       seed, row, sample = continuation.name
       prompt = prompts[row]
@@ -164,8 +170,9 @@ def decode_bulk(
       num_kept += continuation.num_kept
       num_done += 1
       notify(f'decoding; {num_tokens / seconds():,.0f} tokens/s', num_done, total)
+    rounds = {} if budget is None else {guesses: number for (_, guesses), number in budget.rounds.items()}
     times = seconds(), clock.seconds - before, loading
-    return BulkStatistics(num_tokens, num_calls, *times, num_prompt_tokens, num_hits, num_kept)
+    return BulkStatistics(num_tokens, num_calls, *times, num_prompt_tokens, num_hits, num_kept, rounds)
 
 
 if __name__ == '__main__':
@@ -183,6 +190,7 @@ if __name__ == '__main__':
     'Bytes of texts that are kept, so that prompts that begin like them read the rest; with 0 prompts are read whole.',
     lower_bound=0,
   )
+  _BUDGET = define_budget('off', ' in every round')
   # A comparison takes a sample of the prompts; this command takes all.
   flags.FLAGS.set_default('num_prompts', 2**31 - 1)
 
@@ -191,7 +199,7 @@ if __name__ == '__main__':
     processes.run_together(decode)
 
   def decode():
-    options = read_options()
+    options, budget = read_options(), budget_of(_BUDGET.value)
     with show_progress() if is_primary() else contextlib.nullcontext() as notify:
       done = decode_bulk(
         options,
@@ -200,6 +208,7 @@ if __name__ == '__main__':
         rounds_at_a_time=_ROUNDS.value,
         choice_probs=_PROBS.value,
         prefix_cache_bytes=_PREFIXES.value,
+        budget=budget,
         notify=notify,
       )
     if not is_primary():
@@ -215,6 +224,9 @@ if __name__ == '__main__':
       f' in {done.num_hits:,} prompts) and the new ones {done.seconds:.1f} s;'
       f' {printable(str(part))}'
     )
+    if done.rounds:
+      by_guesses = ', '.join(f'{number:,} with {guesses}' for guesses, number in done.rounds.items())
+      print(f'budget {_BUDGET.value}: rounds {by_guesses} guesses a row')
 
   command_line.run(
     main,

@@ -23,6 +23,7 @@ from decode.experiment.settings import only_setting
 from decode.experiment.workload import load_models
 from spectr_jax import Decoder
 from spectr_jax.auto.trial import Notify
+from spectr_jax.engine import Budget
 from spectr_jax.io.untrusted import first_line
 from spectr_jax.unicode import check_unicode
 
@@ -70,6 +71,7 @@ def start_worker(
   has_penalties: bool = False,
   prefix_cache_bytes: int,
   notify: Notify,
+  budget: Budget | None = None,
 ):
   """The thread that decodes, started with its programs compiled, the tokenizer, and the bounds of requests."""
   from decode.serving.worker import Worker
@@ -96,6 +98,7 @@ def start_worker(
     most_waiting=most_waiting,
     has_penalties=has_penalties,
     prefix_cache_bytes=prefix_cache_bytes,
+    budget=budget,
   )
   worker.compile(lambda done, total: notify('compiling; /health says starting', done, total))
   worker.start()
@@ -124,7 +127,7 @@ def read_hosts(names: list[str]) -> frozenset[str]:
 
 if __name__ == '__main__':
   extras.need('serve', 'starlette', 'uvicorn')
-  from decode.experiment.drafting import describe_in_help, with_default_drafting
+  from decode.experiment.drafting import budget_of, define_budget, describe_in_help, with_default_drafting
   from decode.experiment.option_flags import read_values  # defines flags
 
   _HOST = flags.DEFINE_string('host', '127.0.0.1', 'Address to listen on; 0.0.0.0 for all of this machine.')
@@ -162,8 +165,9 @@ if __name__ == '__main__':
     None,
     "How the model writes calls of tools: hermes, llama3_json or gemma4. Default the chat template's.",
   )
+  _BUDGET = define_budget('auto', ' in every round, which a seeded text needs to come again')
   own = _HOST, _PORT, _NAME, _KEY, _KEY_FILE, _LONGEST, _WAITING, _PREFIXES, _PENALTIES, _ALLOWED, _KEEP, _TOOLS
-  help_text.in_group('Options', *own)
+  help_text.in_group('Options', _BUDGET, *own)
   flags.FLAGS.set_default('max_new_tokens', _MOST_NEW)
   flags.FLAGS['max_new_tokens'].help = 'New tokens per prompt, at most (default what the context leaves, up to 1024).'
   flags.FLAGS.set_default('batch_size', 8)
@@ -178,6 +182,7 @@ if __name__ == '__main__':
     from decode.serving.tools import format_named
 
     del argv
+    budget = budget_of(_BUDGET.value, is_resized=True)
     options, key = DecodeOptions.of(**with_default_drafting(read_values())), read_key(_KEY.value, _KEY_FILE.value)
     options.check_unused(_UNUSED, 'decode.serve, where requests say what they want')
     name = _NAME.value or os.path.basename(options.models.target.rstrip('/')) or options.models.target
@@ -194,7 +199,7 @@ if __name__ == '__main__':
     with show_progress() as notify:
       sizes = {'longest_prompt': _LONGEST.value, 'max_new_tokens': most_new, 'most_waiting': _WAITING.value}
       sizes |= {'prefix_cache_bytes': _PREFIXES.value, 'has_penalties': _PENALTIES.value}
-      worker, tokenizer, bounds = start_worker(options, **sizes, notify=notify)
+      worker, tokenizer, bounds = start_worker(options, **sizes, notify=notify, budget=budget)
     more = {'together': bounds.together, 'hosts': hosts, 'tool_format': _TOOLS.value}
     more['constraint_after'] = options.sampling.constraint_after
     served = Served(worker, tokenizer, name, bounds.max_new_tokens, key, **more)

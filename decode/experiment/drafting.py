@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ from common import help_text
 from decode.experiment.model_options import SHIPPED_TARGET, choose_draft, split_draft
 from decode.experiment.workload import find_head
 from spectr_jax import METHODS
+from spectr_jax.engine import Budget
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +64,21 @@ def with_default_drafting(values: Mapping[str, Any], platform: str | None = None
     default = dataclasses.replace(default, method=ELSEWHERE.method)
   defaults = {'method': (default.method,), 'num_drafts': (default.num_drafts,), 'draft_length': (default.draft_length,)}
   return defaults | values
+
+
+def define_budget(default: str, more: str) -> flags.FlagHolder:
+  """Defines `--budget`; `budget_of` reads it."""
+  text = f'Guesses of all rows of a call together: auto for the fastest, a number for the most, off for the tree{more}.'
+  return flags.DEFINE_string('budget', default, text)
+
+
+def budget_of(value: str, *, is_resized: bool = False) -> Budget | None:
+  """The budget that `--budget` names; ValueError for another word."""
+  if value == 'off':
+    return None
+  if value != 'auto' and not re.fullmatch(r'[0-9]{1,9}', value):
+    raise ValueError(f'budget must be auto, off or a number of guesses from 0 on, got {value}')
+  return Budget('auto' if value == 'auto' else int(value), is_resized=is_resized)
 
 
 def _in_words(name: str) -> str:

@@ -25,6 +25,7 @@ _HELP = {
   'tokens_total': ('counter', 'New tokens.'),
   'target_calls_total': ('counter', 'Calls of the target, a row at a time.'),
   'accepted_total': ('counter', 'Rounds that kept at least so many guesses, by depth.'),
+  'rounds_total': ('counter', 'Rounds, by the rows that they ran and the guesses of a row.'),
   'rows': ('gauge', 'Rows that decode.'),
   'queue': ('gauge', 'Continuations that wait for a row.'),
   'prefix_bytes': ('gauge', 'Bytes of beginnings of texts that are kept besides the rows.'),

@@ -32,7 +32,7 @@ from spectr_jax import (
   log_likelihood,
 )
 from spectr_jax.constraint import TableSizes
-from spectr_jax.engine import Rows
+from spectr_jax.engine import Budget, Rows
 from spectr_jax.engine.choices import Choices, score_choices
 from spectr_jax.engine.likelihood import CHUNK
 from spectr_jax.io.tokenizer import TokenizerBase
@@ -116,15 +116,16 @@ class Worker:
     most_waiting: int,
     has_penalties: bool = False,
     prefix_cache_bytes: int = 0,
+    budget: Budget | None = None,
   ):
-    """Prepares the rows of a decoder of log probabilities as well; `start` begins.
+    """Prepares the rows of a decoder of log probabilities as well, perhaps with a budget; `start` begins.
 
     With `has_penalties` requests may ask for `PENALTIES`.
     """
     self.has_penalties = has_penalties
     self._prefix_cache_bytes, self.prefix_bytes = prefix_cache_bytes, 0  # the most that texts take, and what they do
     self.metrics, self.longest_prompt, self.most_waiting = Metrics(), longest_prompt, most_waiting
-    self._decoder, self._tokenizer, self._batch_size = decoder, tokenizer, batch_size
+    self._decoder, self._tokenizer, self._batch_size, self._budget = decoder, tokenizer, batch_size, budget
     self._waiting: collections.deque[Job] = collections.deque()
     self._taken: list[Job] = []  # on their way from the queue into rows
     self._growing: dict[int, Job] = {}  # by row
@@ -139,29 +140,32 @@ class Worker:
     sizes['prefix_cache_bytes'] = self._prefix_cache_bytes
     tables = _SIZES._replace(constraints=self._batch_size)
     filters = dataclasses.replace(_EVERY_FILTER, **_EVERY_PENALTY) if self.has_penalties else _EVERY_FILTER
-    return Rows(self._decoder, **sizes, filters=filters, sizes=tables)
+    return Rows(self._decoder, **sizes, filters=filters, sizes=tables, budget=self._budget)
 
   def compile(self, notify: Callable[[int, int], None]) -> None:
-    """Runs every program once: a short prompt, a long one, a round, all with and without a constraint; then readings
-    of a text and of choices. What copies beginnings of texts comes first.
+    """Runs every program once: a short prompt, a long one, a round, those of the budget, all with and without a
+    constraint; then readings of a text and of choices. What copies beginnings of texts comes first.
     """
     self._rows.compile_prefixes()
     key, sizes = jax.random.key(0, impl='threefry2x32'), (1, self.longest_prompt)
     anything = Constraint(np.zeros(self.vocab_size, np.int32), np.zeros((1, 1), np.int32), np.ones(1, bool))
-    for number, (constraint, size) in enumerate(itertools.product((anything, None), sizes)):
-      notify(number, 6)
-      if number == len(sizes):  # rows without tables, which take less time until a constraint comes
+    # Last come rows without tables, which take less time until a constraint comes.
+    for number, (constraint, size) in enumerate(itertools.product((None, anything, None), sizes)):
+      notify(number, 8)
+      if number in (2, 4):
         del self._rows
         self._rows = self._make_rows()
       most_new = None if size == 1 else 1  # the longest prompt may leave room for no more
       self._rows.put([Request('compiling', [0] * size, key, max_new_tokens=most_new, constraint=constraint)])
       self._rows.step()
       self._rows.end(list(self._rows.owners))
-    notify(4, 6)
+      if number in (1, 3):
+        self._rows.prepare(constraint)
+    notify(6, 8)
     self.read([[0]], 0)
-    notify(5, 6)
+    notify(7, 8)
     self.score_choices([0], Choices(('',), (((0,),),)))
-    notify(6, 6)
+    notify(8, 8)
 
   def start(self) -> None:
     self._thread.start()
@@ -355,8 +359,10 @@ class Worker:
   def _advance(self) -> None:
     if not self._growing:
       return
-    rows, ended = self._rows, []
-    for piece in rows.step():
+    rows, ended, pieces = self._rows, [], self._rows.step()
+    if rows.call.num_rounds:
+      self.metrics.add('rounds_total', rows.call.num_rounds, rows=str(rows.call.num_rows), guesses=rows.call.guesses)
+    for piece in pieces:
       job = self._growing[piece.row]
       try:
         if piece.error is not None:

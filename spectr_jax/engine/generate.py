@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -15,6 +15,7 @@ from jax.typing import ArrayLike
 from spectr_jax.constraint import Constraint, numbered
 from spectr_jax.draft import Drafter
 from spectr_jax.engine import checks
+from spectr_jax.engine.budget import Budget
 from spectr_jax.engine.decoder import Decoder, choose_cache_size
 from spectr_jax.engine.loop import decode_rounds
 from spectr_jax.engine.reading import init_decode
@@ -164,6 +165,7 @@ def generate_many(
   stop: StopStrings | None = None,
   sampling: SamplingParams | None = None,
   prefix_cache_bytes: int | None = None,
+  budget: Budget | Literal['auto'] | int | None = None,
   **options: Any,
 ) -> Iterator[Continuation]:
   """Continues any number of prompts, as many at a time as there are rows, and yields each as soon as it is done.
@@ -184,6 +186,11 @@ def generate_many(
     stop: Texts that end a continuation, or None; looked for every `rounds_at_a_time` rounds.
     sampling: Of scalars, for all requests that have none of their own, as for `generate`.
     prefix_cache_bytes: The most bytes of what is kept of earlier texts besides the rows, None for none; see `Rows`.
+    budget: The most guesses of all rows of a call together; rows that are left alone share what others leave. `auto`
+      measures what calls with fewer guesses cost, none included, and takes those with the most tokens per second. The
+      tree is the largest that a row gets. Continuations keep their distribution, and greedy ones are the same; others
+      depend on when rows draft how much, but for `ersd`. A `Budget` tells afterwards what it chose. None for the tree
+      in every round.
     **options: `eos_id`, `sharding` and `logprobs` of `generate`.
 
   Yields:
@@ -211,7 +218,7 @@ def generate_many(
     **options,
   )
   sizes = {'batch_size': batch_size, 'longest_prompt': longest_prompt, 'prefix_cache_bytes': prefix_cache_bytes}
-  rows = Rows(decoder, **sizes, sampling=sampling)
+  rows = Rows(decoder, **sizes, sampling=sampling, budget=budget)
   rows.put(first)
   eos_ids = [int(i) for i in decoder.eos_ids]
   while rows.owners:

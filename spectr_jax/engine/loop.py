@@ -85,10 +85,10 @@ def _over_rows(
 
 @jax.named_scope(DRAFT)
 def propose(decoder: Decoder, state: DecodeState, keys: jax.Array) -> Proposal:
-  """The drafter's guesses by the keys for drafting; an empty proposal without a drafter, ValueError for an undeclared
-  one.
+  """The drafter's guesses by the keys for drafting; an empty proposal without a drafter or a tree, ValueError for an
+  undeclared one.
   """
-  if decoder.drafter is None:
+  if decoder.drafter is None or not decoder.tree.num_nodes:
     batch_size, vocab_size = state.keys.shape[0], decoder.target.vocab_size
     return Proposal(jnp.zeros((batch_size, 0), jnp.int32), jnp.zeros((batch_size, 0, vocab_size)))
   drafter, rule = decoder.drafter, decoder.method.proposal_rule
@@ -181,6 +181,7 @@ def _record(
 ) -> tuple[Generation, jax.Array]:
   """The result with a round's tokens, up to EOS or the limit, and bool `[B]`, which rows are done."""
   result, tree = state.result, decoder.tree
+  kept = result.accepted_by_depth  # of a budget's deepest tree
   accepted = verdict.num_accepted[:, None]
   places = jnp.arange(tree.max_depth + 1)
   path = jnp.pad(verdict.path, ((0, 0), (1, 0)))
@@ -208,7 +209,7 @@ def _record(
     tokens=new_tokens,
     lengths=lengths,
     num_target_calls=result.num_target_calls + ~state.is_done,
-    accepted_by_depth=result.accepted_by_depth + (is_kept & (places < accepted))[:, : tree.max_depth],
+    accepted_by_depth=kept.at[:, : tree.max_depth].add((is_kept & (places < accepted))[:, : tree.max_depth]),
     origins=new_origins,
     failures=failures,
     logprobs=logprobs[0] if logprobs else None,
@@ -254,7 +255,7 @@ def commit(
     verifier_state=verdict.state,
     result=result,
   )
-  if decoder.drafter is None:
+  if decoder.drafter is None or not decoder.tree.num_nodes:  # a drafter that pauses reads the text later
     return state
   commitment = Commitment(path, num_committed, verdict.next_token, decoder.tree)
   draft_state = decoder.drafter.commit(proposal.state, state.draft_context(decoder), commitment)
@@ -357,7 +358,7 @@ def run_rounds(decoder: Decoder, state: DecodeState, num_rounds: jax.Array) -> D
     loop = jax.lax.while_loop(lambda loop: is_running(loop) & ~has_guess(loop), advance_alone, loop)
     return jax.lax.while_loop(lambda loop: is_running(loop) & has_guess(loop), advance, loop)
 
-  may_pass = decoder.drafter is not None and decoder.drafter.may_pass
+  may_pass = decoder.drafter is not None and decoder.drafter.may_pass and decoder.tree.num_nodes > 0
   with jax.named_scope(ROUNDS):
     start = state, jnp.zeros((), jnp.int32)
     state, _ = jax.lax.while_loop(is_running, advance_either if may_pass else advance, start)

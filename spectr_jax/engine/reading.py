@@ -141,32 +141,68 @@ def read_rows(
   num_kept: np.ndarray,
   *,
   fill: Callable[[Held], Held] = lambda held: held,
-  num_drafted: np.ndarray | None = None,
+  reads_draft: bool = True,
 ) -> DecodeState:
   """`state`, which is donated, with checked prompts `[R, cache_size]` in `rows` `[R]`, as `refill`.
 
   Row `rows[i]` begins with the first `num_kept[i]` tokens, at most all but the last of its prompt, that row
-  `sources[i]` holds, which may be another one, or that `fill` puts there, given what the R rows hold. The drafter's
-  state has the first `num_drafted[i]` of them, if that is given.
+  `sources[i]` holds, which may be another one, or that `fill` puts there, given what the R rows hold. Without
+  `reads_draft` the drafter's state stays that of the sources, or what `fill` made of it, until `read_draft`.
   """
   # All rows in their places stay where they are.
   is_whole = np.array_equal(rows, np.arange(len(state.keys))) and np.array_equal(rows, sources)
   held = state.held if is_whole else take_rows(decoder, state, sources.astype(np.int32))
   held, few = fill(held), min(_FEW, decoder.cache_size)
-  reads_rest = (decoder.can_truncate or decoder.keeps_ends) and num_drafted is None
+  reads_rest = decoder.can_truncate or decoder.keeps_ends
   num_new = few if reads_rest and (lengths - num_kept).max() <= 2 * few + 1 else decoder.cache_size
-  num_drafted = num_kept if num_drafted is None else num_drafted
   while True:
     ends = np.minimum(lengths, num_kept + num_new + 1).astype(np.int32)
     part = prompts._replace(lengths=_put(decoder, ends))
-    before = (_put(decoder, each.astype(np.int32)) for each in (num_kept, num_drafted))
-    held = _read(decoder, part, held, *before, num_new)
+    held = _read(decoder, part, held, _put(decoder, num_kept.astype(np.int32)), num_new, reads_draft=reads_draft)
     if (ends == lengths).all():
       break
-    num_kept = num_drafted = np.maximum(num_kept, ends - 1)
+    num_kept = np.maximum(num_kept, ends - 1)
   if is_whole:
     return first_state(decoder, prompts, held)
   return _put_rows(decoder, state, rows.astype(np.int32), prompts, held)
+
+
+def read_draft(
+  decoder: Decoder, state: DecodeState, texts: np.ndarray, lengths: np.ndarray, num_kept: np.ndarray
+) -> DecodeState:
+  """`state`, whose drafter's state is donated, after the drafter has read the rows' texts `[B, cache_size]`.
+
+  It holds the first `num_kept` tokens of texts of int `lengths`, both `[B]`, as for `Drafter.read`.
+  """
+  drafter, draft_state = decoder.drafter, state.draft_state
+  if drafter is None or not jax.tree.leaves(draft_state):
+    return state
+  num_new = decoder.cache_size
+  if drafter.can_truncate or drafter.keeps_ends:
+    num_new = min(_FEW, num_new)
+  else:
+    num_kept = np.zeros_like(num_kept)
+  sizes = {'num_new': num_new, 'cache_size': decoder.cache_size, 'sharding': decoder.sharding}
+  while True:
+    ends = np.minimum(lengths, num_kept + num_new + 1)
+    part, tokens, kept = (_put(decoder, x.astype(np.int32)) for x in (ends, texts, num_kept))
+    context = DraftContext(part, decoder.target, tokens, state.features)
+    draft_state = _read_draft(drafter, draft_state, context, kept, **sizes, classes=decoder.drafter_classes)
+    if (ends == lengths).all():
+      return dataclasses.replace(state, draft_state=draft_state)
+    num_kept = np.maximum(num_kept, ends - 1)
+
+
+@jax.jit
+def take_part(state: DecodeState, rows: jax.Array) -> DecodeState:
+  """A state of some rows, int32 `[R]`, alone; for one device."""
+  return jax.tree.map(lambda x: x[rows] if x.ndim else x, state)
+
+
+@functools.partial(jax.jit, donate_argnames='state')
+def put_part(state: DecodeState, rows: jax.Array, part: DecodeState) -> DecodeState:
+  """`state`, which is donated, with `part` in place of some rows, int32 `[R]`; for one device."""
+  return jax.tree.map(lambda old, new: old.at[rows].set(new) if old.ndim else old, state, part)
 
 
 def _put(decoder: Decoder, array: np.ndarray) -> Any:
@@ -241,11 +277,11 @@ def _read(
   prompts: Prompts,
   held: Held | None,
   num_kept: jax.Array | None,
-  num_drafted: jax.Array | None,
   num_new: int,
+  *,
+  reads_draft: bool = True,
 ) -> Held:
-  """What rows hold after all tokens of prompts but the last, at most `num_new` more than `num_kept` `[B]` of `held`, of
-  which the drafter has `num_drafted` `[B]`.
+  """What rows hold after all tokens of prompts but the last, at most `num_new` more than `num_kept` `[B]` of `held`.
 
   `held` is donated. None stands for nothing; then a program of its own reads for the target, which all methods and
   trees share, and so for the draft.
@@ -254,11 +290,10 @@ def _read(
   sizes = {'num_new': num_new, 'cache_size': decoder.cache_size, 'sharding': decoder.sharding}
   own = (None, None) if held is None else (held.target_cache, held.features)
   cache, features = _read_target(target, own, prompts.tokens, prompts.lengths, num_kept, **sizes)
-  draft_state = None
-  if drafter is not None:
+  draft_state = None if held is None else held.draft_state
+  if drafter is not None and reads_draft:
     context = DraftContext(prompts.lengths, target, prompts.tokens, features)
-    draft_state = None if held is None else held.draft_state
-    draft_state = _read_draft(drafter, draft_state, context, num_drafted, **sizes, classes=decoder.drafter_classes)
+    draft_state = _read_draft(drafter, draft_state, context, num_kept, **sizes, classes=decoder.drafter_classes)
   return Held(cache, features, draft_state)
 
 

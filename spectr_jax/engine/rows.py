@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 import warnings
-from collections.abc import Hashable, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +14,21 @@ import numpy as np
 
 from spectr_jax.constraint import FEWEST, Constraint, TableSizes, numbered, place_of
 from spectr_jax.engine import checks
+from spectr_jax.engine.budget import Budget, name_of, with_tree
 from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.loop import decode_rounds
 from spectr_jax.engine.prefixes import Found, PrefixCache, why_not
-from spectr_jax.engine.reading import empty_state, forget_rows, read_rows, take_rows
+from spectr_jax.engine.reading import (
+  empty_state,
+  forget_rows,
+  put_part,
+  read_draft,
+  read_rows,
+  take_part,
+  take_rows,
+)  # fmt: skip
 from spectr_jax.engine.result import Generation, NotFiniteError
-from spectr_jax.engine.state import Held, checked_prompts, finish
+from spectr_jax.engine.state import DecodeState, Held, checked_prompts, finish
 from spectr_jax.engine.stop import StopStrings
 from spectr_jax.sampling import SamplingParams
 from spectr_jax.sharding import fetch
@@ -64,6 +74,20 @@ class Piece(NamedTuple):
   error: NotFiniteError | None
 
 
+class Call(NamedTuple):
+  """What a step ran.
+
+  Attributes:
+    num_rows: Rows of the loop, those without a request included.
+    guesses: Those of a row, as `2x4` for two drafts of four tokens, the number of nodes of another tree, or 0.
+    num_rounds: Rounds.
+  """
+
+  num_rows: int
+  guesses: str
+  num_rounds: int
+
+
 class Rows:
   """The rows of a batch, which take one request after another while one compiled loop runs.
 
@@ -74,7 +98,8 @@ class Rows:
 
   Attributes:
     decoder: The decoder; its constraints follow the requests'.
-    state: Between two rounds.
+    budget: What chooses the rows and the tree of each step, or None for all rows and the decoder's tree.
+    call: What the last step ran.
     owners: The requests in progress, by row.
     free: The rows without a request, the one that ended first in front.
     result: All tokens so far, as NumPy arrays, of the last step.
@@ -93,6 +118,7 @@ class Rows:
     filters: SamplingParams | None = None,
     sizes: TableSizes = FEWEST,
     prefix_cache_bytes: int | None = None,
+    budget: Budget | Literal['auto'] | int | None = None,
   ):
     """Begins without a request.
 
@@ -107,6 +133,8 @@ class Rows:
       sizes: What tables of the requests' constraints have room for before they make the loop compile anew.
       prefix_cache_bytes: The most bytes of a `PrefixCache` of texts that rows held; None for none. With 0 no prompt
         begins with what rows hold either: all of it is read.
+      budget: What a call may cost, as for `generate_many`. Where its calls have fewer rows, copies of these are held
+        beside all rows while they run.
     """
     self.decoder, self._sampling, self._sizes = decoder, sampling or SamplingParams(), sizes
     self._longest = decoder.cache_size - int(decoder.max_new_tokens) if longest_prompt is None else longest_prompt
@@ -116,7 +144,12 @@ class Rows:
       self.rows_at_a_time = decoder.sharding.round_up(self.rows_at_a_time)
     self._is_numbered = decoder.constraints is not None
     self._constraints: list[Constraint] = []
-    self.state = empty_state(decoder, batch_size, filters)
+    self.budget = budget if budget is None or isinstance(budget, Budget) else Budget(budget)
+    if self.budget is not None:
+      self.budget.bind(decoder, batch_size)
+    self.call = Call(batch_size, name_of(decoder.tree), 0)
+    self._state = empty_state(decoder, batch_size, filters)
+    self._part: tuple[np.ndarray, DecodeState] | None = None  # rows that run without the others
     self.owners: dict[int, Request] = {}
     self.free, self._is_new = list(range(batch_size)), True
     self.result: Generation = fetch(dataclasses.replace(self.state.result, statistics=None))
@@ -124,6 +157,8 @@ class Rows:
     self._texts, self._lengths = np.zeros((batch_size, decoder.cache_size), np.int32), np.zeros(batch_size, np.int64)
     self._num_seen, self._is_done = np.zeros(batch_size, np.int64), np.ones(batch_size, bool)
     self.num_kept, self.num_read = np.zeros(batch_size, np.int64), 0
+    # The tokens of its text that a drafter holds, as for `Drafter.read`: fewer than all but the last while it pauses.
+    self._num_drafted = np.zeros(batch_size, np.int64)
     if prefix_cache_bytes is not None and prefix_cache_bytes < 0:
       raise ValueError(f'prefix_cache_bytes must be at least 0, got {prefix_cache_bytes}')
     self._shares = prefix_cache_bytes != 0 and (decoder.can_truncate or decoder.keeps_ends)
@@ -140,8 +175,26 @@ class Rows:
       if not self.prefixes.keeps_draft:
         warnings.warn('the draft reads prompts from their start: its state is not kept', stacklevel=2)
 
+  @property
+  def state(self) -> DecodeState:
+    """The state of all rows, between two rounds."""
+    self._join()
+    return self._state
+
+  def _join(self) -> None:
+    """Puts rows that run without the others back among these."""
+    if self._part is not None:
+      (rows, part), self._part = self._part, None
+      self._state = put_part(self._state, rows, part)
+
+  @state.setter
+  def state(self, state: DecodeState) -> None:
+    self._state, self._part = state, None
+
   def compile_prefixes(self) -> None:
-    """Compiles what copies prefixes, before any request."""
+    """Compiles what copies prefixes, before any request, and by what a drafter reads whose state is not kept."""
+    if self.prefixes is not None and not self.prefixes.keeps_draft:
+      self.state = read_draft(self.decoder, self.state, self._texts, self._lengths + 1, self._num_drafted)
     if self.prefixes is not None and len(self._lengths) == 1:  # read in place
       self.state = dataclasses.replace(self.state, **self.prefixes.compile(self.state.held)._asdict())
     elif self.prefixes is not None:
@@ -245,12 +298,12 @@ class Rows:
         held = held if each is None or self.prefixes is None else self.prefixes.load(held, place, each)
       return held
 
-    num_drafted = None
-    if self.prefixes is not None and not self.prefixes.keeps_draft and any(found):
-      is_found = [each is not None for each in found]
-      num_drafted = np.where(np.pad(is_found, (0, num_more), 'edge'), 0, padded_kept)
+    keeps_draft = self.prefixes is None or self.prefixes.keeps_draft
+    is_found = np.array([each is not None for each in found])
+    drafted = np.where(is_found, kept if keeps_draft else 0, np.minimum(kept, self._num_drafted[sources]))
+    reads_draft = not (self.budget is not None and self.budget.is_paused or (drafted < kept).any())
     prompts_of = self.decoder, self.state, *places, checked, padded_lengths, padded_kept
-    self.state = read_rows(*prompts_of, fill=fill, num_drafted=num_drafted)
+    self.state = read_rows(*prompts_of, fill=fill, reads_draft=reads_draft)
     if is_whole and num_more:
       self.state = finish(self.decoder, self.state, none)
     for row, request, each in zip(rows.tolist(), requests, prompts):
@@ -258,15 +311,20 @@ class Rows:
       self.owners[row] = request
       self.free.remove(row)
     self._lengths[rows], self._num_seen[rows], self._is_done[rows] = lengths, 0, False
+    self._num_drafted[rows] = lengths - 1 if reads_draft else drafted
+    self.result = self._with_results(rows, jax.tree.map(lambda x: np.zeros_like(x[rows]), self.result))
     self.num_kept[rows] = kept
     self.num_read += int((lengths - 1 - kept).sum())
     if not self.decoder.can_truncate:  # before the state goes on
       self._keep(rows.tolist())
 
-  def _keep(self, rows: Iterable[int]) -> None:
+  def _keep(self, rows: Sequence[int]) -> None:
     """Keeps the beginnings of what rows hold."""
     if self.prefixes is None:
       return
+    if self.prefixes.keeps_draft:
+      self._join()
+      self._read_draft(rows)
     ends = None if self.decoder.can_truncate else np.asarray(fetch(self.state.root_position))
     for row in rows:
       length = int(self._lengths[row])
@@ -276,9 +334,13 @@ class Rows:
   def _add_constraints(self, requests: Sequence[Request]) -> None:
     """Makes tables for the constraints of requests that have come, beside those of the rows in progress."""
     new = [each.constraint for each in requests if isinstance(each.constraint, Constraint)]
+    used = [each.constraint for each in self.owners.values() if isinstance(each.constraint, Constraint)]
+    if self.budget is not None and self._constraints and not [*new, *used]:
+      # Without tables rounds take less time, and there are more programs to choose from.
+      self.state = dataclasses.replace(self.state, constraint_states=None)
+      self.decoder, self._constraints = dataclasses.replace(self.decoder, constraints=None), []
     if all(place_of(each, self._constraints) >= 0 for each in new):
       return
-    used = [each.constraint for each in self.owners.values() if isinstance(each.constraint, Constraint)]
     constraints, _ = numbered([*used, *new], len(used) + len(new))
     decoder = self.decoder.with_constraints(constraints, keeps_sizes=True, sizes=self._sizes)
     self.state = decoder.adopt(self.state, self.decoder, [place_of(each, constraints) for each in self._constraints])
@@ -293,9 +355,24 @@ class Rows:
       num_rounds: As for `decode_rounds`.
       stop: Texts that end requests, or None: the token that completes one is a request's last.
     """
-    self.state = decode_rounds(self.decoder, self.state, num_rounds)
-    result, is_done = fetch((dataclasses.replace(self.state.result, statistics=None), self.state.is_done))
-    self.result, self._is_done = result, np.array(is_done)
+    decoder = self._plan()
+    before, start = self.result, time.perf_counter()
+    state = decode_rounds(decoder, self._state if self._part is None else self._part[1], num_rounds)
+    own, is_done = fetch((dataclasses.replace(state.result, statistics=None), state.is_done))
+    rows = np.arange(len(self._lengths))
+    if self._part is None:
+      self.state, self.result, self._is_done = state, own, np.array(is_done)
+    else:
+      rows = self._part[0]
+      self._part = rows, state
+      self.result, self._is_done[rows] = self._with_results(rows, own), is_done
+    result, is_done = self.result, self._is_done
+    calls, kept = (getattr(result, name) - getattr(before, name) for name in ('num_target_calls', 'accepted_by_depth'))
+    running = [*self.owners]
+    self.call = Call(len(rows), name_of(decoder.tree), int(calls[running].max(initial=0)))
+    if self.budget is not None:
+      seconds, sums = time.perf_counter() - start, (int(calls[running].sum()), kept[running].sum(axis=0))
+      self.budget.note(seconds, self.call.num_rounds, *sums, has_tables=decoder.constraints is not None)
     if result.failures.any():
       self.state = forget_rows(self.decoder, self.state, result.failures != 0)
     pieces = []
@@ -311,8 +388,86 @@ class Rows:
       if error is None:
         self._texts[row, at : at + end - start] = result.tokens[row, start:end]
       self._lengths[row] = at + end - start if error is None else 0
+      if self.budget is None or not self.budget.is_paused or error is not None:
+        self._num_drafted[row] = max(0, self._lengths[row] - 1)
       pieces.append(Piece(row, request, start, end, is_over or error is not None, error))
     return pieces
+
+  def _with_results(self, rows: np.ndarray, own: Generation) -> Generation:
+    """All rows' result with that of some; what failed before is not said again."""
+    whole = dataclasses.replace(self.result, failures=np.zeros_like(self.result.failures))
+
+    def put(old, new):
+      old = np.array(old)
+      old[rows] = new
+      return old
+
+    return jax.tree.map(put, whole, own)
+
+  def _plan(self) -> Decoder:
+    """The decoder of the next step, after its rows are together and their drafter holds their texts."""
+    running, budget = [row for row in self.owners if not self._is_done[row]], self.budget
+    if budget is None:
+      self._read_draft(running)
+      return self.decoder
+    size, tree = budget.choose(max(1, len(running)), has_tables=self.decoder.constraints is not None)
+    if size == len(self._lengths):
+      self._join()
+    elif self._part is None or len(self._part[0]) != size or not {*running} <= {*self._part[0].tolist()}:
+      others = [row for row in range(len(self._lengths)) if row not in running]
+      state, rows = self.state, np.array([*running, *others][:size], np.int32)
+      self._part = rows, take_part(state, rows)
+    if tree.num_nodes:
+      self._read_draft(running)
+    return with_tree(self.decoder, tree)
+
+  def _read_draft(self, running: Sequence[int]) -> None:
+    """Lets the drafter read what it does not hold of the texts of rows in progress, after a pause."""
+    behind = [row for row in running if self._num_drafted[row] < self._lengths[row] - 1]
+    if not behind:
+      return
+    rows, state = self._part or (np.arange(len(self._lengths)), self._state)
+    lengths = self._num_drafted + 1
+    lengths[behind] = self._lengths[behind]
+    state = read_draft(self.decoder, state, self._texts[rows], lengths[rows], self._num_drafted[rows])
+    self._num_drafted[behind] = self._lengths[behind] - 1
+    if self._part is None:
+      self._state = state
+    else:
+      self._part = rows, state
+
+  def prepare(
+    self, constraint: Constraint | int | None = None, notify: Callable[[int, int], None] | None = None
+  ) -> None:
+    """Compiles and measures all that the budget may choose, by rows that all must be free; then it chooses among these.
+
+    Args:
+      constraint: Of the rows; its tables, or none, are part of the programs.
+      notify: Called with the number of sizes that are done, and their number.
+    """
+    budget = self.budget
+    if budget is None:
+      return
+    key, prompt = jax.random.key(0, impl='threefry2x32'), [0] * min(self._longest, 64)
+    room = min(self.decoder.cache_size, self.decoder.context_length or self.decoder.cache_size) - len(prompt)
+    most = min(int(self.decoder.max_new_tokens), room)
+    self._is_new = False  # requests that come are read by the program of those that come later
+    for number, size in enumerate(budget.sizes):
+      if notify is not None:
+        notify(number, len(budget.sizes))
+      for place in budget.places(size, has_tables=constraint is not None):
+        budget.forced = size, place
+        num_steps = 0
+        while num_steps < 2 or not (constraint is not None or budget.is_measured(size, place)):
+          if not self.owners:
+            self.put([Request('measuring', prompt, key, None, most, constraint)] * size)
+            self._num_drafted[:] = 0  # the program by which drafters go on after a pause runs, too
+          is_done = any(piece.is_done for piece in self.step())
+          num_steps += self.call.num_rounds > 0
+          if is_done:
+            self.end(list(self.owners))
+        self.end(list(self.owners))
+    budget.forced, budget.is_closed = None, True
 
   def end(self, rows: Iterable[int]) -> None:
     """Ends requests, done or not, and frees their rows, which keep what they hold."""

@@ -14,6 +14,7 @@ import pytest
 
 import spectr_jax
 from decode.bulk import decode_bulk
+from decode.experiment.drafting import budget_of
 from decode.experiment.latency import CompilingClock
 from decode.experiment.options import DecodeOptions
 from decode.experiment.run import run_decode
@@ -141,6 +142,28 @@ def test_probabilities_need_choices(pair, many_prompts, tmp_path):
   with pytest.raises(ValueError, match='choice_probs needs choices: --choice'):
     decode_bulk(_options(pair, many_prompts), tmp_path / 'out.jsonl', choice_probs=True)
   assert not (tmp_path / 'out.jsonl').exists()
+
+
+@pytest.mark.usefixtures('highest')
+@pytest.mark.parametrize(('word', 'guesses'), [('8', {'1x2', '2x2'}), ('0', {'0'})])
+def test_a_budget_leaves_greedy_texts_as_they_are(pair, many_prompts, tmp_path, word, guesses):
+  """Rows share it: two drafts of two tokens for two rows, which are left in the end. Lines say it, and so do counts."""
+  options = _options(pair, many_prompts, temperature=0.0)
+  decode_bulk(options.replace(method=('autoregressive',)), tmp_path / 'plain.jsonl')
+  done = decode_bulk(options, tmp_path / 'out.jsonl', budget=budget_of(word))
+  plain, found = (by_place(read(tmp_path / f'{name}.jsonl')) for name in ('plain', 'out'))
+  assert {place: entry['text'] for place, entry in found.items()} == {i: entry['text'] for i, entry in plain.items()}
+  assert {entry['run']['budget'] for entry in found.values()} == {int(word)}
+  assert set(done.rounds) == guesses
+  with pytest.raises(ValueError, match='run'):
+    decode_bulk(options, tmp_path / 'out.jsonl', budget=budget_of('auto'), resume=True)
+
+
+@pytest.mark.parametrize('word', ['fast', '-1', '1.5', ''])
+def test_words_that_are_no_budget(word):
+  assert budget_of('off') is None
+  with pytest.raises(ValueError, match='budget must be auto, off or a number'):
+    budget_of(word)
 
 
 def flags(pair, prompts, path, *arguments, **options):

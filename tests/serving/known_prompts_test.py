@@ -28,7 +28,7 @@ def test_eight_conversations_of_six_turns(models, tokenizer):
   said, counts, num_read = [], [], []
   for kept in (0, 2**20):
     with contextlib.ExitStack() as stack:
-      worker = stack.enter_context(running(make_worker(models, tokenizer, kept=kept)))
+      worker = stack.enter_context(running(make_worker(models, tokenizer, prefix_cache_bytes=kept)))
       client = stack.enter_context(client_of(worker, tokenizer))
       answers = [client.post('/v1/completions', json=each) for each in _conversations(np.random.default_rng(0))]
       said.append([answer.json()['choices'] for answer in answers])

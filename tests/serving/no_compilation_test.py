@@ -9,6 +9,7 @@ from starlette.testclient import TestClient
 
 from decode.serving.answer import Served
 from decode.serving.app import make_app
+from spectr_jax.engine import Budget
 from spectr_jax.engine.loop import run_rounds
 from spectr_jax.engine.reading import _put_rows
 from tests.serving.stub import LONGEST, NEW, make_worker, running
@@ -56,9 +57,11 @@ def test_filters_are_data(client):
 
 
 @pytest.mark.slow
-def test_nothing_is_compiled_after_the_start(models, tokenizer):
+@pytest.mark.parametrize('budget', [None, 'auto'])
+def test_nothing_is_compiled_after_the_start(models, tokenizer, budget):
   pytest.importorskip('outlines_core', reason='needs the extra grammar')
-  worker, compiled = make_worker(models, tokenizer, longest=LONGEST + NEW - 1), []
+  budget = budget and Budget(budget, is_resized=True)
+  worker, compiled = make_worker(models, tokenizer, longest=LONGEST + NEW - 1, budget=budget), []
 
   def note(name, seconds, **_):
     if name.startswith('/jax/core/compile/'):  # traced, lowered or compiled

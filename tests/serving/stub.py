@@ -19,7 +19,7 @@ from decode.serving.worker import Worker
 from spectr_jax import Decoder, TokenTree
 from spectr_jax.engine.likelihood import LogLikelihood
 from spectr_jax.engine.result import Generation, NotFiniteError
-from spectr_jax.engine.rows import Piece
+from spectr_jax.engine.rows import Call, Piece
 from spectr_jax.io.hub.hub_tokenizer import HubTokenizer
 
 NEW, LONGEST, ROWS, DEPTH = 12, 60, 3, 2
@@ -36,7 +36,7 @@ def said(prompt, num_tokens=NEW):
 class StubRows:
   """As `Rows`; a round takes some seconds."""
 
-  seconds = 0.0
+  seconds, call = 0.0, Call(1, '0', 0)
 
   def __init__(self, decoder, *, batch_size, **options):
     del decoder, options
