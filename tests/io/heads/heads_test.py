@@ -40,6 +40,7 @@ from spectr_jax.io.heads import save as heads_save
 from spectr_jax.io.heads.load import open_head
 from spectr_jax.models import causal_lm
 from spectr_jax.models.one_pass_config import Convolution, Selector
+from spectr_jax.models.recurrent import Recurrence
 from tests.slow import slow_but
 
 _FORMATS = {
@@ -67,6 +68,25 @@ def test_every_format_is_recognised(tmp_path, target, name):
   found = open_head(write_head(tmp_path, name))
   assert (found.format, found.is_part) == (_FORMATS[name], name == 'deepseek mtp')
   assert found.load(target).vocab_size == V
+
+
+def test_an_mtp_layer_with_gates_for_a_target_with_recurrent_layers(tmp_path):
+  """Its gates follow from its tensor; the types of layers are those of the target."""
+  layers = (True, False, True, True, False)
+  recurrence = Recurrence('delta', layers, num_heads=2, key_dim=4, value_dim=4)
+  target = tiny_target(dataclasses.replace(TARGET, recurrence=recurrence))
+  kinds = ['linear_attention' if is_recurrent else 'full_attention' for is_recurrent in layers]
+  spec = {'model_type': 'qwen3_5_text', 'layer_types': kinds, 'head_dim': 4}
+  queries = np.random.default_rng(0).normal(size=(2 * D, D)).astype(np.float32)
+  path = write_head(tmp_path, 'mtp', {'mtp.layers.0.self_attn.q_proj.weight': queries}, spec)
+  drafter = load_drafter(path, target)
+  assert drafter.config.block.has_output_gate
+  np.testing.assert_array_equal(drafter.params['attention']['q']['kernel'], queries.T)
+  texts, options = (np.array([[3, 1, 4]]), np.array([3])), {'max_new_tokens': 8, 'sampling': SamplingParams(0.0)}
+  plain = spectr_jax.generate(jax.random.key(0), target, None, *texts, method='autoregressive', **options)
+  tree = TokenTree.chains(1, 3)
+  found = spectr_jax.generate(jax.random.key(0), target, drafter, *texts, method='block', tree=tree, **options)
+  np.testing.assert_array_equal(found.tokens, plain.tokens)
 
 
 @pytest.mark.slow

@@ -393,6 +393,38 @@ def test_metadata_that_is_refused(metadata, problem, tmp_path):
 
 
 @pytest.mark.parametrize(
+  ('architecture', 'metadata', 'problem'),
+  [
+    ('lfm2', {'attention.head_count_kv': 2}, 'lfm2.attention.head_count_kv must tell all 2 layers'),
+    ('lfm2', {'attention.head_count_kv': [0, 2, 2]}, 'lfm2.attention.head_count_kv must tell all 2 layers'),
+    ('lfm2', {'shortconv.l_cache': 65}, 'lfm2.shortconv.l_cache must be a whole number from 1 to 64, got 65'),
+    ('granitehybrid', {'rope.scaling.finetuned': True}, 'with rotary positions (Bamba) is not supported'),
+    ('granitehybrid', {'ssm.inner_size': 2**21}, 'ssm.inner_size must be a whole number from 1 to'),
+    ('qwen35', {'nextn_predict_layers': 2}, '2 layers, all of which guess'),
+    ('qwen35', {'ssm.group_count': 4}, 'rows, expected'),
+    ('qwen35', {'ssm.inner_size': 90}, 'rows, expected 12 + 3 x 2 x 15'),
+  ],
+)
+def test_metadata_of_recurrent_models_that_is_refused(architecture, metadata, problem, tmp_path):
+  own = {f'{architecture}.{key}': value for key, value in metadata.items()}
+  assert problem in _refusal(_write(tmp_path / 'model.gguf', architecture, metadata=own))
+
+
+def test_layers_that_guess_and_rates_that_grow(tmp_path):
+  """The last layers of Qwen 3.5 are left out; a state that grows is refused."""
+  guess = ('blk.2.nextn.eh_proj.weight', np.zeros((WIDTH, 2 * WIDTH), np.float32), Type.F32)
+  metadata = {'qwen35.block_count': 3, 'qwen35.nextn_predict_layers': 1}
+  file = GgufFile(_write(tmp_path / 'model.gguf', 'qwen35', metadata=metadata, extra=[guess]))
+  assert file.tensors.names() == set(_hub_tensors('qwen35'))
+  assert read_spec(file.spec) == read_spec(gguf_files.SPECS['qwen35'])
+  name = 'model.layers.0.mamba.A_log'
+  tensors = _hub_tensors('granitehybrid') | {name: np.full(4, -np.inf, np.float32)}
+  file = GgufFile(_write(tmp_path / 'other.gguf', 'granitehybrid', tensors=tensors))
+  with pytest.raises(ValueError, match='a rate of decay must be below 0'):
+    _whole(file.tensors, name)
+
+
+@pytest.mark.parametrize(
   ('metadata', 'problem'),
   [
     (

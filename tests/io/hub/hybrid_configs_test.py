@@ -90,6 +90,13 @@ def test_multipliers_of_falcon_are_factors_of_kernels():
   assert read_spec(_FALCON | {'mamba_norm_before_gate': False})[1].recurrence.norm == 'behind'
 
 
+def test_layers_that_guess_stand_beside_the_model():
+  tensors = tensors_of(_QWEN)
+  make_model(_QWEN, Recorded(tensors | {'mtp.fc.weight': np.ones((16, 32), np.float32)}))
+  with pytest.raises(ValueError, match='1 tensors too many, the first of them mtq.fc.weight'):
+    make_model(_QWEN, Recorded(tensors | {'mtq.fc.weight': np.ones((16, 32), np.float32)}))
+
+
 def test_no_head_is_trained_for_recurrent_layers():
   for spec in (_QWEN, _FALCON, _NEMOTRON):
     with pytest.raises(ValueError, match='no head is trained for a target with recurrent layers'):
