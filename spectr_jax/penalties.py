@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from spectr_jax.sampling import COUNTED, SamplingParams
 from spectr_jax.tree import TokenTree
@@ -57,11 +58,11 @@ class Penalties:
   sampling: SamplingParams
   counts: TokenCounts | None
   num_new: jax.Array
-  eos_ids: Sequence[jax.Array]
+  eos_ids: Sequence[ArrayLike]
 
   @classmethod
   def of(
-    cls, sampling: SamplingParams, counts: TokenCounts | None, num_new: jax.Array, eos_ids: Sequence[jax.Array]
+    cls, sampling: SamplingParams, counts: TokenCounts | None, num_new: jax.Array, eos_ids: Sequence[ArrayLike]
   ) -> Penalties | None:
     """The penalties, or None where the parameters change no logits."""
     is_used = counts is not None or sampling.logit_bias is not None or sampling.min_tokens is not None
@@ -82,7 +83,7 @@ class Penalties:
       logits += sampling.logit_bias[:, None]
     if sampling.min_tokens is not None:
       num_new = self.num_new[:, None] + jnp.sum(paths >= 0, axis=2)
-      is_end = jnp.any(jnp.arange(vocab_size) == jnp.stack(self.eos_ids)[:, None], axis=0)
+      is_end = jnp.any(jnp.arange(vocab_size) == jnp.asarray(self.eos_ids)[:, None], axis=0)
       is_early = (num_new < sampling.min_tokens[:, None])[..., None]
       logits = jnp.where(is_early & is_end, jnp.minimum(logits, _LAST), logits)
     counts = self.counts

@@ -35,7 +35,7 @@ def _define(field: dataclasses.Field) -> None:
 
 for _field in FIELDS.values():
   _define(_field)
-help_text.leave_out(*COUNTED, 'logit_bias', 'min_tokens', 'ignore_eos')
+help_text.leave_out(*COUNTED, 'logit_bias', 'min_tokens', 'ignore_eos', 'bad_words', 'constraint_after')
 
 
 def _value(field: dataclasses.Field) -> Any:

@@ -127,8 +127,8 @@ class _Bytes:
 
 def _encoded(text: Any, what: str) -> bytes:
   """The bytes of a text to look for."""
-  if not isinstance(text, str) or not text:
-    raise ValueError(f'{what} must be a text that is not empty, got {shown(text)}')
+  if not isinstance(text, str) or not text or '\ufffd' in text:
+    raise ValueError(f'{what} must be a text that is not empty and without U+FFFD, got {shown(text)}')
   check_unicode(text, what)
   if (size := len(text.encode())) > _LONGEST_WORD:
     raise ValueError(f'{what} has {size:,} bytes, allowed are {_LONGEST_WORD}')
