@@ -126,7 +126,8 @@ class Budget:
     if (trees, sizes[::-1]) == (self.trees, self.sizes):
       return
     self.trees, self.sizes = trees, sizes[::-1]
-    self.size, self.place, self.forced, self.is_closed = batch_size, len(trees) - 1, None, False
+    self.size, self.place, self.is_closed = batch_size, len(trees) - 1, False
+    self.forced: tuple[int, int] | None = None
     self.seconds: dict[tuple[int, int], float] = {}
     self.rounds: collections.Counter[tuple[int, str]] = collections.Counter()
     self._times: dict[tuple[int, int], list[float]] = {}
@@ -137,7 +138,8 @@ class Budget:
     self._num_calls, self._num_smaller, self._num_alike, self._num_away, self._drift = 0, 0, 0, 0, 0.0
     self._homes: dict[int, int] = {}  # by size, the place of the tree that is in use
     self._gaps = dict.fromkeys(self.sizes, _GAP)
-    self._num_home, self._num_visits = collections.Counter(), collections.Counter()
+    self._num_home: collections.Counter[int] = collections.Counter()
+    self._num_visits: collections.Counter[tuple[int, int]] = collections.Counter()
 
   @property
   def tree(self) -> TokenTree:
