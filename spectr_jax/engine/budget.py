@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from spectr_jax.engine.decoder import Decoder
-from spectr_jax.methods import METHODS
+from spectr_jax.methods import METHODS, why_not
 from spectr_jax.tree import TokenTree
 
 _HOPE = 0.9  # share of guesses that are kept where none was tried, so that they are tried
@@ -113,7 +113,8 @@ class Budget:
     """
     if decoder.has_statistics:
       raise ValueError('statistics are of one tree: they are not counted with a budget')
-    sharding, trees = decoder.sharding, ladder(decoder.tree)
+    sharding, (none, *trees) = decoder.sharding, ladder(decoder.tree)
+    trees = [none, *(tree for tree in trees if not why_not(decoder.method, tree, decoder.drafter))]
     if sharding is not None and len({device.process_index for device in sharding.mesh.devices.flat}) > 1:
       raise ValueError('a budget is chosen by the clock of one process, and several decode together here')
     if jax.tree.leaves(decoder.method.verifier.init_state(decoder.tree)):
