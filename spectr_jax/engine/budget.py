@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from spectr_jax.engine.decoder import Decoder
-from spectr_jax.methods import METHODS
+from spectr_jax.methods import METHODS, why_not
 from spectr_jax.tree import TokenTree
 
 _HOPE = 0.9  # share of guesses that are kept where none was tried, so that they are tried
@@ -113,7 +113,8 @@ class Budget:
     """
     if decoder.has_statistics:
       raise ValueError('statistics are of one tree: they are not counted with a budget')
-    sharding, trees = decoder.sharding, ladder(decoder.tree)
+    sharding, (none, *trees) = decoder.sharding, ladder(decoder.tree)
+    trees = [none, *(tree for tree in trees if not why_not(decoder.method, tree, decoder.drafter))]
     if sharding is not None and len({device.process_index for device in sharding.mesh.devices.flat}) > 1:
       raise ValueError('a budget is chosen by the clock of one process, and several decode together here')
     if jax.tree.leaves(decoder.method.verifier.init_state(decoder.tree)):
@@ -126,7 +127,8 @@ class Budget:
     if (trees, sizes[::-1]) == (self.trees, self.sizes):
       return
     self.trees, self.sizes = trees, sizes[::-1]
-    self.size, self.place, self.forced, self.is_closed = batch_size, len(trees) - 1, None, False
+    self.size, self.place, self.is_closed = batch_size, len(trees) - 1, False
+    self.forced: tuple[int, int] | None = None
     self.seconds: dict[tuple[int, int], float] = {}
     self.rounds: collections.Counter[tuple[int, str]] = collections.Counter()
     self._times: dict[tuple[int, int], list[float]] = {}
@@ -137,7 +139,8 @@ class Budget:
     self._num_calls, self._num_smaller, self._num_alike, self._num_away, self._drift = 0, 0, 0, 0, 0.0
     self._homes: dict[int, int] = {}  # by size, the place of the tree that is in use
     self._gaps = dict.fromkeys(self.sizes, _GAP)
-    self._num_home, self._num_visits = collections.Counter(), collections.Counter()
+    self._num_home: collections.Counter[int] = collections.Counter()
+    self._num_visits: collections.Counter[tuple[int, int]] = collections.Counter()
 
   @property
   def tree(self) -> TokenTree:

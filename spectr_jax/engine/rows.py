@@ -6,7 +6,7 @@ import dataclasses
 import time
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -366,7 +366,8 @@ class Rows:
       rows = self._part[0]
       self._part = rows, state
       self.result, self._is_done[rows] = self._with_results(rows, own), is_done
-    result, is_done = self.result, self._is_done
+    result: Any = self.result
+    is_done = self._is_done
     calls, kept = (getattr(result, name) - getattr(before, name) for name in ('num_target_calls', 'accepted_by_depth'))
     running = [*self.owners]
     self.call = Call(len(rows), name_of(decoder.tree), int(calls[running].max(initial=0)))

@@ -16,6 +16,7 @@ from spectr_jax.engine.budget import ladder, name_of, with_tree
 from spectr_jax.methods import with_gumbel
 from spectr_jax.testing import chi_square, enumeration, random_tables
 from tests.draft.tiny_heads import tiny_head
+from tests.models import recurrent_test
 from tests.slow import slow_but
 
 pytestmark = pytest.mark.usefixtures('highest')
@@ -73,6 +74,7 @@ _DRAFTERS = {
   'model': lambda draft: draft,
   'head': lambda draft: tiny_head(_VOCAB, width=32),
   'growing': lambda draft: growing(model_drafter(draft), Confident()),
+  'recurrent': lambda draft: recurrent_test._model('delta'),  # which cannot go back, and goes on where it ends
   'lookup': lambda draft: lookup_drafter(_VOCAB, lookup_min=1),
 }
 
@@ -111,7 +113,7 @@ def test_text_by_position_does_not_depend_on_the_budget(target, draft):
   assert _texts(found) == plain
 
 
-@pytest.mark.parametrize('name', slow_but(['model', 'head'], [*_DRAFTERS][:3]))
+@pytest.mark.parametrize('name', slow_but(['model', 'head'], [*_DRAFTERS][:4]))
 def test_a_pause_leaves_no_trace_in_what_is_proposed(monkeypatch, target, draft, name):
   """The guesses and their distributions are those of rows that begin with this text."""
   monkeypatch.setattr(reading, '_FEW', 4)
