@@ -260,7 +260,7 @@ _OLDER_BLOCK_TYPES = {'mamba': 'linear_attention', 'attention': 'full_attention'
 
 def block_types(spec: Mapping[str, Any]) -> list[str]:
   """What each layer of Nemotron-H is, which older files say by a letter."""
-  pattern = spec.get('hybrid_override_pattern')
+  pattern: str | None = spec.get('hybrid_override_pattern')
   by_letter = None if pattern is None else [_BLOCK_TYPES.get(letter, letter) for letter in pattern]
   named: list[str] = spec.get('layers_block_type') or by_letter or spec['layers_block_type']
   kinds = [_OLDER_BLOCK_TYPES.get(kind, kind) for kind in named]
