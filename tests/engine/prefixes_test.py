@@ -306,7 +306,7 @@ def on_meshes():
   """Rows over two devices, and the heads of both models; run on virtual devices."""
   params = transformer.init_params(jax.random.key(0), CONFIG)
   target = causal_lm.causal_lm(params, CONFIG)
-  requests = _requests(_prompts(np.random.default_rng(8)))
+  requests = _requests([prompt for seed in (8, 9, 8) for prompt in _prompts(np.random.default_rng(seed))])
   for sizes, has_head in (({'data': 2}, False), ({'data': 1, 'model': 2}, False), ({'data': 2}, True)):
     sharding = DecodeSharding(make_mesh(sizes, jax.devices()[:2]), is_draft_divided=not has_head)
     models = target, tiny_head(_VOCAB, width=32) if has_head else target
