@@ -267,6 +267,28 @@ def test_what_is_not_kept_is_said(target):
     assert _rows((table, None), _PLENTY).prefixes is None
 
 
+@pytest.mark.parametrize('goes_back', [True, False])
+@pytest.mark.parametrize('most', [8, 12, 20, 100, 400])
+def test_bytes_add_up_and_what_fits_is_found(monkeypatch, goes_back, most):
+  """Texts that go on from the middle of earlier ones, without a model: blocks take 8 bytes, an end 4 more."""
+  entry = prefixes._Entry((np.zeros(8, np.uint8),), () if goes_back else (np.zeros(4, np.uint8),))
+  monkeypatch.setattr(prefixes, '_copy_out', lambda *args: [entry] * 16)
+  monkeypatch.setattr(prefixes, '_sizes', lambda *args: {np.dtype(np.uint8): 8})
+  monkeypatch.setattr(prefixes, '_kept', lambda *args: [] if goes_back else [(0, None, entry.end[0][None])])
+  decoder = dataclasses.make_dataclass('_', ['constraints', 'drafter', 'can_truncate'])(None, None, goes_back)
+  cache, rng, texts = prefixes.PrefixCache(decoder, None, most), np.random.default_rng(10), [np.zeros(0, np.int32)]
+  for _ in range(200):
+    before = texts[rng.integers(len(texts))][: rng.integers(200)]
+    texts.append(np.append(before, rng.integers(9, size=rng.integers(2, 90))).astype(np.int32))
+    cache.keep(None, 0, texts[-1], is_end=True)
+    assert cache.num_bytes == sum(each.num_bytes for each in cache._entries.values()) <= most
+    num_blocks, found = (len(texts[-1]) - 2) // BLOCK, cache.find(texts[-1]).num_tokens
+    if goes_back:
+      assert found == min(num_blocks, most // 8) * BLOCK
+    elif num_blocks * 8 + 12 <= most:
+      assert found == len(texts[-1]) - 1
+
+
 def test_keys_depend_on_all_tokens_before():
   """Those of two texts are equal as far as the texts are."""
   rng = np.random.default_rng(7)
@@ -284,7 +306,7 @@ def on_meshes():
   """Rows over two devices, and the heads of both models; run on virtual devices."""
   params = transformer.init_params(jax.random.key(0), CONFIG)
   target = causal_lm.causal_lm(params, CONFIG)
-  requests = _requests(_prompts(np.random.default_rng(8)))
+  requests = _requests([prompt for seed in (8, 9, 8) for prompt in _prompts(np.random.default_rng(seed))])
   for sizes, has_head in (({'data': 2}, False), ({'data': 1, 'model': 2}, False), ({'data': 2}, True)):
     sharding = DecodeSharding(make_mesh(sizes, jax.devices()[:2]), is_draft_divided=not has_head)
     models = target, tiny_head(_VOCAB, width=32) if has_head else target
