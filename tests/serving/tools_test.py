@@ -11,6 +11,7 @@ from decode.serving.faults import RefusedError
 from decode.serving.protocol import parse
 from decode.serving.tools import FORMATS, Reader, Tools, style_of
 from spectr_jax.io.hub.hub_tokenizer import HubTokenizer
+from tests.serving import stub as stub_module
 from tests.serving.stub import EOS, client_of, running
 from tests.serving.tool_models import ALL, TEMPLATES, TOKENS, make_tool_worker, tokenizer_of
 
@@ -293,6 +294,39 @@ def test_conversations_with_calls_are_rendered(name):
   if name != 'gemma4':  # tojson of another template spells the quotes otherwise
     ids = tokenizer.encode_chat(messages, [_TOOL])
     assert ids.count(EOS) == text.count('<|im_end|>') - 1
+
+
+@pytest.mark.parametrize('name', TEMPLATES)
+def test_free_calls_reach_clients(monkeypatch, name):
+  """Rows that say a text in place of a model: whole, streamed, without parallel calls, and cut by the limit."""
+  tokenizer = tokenizer_of(name, ALL)
+  first, second = {
+    'hermes': (_hermes(), _hermes('g', '{}')), 'llama3_json': (_llama(), f';{_llama("g", "{}")}'),
+    'gemma4': (_gemma(), _gemma('g', '{}')),
+  }[name]  # fmt: skip
+  before = '' if name == 'llama3_json' else 'I look. '
+  ids = [*tokenizer.encode(f'{before}{first}{second}'), EOS]
+  monkeypatch.setattr(stub_module, 'NEW', len(ids))
+  monkeypatch.setattr(stub_module, 'LONGEST', 2000)
+  monkeypatch.setattr(stub_module, 'said', lambda prompt: ids)
+  stub_module.patch(monkeypatch)
+  with (
+    running(stub_module.make_stub(tokenizer)) as worker,
+    client_of(worker, tokenizer, most_new=len(ids)) as client,
+  ):
+    (choice,) = _ask(client, logprobs=True)
+    calls = [call['function'] for call in choice['message']['tool_calls']]
+    assert [(call['name'], json.loads(call['arguments'])) for call in calls] == [_F, _G]
+    assert (choice['finish_reason'], choice['message']['content']) == ('tool_calls', before.strip() or None)
+    assert len(choice['logprobs']['content']) == len(ids)
+    joined = [call['name'] + call['arguments'] for call in calls]
+    assert _streamed(client) == (before.strip() or None, 'tool_calls', joined)
+    assert _streamed(client, parallel_tool_calls=False) == (before.strip() or None, 'tool_calls', joined[:1])
+    (cut,) = _ask(client, max_tokens=len(tokenizer.encode(before + first)) - 3)
+    assert (cut['finish_reason'], 'tool_calls' in cut['message']) == ('length', False)
+    assert cut['message']['content'].startswith(f'{before}{first}'[:20])
+    (none,) = _ask(client, tool_choice='none')
+    assert (none['finish_reason'], none['message'].get('tool_calls')) == ('stop', None)
 
 
 _NEW = 192  # tokens, which are mostly characters here
