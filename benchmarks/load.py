@@ -12,7 +12,6 @@ Programs are compiled, and costs are measured, before the first batch that count
 
 from __future__ import annotations
 
-import collections
 import itertools
 import time
 from collections.abc import Iterator, Sequence
@@ -103,11 +102,10 @@ def compare(
   speeds = {name: float(tokens / seconds) for name, (tokens, seconds) in sums.items()}
   best = max((name for name in names if name != BUDGET), key=lambda name: speeds[name])
   found = {'load': list(load), 'temperature': temperature, 'tokens_per_second': speeds, 'best': best}
-  if budget := made.get(BUDGET):
-    chosen = collections.Counter(
-      {f'{size} rows, {name}': number for (size, name), number in budget.budget.rounds.items()}
-    )
-    found |= {'over_best': speeds[BUDGET] / speeds[best], 'rounds': chosen, 'round_ms': budget.budget.describe()}
+  own = made[BUDGET].budget if BUDGET in made else None
+  if own is not None:
+    chosen = {f'{size} rows, {name}': number for (size, name), number in own.rounds.items()}
+    found |= {'over_best': speeds[BUDGET] / speeds[best], 'rounds': chosen, 'round_ms': own.describe()}
   return found
 
 
@@ -145,7 +143,7 @@ if __name__ == '__main__':
           results.append(found)
           print(f'{"-".join(map(str, load))} rows at temperature {temperature:g}, tokens/s')
           print(timing.line(names), timing.line(found['tokens_per_second'].values(), 1), sep='\n')
-          print(f'budget over {found["best"]}: {found["over_best"]:.3f}; rounds {dict(found["rounds"])}', flush=True)
+          print(f'budget over {found["best"]}: {found["over_best"]:.3f}; rounds {found["rounds"]}', flush=True)
       flagged = {'target': _TARGET.value, 'draft': _DRAFT.value, **more, **sizes}
       files.write(output=to_json(results, **flagged))
 
