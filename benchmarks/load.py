@@ -45,8 +45,8 @@ def names_for(method: str) -> list[str]:
   return [name for name, tree in TREES.items() if tree is None or not why_not(METHODS[method], tree)]
 
 
-def make_rows(models: Models, name: str, method: str, num_rows: int, max_new_tokens: int) -> Rows:
-  """Rows of a setting, compiled."""
+def make_rows(models: Models, name: str, method: str, load: Sequence[int], max_new_tokens: int) -> Rows:
+  """Rows of a setting for a load; those of a budget compiled, and of fewer rows only if the load changes."""
   tree = TREES[names_for(method)[-1] if name == BUDGET else name]
   decoder = Decoder.make(
     models.target,
@@ -56,9 +56,8 @@ def make_rows(models: Models, name: str, method: str, num_rows: int, max_new_tok
     max_new_tokens=max_new_tokens,
     cache_size=_LONGEST + max_new_tokens,
   )
-  rows = Rows(
-    decoder, batch_size=num_rows, longest_prompt=_LONGEST, budget=Budget(is_resized=True) if name == BUDGET else None
-  )
+  budget = Budget(is_resized=len(load) > 1) if name == BUDGET else None
+  rows = Rows(decoder, batch_size=max(load), longest_prompt=_LONGEST, budget=budget)
   rows.prepare()
   return rows
 
@@ -88,7 +87,7 @@ def compare(
   num_runs: int,
 ) -> dict:
   """Tokens per second of settings over parts of a load, in turns, after one run that does not count."""
-  made = {name: make_rows(models, name, method, max(load), max_new_tokens) for name in names}
+  made = {name: make_rows(models, name, method, load, max_new_tokens) for name in names}
   sums = {name: np.zeros(2) for name in names}
   for number in range(num_runs + 1):
     for name, rows in made.items():
