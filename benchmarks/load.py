@@ -12,7 +12,6 @@ Programs are compiled, and costs are measured, before the first batch that count
 
 from __future__ import annotations
 
-import collections
 import itertools
 import time
 from collections.abc import Iterator, Sequence
@@ -46,8 +45,8 @@ def names_for(method: str) -> list[str]:
   return [name for name, tree in TREES.items() if tree is None or not why_not(METHODS[method], tree)]
 
 
-def make_rows(models: Models, name: str, method: str, num_rows: int, max_new_tokens: int) -> Rows:
-  """Rows of a setting, compiled."""
+def make_rows(models: Models, name: str, method: str, load: Sequence[int], max_new_tokens: int) -> Rows:
+  """Rows of a setting for a load; those of a budget compiled, and of fewer rows only if the load changes."""
   tree = TREES[names_for(method)[-1] if name == BUDGET else name]
   decoder = Decoder.make(
     models.target,
@@ -57,9 +56,8 @@ def make_rows(models: Models, name: str, method: str, num_rows: int, max_new_tok
     max_new_tokens=max_new_tokens,
     cache_size=_LONGEST + max_new_tokens,
   )
-  rows = Rows(
-    decoder, batch_size=num_rows, longest_prompt=_LONGEST, budget=Budget(is_resized=True) if name == BUDGET else None
-  )
+  budget = Budget(is_resized=len(load) > 1) if name == BUDGET else None
+  rows = Rows(decoder, batch_size=max(load), longest_prompt=_LONGEST, budget=budget)
   rows.prepare()
   return rows
 
@@ -89,7 +87,7 @@ def compare(
   num_runs: int,
 ) -> dict:
   """Tokens per second of settings over parts of a load, in turns, after one run that does not count."""
-  made = {name: make_rows(models, name, method, max(load), max_new_tokens) for name in names}
+  made = {name: make_rows(models, name, method, load, max_new_tokens) for name in names}
   sums = {name: np.zeros(2) for name in names}
   for number in range(num_runs + 1):
     for name, rows in made.items():
@@ -103,11 +101,10 @@ def compare(
   speeds = {name: float(tokens / seconds) for name, (tokens, seconds) in sums.items()}
   best = max((name for name in names if name != BUDGET), key=lambda name: speeds[name])
   found = {'load': list(load), 'temperature': temperature, 'tokens_per_second': speeds, 'best': best}
-  if budget := made.get(BUDGET):
-    chosen = collections.Counter(
-      {f'{size} rows, {name}': number for (size, name), number in budget.budget.rounds.items()}
-    )
-    found |= {'over_best': speeds[BUDGET] / speeds[best], 'rounds': chosen, 'round_ms': budget.budget.describe()}
+  own = made[BUDGET].budget if BUDGET in made else None
+  if own is not None:
+    chosen = {f'{size} rows, {name}': number for (size, name), number in own.rounds.items()}
+    found |= {'over_best': speeds[BUDGET] / speeds[best], 'rounds': chosen, 'round_ms': own.describe()}
   return found
 
 
@@ -145,7 +142,7 @@ if __name__ == '__main__':
           results.append(found)
           print(f'{"-".join(map(str, load))} rows at temperature {temperature:g}, tokens/s')
           print(timing.line(names), timing.line(found['tokens_per_second'].values(), 1), sep='\n')
-          print(f'budget over {found["best"]}: {found["over_best"]:.3f}; rounds {dict(found["rounds"])}', flush=True)
+          print(f'budget over {found["best"]}: {found["over_best"]:.3f}; rounds {found["rounds"]}', flush=True)
       flagged = {'target': _TARGET.value, 'draft': _DRAFT.value, **more, **sizes}
       files.write(output=to_json(results, **flagged))
 
