@@ -165,7 +165,7 @@ if __name__ == '__main__':
     None,
     "How the model writes calls of tools: hermes, llama3_json or gemma4. Default the chat template's.",
   )
-  _BUDGET = define_budget('auto', ' in every round, which a seeded text needs to come again')
+  _BUDGET = define_budget('auto', ' in every round')
   own = _HOST, _PORT, _NAME, _KEY, _KEY_FILE, _LONGEST, _WAITING, _PREFIXES, _PENALTIES, _ALLOWED, _KEEP, _TOOLS
   help_text.in_group('Options', _BUDGET, *own)
   flags.FLAGS.set_default('max_new_tokens', _MOST_NEW)

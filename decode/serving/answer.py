@@ -231,7 +231,7 @@ class Answer:
         loop.call_soon_threadsafe(self._arrived.put_nowait, (choice, piece))
 
       limit = min(self.max_tokens, served.most_new(choice.prompt))
-      more = {'constraint': self.constraint, 'tokenizer': tokenizer}
+      more = {'constraint': self.constraint, 'tokenizer': tokenizer, 'has_seed': request.seed is not None}
       choice.job = Job(choice.prompt, key, request.sampling, limit, stop, tell, **more)
       if self._style is not None and request.tools is not None:
         choice.reader = Reader(self._style, request.tools)

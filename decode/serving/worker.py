@@ -65,6 +65,12 @@ class Job:
   stream: TextStream | None = None  # the tokens that were handed out, once it has a row
   constraint: Constraint | None = None
   tokenizer: TokenizerBase | None = None  # that makes the text, if not the worker's
+  has_seed: bool = False
+
+  @property
+  def as_request(self) -> Request:
+    own = {'constraint': self.constraint, 'keeps_tree': self.has_seed and self.sampling.temperature != 0}
+    return Request(self, self.tokens, self.key, self.sampling, self.max_tokens, **own)
 
 
 def _next_piece(job: Job, result: Generation, row: int, eos_ids: Collection[int]) -> Piece | None:
@@ -326,9 +332,7 @@ class Worker:
     try:
       for job in jobs:
         job.stream = TextStream(job.tokenizer or self._tokenizer, job.stop)
-      rows.put(
-        [Request(job, job.tokens, job.key, job.sampling, job.max_tokens, constraint=job.constraint) for job in jobs]
-      )
+      rows.put([job.as_request for job in jobs])
       new = {row: own.name for row, own in rows.owners.items() if own.name in jobs}
       self._growing |= new
       kept = rows.num_kept[list(new)]

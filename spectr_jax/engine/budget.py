@@ -152,10 +152,18 @@ class Budget:
     """Whether the last call drafted nothing though others may."""
     return len(self.trees) > 1 and not self.tree.num_nodes
 
-  def choose(self, num_rows: int, *, has_tables: bool = False) -> tuple[int, TokenTree]:
-    """The rows and the tree of the next call, for so many rows in progress, with tables of constraints or without."""
+  def choose(self, num_rows: int, *, has_tables: bool = False, keeps_tree: bool = False) -> tuple[int, TokenTree]:
+    """The rows and the tree of the next call.
+
+    Args:
+      num_rows: Those in progress.
+      has_tables: Whether there are tables of constraints.
+      keeps_tree: Whether, without a number of guesses, the tree is the largest: then what is drawn is repeatable.
+    """
     if self.forced is not None:
       size, place = self.forced
+    elif keeps_tree and self.guesses is None:
+      size, place = self.sizes[-1], len(self.trees) - 1
     else:
       size = self._choose_size(self.sizes[-1] if has_tables else num_rows)
       self._num_calls += 1

@@ -61,7 +61,7 @@ def init_decode(
   """
   checks.check_count('num_samples', num_samples)
   rows = checked_prompts(decoder, rng_key, prompts, prompt_lengths, sampling, max_new_tokens, constraint=constraint)
-  state = first_state(decoder, rows, _read(decoder, rows, None, None, None, rows.tokens.shape[1]))
+  state = first_state(decoder, rows, _read(decoder, rows, None, None, rows.tokens.shape[1]))
   if num_samples == 1:
     return state
   keys = sample_keys(rows.keys, num_samples)

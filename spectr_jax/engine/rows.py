@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -45,6 +46,7 @@ class Request:
     sampling: Its own sampling parameters, scalars; None for those of all.
     max_new_tokens: Its own limit of new tokens, at most that of all; None for that.
     constraint: What its continuation must follow, or the number of one of the decoder's constraints, or None.
+    keeps_tree: Whether rounds have the decoder's tree while it runs, so that no `auto` budget changes what is drawn.
   """
 
   name: Hashable
@@ -53,6 +55,7 @@ class Request:
   sampling: SamplingParams | None = None
   max_new_tokens: int | None = None
   constraint: Constraint | int | None = None
+  keeps_tree: bool = False
 
 
 class Piece(NamedTuple):
@@ -411,7 +414,9 @@ class Rows:
     if budget is None:
       self._read_draft(running)
       return self.decoder
-    size, tree = budget.choose(max(1, len(running)), has_tables=self.decoder.constraints is not None)
+    keeps_tree = any(self.owners[row].keeps_tree for row in running)
+    has_tables = self.decoder.constraints is not None
+    size, tree = budget.choose(max(1, len(running)), has_tables=has_tables, keeps_tree=keeps_tree)
     if size == len(self._lengths):
       self._join()
     elif self._part is None or len(self._part[0]) != size or not {*running} <= {*self._part[0].tolist()}:
@@ -456,7 +461,10 @@ class Rows:
     for number, size in enumerate(budget.sizes):
       if notify is not None:
         notify(number, len(budget.sizes))
-      for place in budget.places(size, has_tables=constraint is not None):
+      # That of requests which keep their tree comes last.
+      is_kept = budget.guesses is None and size == budget.sizes[-1]
+      own = budget.places(size, has_tables=constraint is not None)
+      for place in itertools.chain(own, [len(budget.trees) - 1] * is_kept):
         budget.forced = size, place
         num_steps = 0
         while num_steps < 2 or not (constraint is not None or budget.is_measured(size, place)):

@@ -1,5 +1,6 @@
 """Budgets across rows: the same text or distribution whatever is drafted when, and the choice by what calls cost."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -35,7 +36,7 @@ class Script(Budget):
     super().__init__(is_resized=True)
     self._calls = itertools.cycle(calls)
 
-  def choose(self, num_rows, *, has_tables=False):
+  def choose(self, num_rows, *, has_tables=False, keeps_tree=False):
     least, self.place = next(self._calls)
     self.size = next(size for size in self.sizes if size >= max(num_rows, least))
     return self.size, self.tree
@@ -103,6 +104,26 @@ def test_without_guesses_it_is_decoding_without_a_draft(target, draft):
   requests = _requests([1, 9, 4], temperature=1.0)
   plain = _finish(_make(target, None, method='autoregressive', tree=None), requests)
   assert _finish(_make(target, draft, budget=0), requests) == plain
+
+
+def test_a_request_that_keeps_its_tree_says_the_same_whatever_runs_beside(target, draft):
+  """Drafts pause for those before it; while it runs, all have the decoder's tree."""
+  requests = _requests([1, 9, 4, 6], temperature=1.0)
+  kept = dataclasses.replace(requests[3], keeps_tree=True)
+  plain = _texts(_finish(_make(target, draft), [kept]))
+  for others in ([], requests[:3]):
+    rows = _make(target, draft, budget=Budget())
+    trees, choose = [], rows.budget.choose
+
+    def note(*arguments, choose=choose, trees=trees, rows=rows, **options):
+      found = choose(*arguments, **options)
+      trees.append((any(each.keeps_tree for each in rows.owners.values()), found[1]))
+      return found
+
+    rows.budget.choose = note
+    assert _texts(_finish(rows, [*others, kept])).items() >= plain.items()
+    assert {tree for is_kept, tree in trees if is_kept} == {_TREE}
+    assert not others or {tree for is_kept, tree in trees if not is_kept} - {_TREE}
 
 
 def test_text_by_position_does_not_depend_on_the_budget(target, draft):
@@ -238,7 +259,7 @@ class _Peeking(Budget):
 
   rows, sees = None, False
 
-  def choose(self, num_rows, *, has_tables=False):
+  def choose(self, num_rows, *, has_tables=False, keeps_tree=False):
     decoder = with_tree(self.rows.decoder, self.trees[1])
     proposal = _propose(decoder, self.rows.state)
     token = int(proposal.tokens[0, 0])
