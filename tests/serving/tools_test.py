@@ -365,7 +365,7 @@ def _streamed(client, **more):
 def test_required_calls_are_always_there_and_valid(worker, name):
   with client_of(worker, tokenizer_of(name, ALL), most_new=_NEW) as client:
     required = {'tool_choice': 'required', 'parallel_tool_calls': False, 'temperature': 1.5}
-    found = [choice for seed in (5, 6) for choice in _ask(client, **required, n=4, seed=seed)]
+    found = [choice for seed in (5, 6) for choice in _ask(client, **required, n=8, seed=seed)]
     for choice in found:
       (call,) = choice['message']['tool_calls']
       assert (choice['finish_reason'], choice['message']['content']) == ('tool_calls', None)
