@@ -159,8 +159,8 @@ def read_rows(
   while True:
     ends = np.minimum(lengths, num_kept + num_new + 1).astype(np.int32)
     part = prompts._replace(lengths=_put(decoder, ends))
-    before = (_put(decoder, each.astype(np.int32)) for each in (num_kept, num_drafted))
-    held = _read(decoder, part, held, *before, num_new)
+    kept, drafted = (_put(decoder, each.astype(np.int32)) for each in (num_kept, num_drafted))
+    held = _read(decoder, part, held, kept, drafted, num_new)
     if (ends == lengths).all():
       break
     num_kept = num_drafted = np.maximum(num_kept, ends - 1)
