@@ -63,7 +63,7 @@ def time_first_tokens(decoder: Decoder, size: int, num_new: int, num_runs: int) 
       rows.put([_request(prompt, 1)])
       rows.step(1)
       times[name].append(time.perf_counter() - start)
-      kept = max(kept, int(rows.num_kept[0]))
+      kept = int(rows.num_kept[0]) if name else kept
       rows.end([0])
   with_known, without = (timing.spread(times[name][1:]) for name in each)
   ratio = with_known['median'] / without['median']

@@ -266,7 +266,7 @@ class PrefixCache:
 
   def _copy_in(self, held: Held, row: int, entries: Sequence[_Entry], first: int, end: tuple[jax.Array, ...]) -> Held:
     # Behind the last block stands what fills the shape.
-    slots = [entry.slots for entry in [*entries, *entries[-1:] * (_AT_A_TIME - len(entries))]]
+    slots = [entry.slots for entry in [*entries, *[entries[-1]] * (_AT_A_TIME - len(entries))]]
     return _copy_in(self._decoder, held, slots, end, np.int32(row), np.int32(first), np.int32(len(entries)))
 
   def keep(self, held: Held, row: int, text: np.ndarray, *, is_end: bool) -> None:

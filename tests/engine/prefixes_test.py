@@ -304,12 +304,12 @@ def test_keys_depend_on_all_tokens_before():
 
 def on_meshes():
   """Rows over two devices, and the heads of both models; run on virtual devices."""
-  params = transformer.init_params(jax.random.key(0), CONFIG)
-  target = causal_lm.causal_lm(params, CONFIG)
+  config = dataclasses.replace(CONFIG, vocab_size=18)  # which two devices divide
+  target = causal_lm.causal_lm(transformer.init_params(jax.random.key(0), config), config)
   requests = _requests([prompt for seed in (8, 9, 8) for prompt in _prompts(np.random.default_rng(seed))])
   for sizes, has_head in (({'data': 2}, False), ({'data': 1, 'model': 2}, False), ({'data': 2}, True)):
     sharding = DecodeSharding(make_mesh(sizes, jax.devices()[:2]), is_draft_divided=not has_head)
-    models = target, tiny_head(_VOCAB, width=32) if has_head else target
+    models = target, tiny_head(18, width=32) if has_head else target
     without, rows = (_rows(models, size, batch_size=2, sharding=sharding, **_CHAINS) for size in (0, _PLENTY))
     wanted, _ = _run(without, requests, at_once=2)
     found, _ = _run(rows, requests, at_once=2)
