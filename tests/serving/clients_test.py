@@ -29,8 +29,7 @@ _QUESTIONS = [
 
 @pytest.fixture(scope='module', params=['with a draft', 'without'])
 def address(request):
-  # Repeats with one seed are the same text without a budget.
-  guesses = [f'--draft={_DRAFT}', '--num_drafts=2', '--draft_length=3', '--budget=off']
+  guesses = [f'--draft={_DRAFT}', '--num_drafts=2', '--draft_length=3']
   own = guesses if request.param == 'with a draft' else ['--method=autoregressive']
   sizes = f'--max_new_tokens={_NEW}', '--longest_prompt=128', '--batch_size=4', '--port=0'
   process = commands.start('decode.serve', f'--target={_TARGET}', *own, *sizes, '--api_key=secret')

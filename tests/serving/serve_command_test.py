@@ -16,7 +16,7 @@ from decode.serve import choose_bounds
 _TARGET = '--target=pretrained/draft'
 _SMALL = (
   _TARGET, '--draft=pretrained/draft_undistilled', '--num_drafts=2', '--draft_length=2', '--batch_size=2',
-  '--max_new_tokens=300', '--longest_prompt=64', '--port=0', '--budget=off',  # a seed gives the same text again
+  '--max_new_tokens=300', '--longest_prompt=64', '--port=0',
 )  # fmt: skip
 _BODY = {'prompt': 'Mr. Speaker, I rise', 'seed': 1, 'max_tokens': 300}
 
