@@ -2,8 +2,12 @@
 
 Command   python -m decode.serve --target=pretrained/target --draft=pretrained/draft --batch_size=32 --most_waiting=512
           python -m benchmarks.serving --url=http://127.0.0.1:8000/v1 --num_clients=256 --seconds=600
+          A soak, of an endpoint with --penalties, whose memory is looked at as well:
+          python -m benchmarks.serving --num_clients=16 --seconds=1200 --mixed --pid=PID
 Prompts   those of --prompts, again and again; limits of 8 to --max_tokens new tokens, drawn anew for each request
 Clients   each sends its next request when the last is answered; a share of --leave of all answers is left early
+Mixed     requests draw what they ask for: nothing more, an expression, a schema, penalties, a seed, or a header before
+          the prompt that others have, too; answers that do not follow what was asked for are counted as invalid
 
 Every request is counted by how it ended. What is compared with `decode.bulk` are new tokens over seconds, both counted
 by the endpoint itself.
@@ -14,8 +18,11 @@ from __future__ import annotations
 import asyncio
 import collections
 import json
+import pathlib
 import random
+import re
 import time
+from typing import Any
 
 from absl import flags
 
@@ -24,8 +31,34 @@ from common.output_files import OutputFiles
 from decode.experiment.prompt_options import SHIPPED_PROMPTS
 from decode.experiment.prompts import read_prompts
 
+_REGEX = '[a-z]{3,8}( [a-z]{3,8}){0,3}'
+_SCHEMA = {'type': 'object', 'properties': {'kind': {'enum': ['a', 'b']}, 'size': {'type': 'integer'}}}
+_SCHEMA |= {'required': ['kind', 'size'], 'additionalProperties': False}
+_PENALTIES = {'presence_penalty': 0.5, 'frequency_penalty': 0.3, 'logit_bias': {'5': -2.0}, 'min_tokens': 4}
+# What a request may ask for besides, and what it may have in front.
+_MIXED: tuple[dict[str, Any], ...] = (
+  {}, {'temperature': 0}, {'structured_outputs': {'regex': _REGEX}}, {'structured_outputs': {'json': _SCHEMA}},
+  _PENALTIES, {'seed': 5}, {'stop': ['.'], 'top_p': 0.9}, {'n': 2},
+)  # fmt: skip
+_HEADERS = '', 'Answer as briefly as you can, in plain words, and do not repeat the question. ' * 2
 
-async def _client(session, prompts: list[str], request: dict, until: float, leave: float, seed: int, outcome) -> None:
+
+def _is_valid(body: dict[str, Any], choice: dict[str, Any]) -> bool:
+  """Whether an answer that ended by itself follows the constraint that was asked for."""
+  asked, text = body.get('structured_outputs', {}), choice['text']
+  if choice['finish_reason'] != 'stop':
+    return True
+  if 'regex' in asked:
+    return re.fullmatch(asked['regex'], text) is not None
+  if 'json' in asked:
+    value = json.loads(text)
+    return set(value) == {'kind', 'size'} and value['kind'] in ('a', 'b') and isinstance(value['size'], int)
+  return True
+
+
+async def _client(
+  session, prompts: list[str], request: dict, until: float, leave: float, seed: int, outcome, is_mixed: bool
+) -> None:
   """Asks until the time is over, and counts how its requests ended and how long the answered ones took."""
   import httpx
 
@@ -33,6 +66,9 @@ async def _client(session, prompts: list[str], request: dict, until: float, leav
   draws = random.Random(seed)
   while (start := time.perf_counter()) < until:
     body = request | {'prompt': draws.choice(prompts), 'max_tokens': draws.randint(8, request['max_tokens'])}
+    if is_mixed:
+      body |= draws.choice(_MIXED)
+      body['prompt'] = draws.choice(_HEADERS) + body['prompt']
     try:
       if draws.random() < leave:
         async with session.stream('POST', 'completions', json=body | {'stream': True}) as response:
@@ -44,6 +80,7 @@ async def _client(session, prompts: list[str], request: dict, until: float, leav
       ends[str(response.status_code)] += 1
       if response.status_code == 200:
         seconds.append(time.perf_counter() - start)
+        ends['invalid'] += sum(not _is_valid(body, choice) for choice in response.json()['choices'])
       elif response.status_code == 429:
         await asyncio.sleep(float(response.headers['Retry-After']))
     except httpx.HTTPError as error:
@@ -51,10 +88,23 @@ async def _client(session, prompts: list[str], request: dict, until: float, leav
       await asyncio.sleep(1)
 
 
-async def measure(url: str, prompts: list[str], *, num_clients: int, seconds: float, max_tokens: int, leave: float):
+async def _memory(pid: int | None, until: float) -> list[int]:
+  """The resident bytes of a process, every second; none without one."""
+  found = []
+  while pid is not None and time.perf_counter() < until:
+    status = pathlib.Path(f'/proc/{pid}/status').read_text(encoding='ascii')
+    found.append(1024 * int(status.split('VmRSS:')[1].split()[0]))
+    await asyncio.sleep(1)
+  return found
+
+
+async def measure(
+  url: str, prompts: list[str], *, num_clients: int, seconds: float, max_tokens: int, leave: float,
+  is_mixed: bool = False, pid: int | None = None,
+):  # fmt: skip
   """Runs the load of `num_clients` at an endpoint's URL, up to `/v1`, for so many seconds; a share `leave` goes early.
-  Returns requests by their end, quantiles of seconds of those that were answered, and by how much the endpoint's
-  counters grew; none of these if it is gone.
+  Returns requests by their end, quantiles of seconds of those that were answered, by how much the endpoint's counters
+  grew, none of these if it is gone, and the median bytes of a process in each quarter of the time.
   """
   import httpx
 
@@ -65,8 +115,8 @@ async def measure(url: str, prompts: list[str], *, num_clients: int, seconds: fl
     request = {'model': model['id'], 'max_tokens': max_tokens, 'temperature': 1.0}
     before, start = await _counters(session), time.perf_counter()
     until = start + seconds
-    clients = [_client(session, prompts, request, until, leave, seed, outcome) for seed in range(num_clients)]
-    await asyncio.gather(*clients)
+    clients = (_client(session, prompts, request, until, leave, seed, outcome, is_mixed) for seed in range(num_clients))
+    memory, *_ = await asyncio.gather(_memory(pid, until), *clients)
     elapsed = time.perf_counter() - start
     try:
       after = await _counters(session)
@@ -76,7 +126,11 @@ async def measure(url: str, prompts: list[str], *, num_clients: int, seconds: fl
   times = sorted(times) or [float('nan')]
   quantiles = {name: times[int(share * (len(times) - 1))] for name, share in (('median', 0.5), ('p99', 0.99))}
   grown = {name: after[name] - before.get(name, 0) for name in after if name.endswith('_total')}
-  return {'seconds': elapsed, 'ends': dict(ends), 'answer_seconds': quantiles, 'counted': grown}
+  size = len(memory) // 4
+  quarters = [sorted(memory[i * size : (i + 1) * size])[size // 2] for i in range(4)] if size else []
+  return {
+    'seconds': elapsed, 'ends': dict(ends), 'answer_seconds': quantiles, 'counted': grown, 'quarters_bytes': quarters,
+  }  # fmt: skip
 
 
 async def _counters(session) -> dict[str, float]:
@@ -88,15 +142,20 @@ async def _counters(session) -> dict[str, float]:
 def describe(load: dict) -> list[str]:
   ends = ', '.join(f'{name} {number:,}' for name, number in sorted(load['ends'].items()))
   counted = load['counted']
-  requests = f'{sum(load["ends"].values()):,} requests in {load["seconds"]:.0f} s: {ends}'
+  number = sum(number for name, number in load['ends'].items() if name != 'invalid')  # those were answered
+  requests = f'{number:,} requests in {load["seconds"]:.0f} s: {ends}'
   if not counted:
     return [requests, 'the endpoint is gone']
   tokens, calls = counted['spectr_jax_tokens_total'], counted['spectr_jax_target_calls_total']
-  return [
+  lines = [
     requests,
     f'{tokens / load["seconds"]:.1f} tokens/s, {tokens / max(calls, 1):.2f} per target call; an answer takes'
     f' {load["answer_seconds"]["median"]:.2f} s, 99% at most {load["answer_seconds"]["p99"]:.2f}',
   ]
+  if load['quarters_bytes']:
+    sizes = ', '.join(f'{each / 2**20:,.0f}' for each in load['quarters_bytes'])
+    lines.append(f'memory in each quarter of the time: {sizes} MiB')
+  return lines
 
 
 if __name__ == '__main__':
@@ -107,6 +166,8 @@ if __name__ == '__main__':
   _LEAVE = flags.DEFINE_float(
     'leave', 0.1, 'Share of requests that are left after the first token.', lower_bound=0, upper_bound=1
   )
+  _MIXED_KINDS = flags.DEFINE_bool('mixed', False, 'Let requests ask for different things.')
+  _PID = flags.DEFINE_integer('pid', None, 'The process of the endpoint, to look at its memory.')
   _PROMPTS = flags.DEFINE_string('prompts', str(SHIPPED_PROMPTS), 'File of prompts.')
   _OUTPUT = flags.DEFINE_string('output', None, 'JSON file for the results.')
 
@@ -114,6 +175,7 @@ if __name__ == '__main__':
     del argv
     texts = [prompt.text for prompt in read_prompts(_PROMPTS.value)]
     sizes = {'num_clients': _CLIENTS.value, 'seconds': _SECONDS.value, 'max_tokens': _MAX_TOKENS.value}
+    sizes |= {'is_mixed': _MIXED_KINDS.value, 'pid': _PID.value}
     with OutputFiles(output=_OUTPUT.value).apart_from({'prompts': [_PROMPTS.value]}) as files:
       load = asyncio.run(measure(_URL.value, texts, **sizes, leave=_LEAVE.value))
       files.write_after(lambda: print('\n'.join(describe(load))), output=json.dumps(load, indent=2) + '\n')
