@@ -181,7 +181,6 @@ def _record(
 ) -> tuple[Generation, jax.Array]:
   """The result with a round's tokens, up to EOS or the limit, and bool `[B]`, which rows are done."""
   result, tree = state.result, decoder.tree
-  kept = result.accepted_by_depth  # of a budget's deepest tree
   accepted = verdict.num_accepted[:, None]
   places = jnp.arange(tree.max_depth + 1)
   path = jnp.pad(verdict.path, ((0, 0), (1, 0)))
@@ -204,12 +203,14 @@ def _record(
   if result.logprobs is not None:
     rows, values = [*rows, result.logprobs], [*values, _log_probs(output, path, tokens)]
   new_tokens, new_origins, *logprobs = write_rows(rows, slots, values)
+  is_accepted = (is_kept & (places < accepted))[:, : tree.max_depth]
+  num_deeper = result.accepted_by_depth.shape[1] - tree.max_depth  # of a budget's deepest tree
   result = dataclasses.replace(
     result,
     tokens=new_tokens,
     lengths=lengths,
     num_target_calls=result.num_target_calls + ~state.is_done,
-    accepted_by_depth=kept.at[:, : tree.max_depth].add((is_kept & (places < accepted))[:, : tree.max_depth]),
+    accepted_by_depth=result.accepted_by_depth + jnp.pad(is_accepted, ((0, 0), (0, num_deeper))),
     origins=new_origins,
     failures=failures,
     logprobs=logprobs[0] if logprobs else None,
