@@ -18,7 +18,7 @@ from spectr_jax.models.causal_lm_config import CausalLMConfig, Rope
 from spectr_jax.models.recurrent import Recurrence
 from spectr_jax.models.routing import Experts
 from tests.draft.exact import assert_engine_is_exact
-from tests.slow import slow
+from tests.slow import slow, slow_but
 
 _VOCAB, _NEW = 17, 10
 _LAYERS = (True, False, True)
@@ -74,7 +74,7 @@ def _whole(model, text):
   return _apply(model, jnp.asarray([text]), positions, causal, model.init_cache_fn(1, 64)).logits[0]
 
 
-@pytest.mark.parametrize('kind', _KINDS)
+@pytest.mark.parametrize('kind', slow_but(['delta', 'alone'], _KINDS))
 def test_trees_chunks_steps_and_rows_are_whole_texts(kind):
   model, rng = _model(kind), np.random.default_rng(0)
   prompts, lengths = rng.integers(0, _VOCAB, (3, 13)), np.array([13, 5, 1])

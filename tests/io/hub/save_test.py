@@ -72,7 +72,8 @@ def test_a_tokenizer_is_the_same_again(backend, parts, add_bos, tmp_path):
     assert read.encode_chat(messages) == written.encode_chat(messages)
 
 
-@pytest.mark.parametrize('name', [name for name in SPECS if 'gemma4' not in name])  # whose layers need each other
+# Gemma 4's layers need each other.
+@pytest.mark.parametrize('name', [name for name in SPECS if 'gemma4' not in name and name != 'nemotron_h'])
 def test_some_layers_of_a_model(name):
   num_layers = {'n_layer': 6} if name == 'gpt2' else {'num_hidden_layers': 6}
   spec = SPECS[name] | num_layers
@@ -84,11 +85,21 @@ def test_some_layers_of_a_model(name):
   experts = config.experts
   if experts is not None and experts.layers:
     experts = dataclasses.replace(experts, layers=(False, True, True))
-  recurrence = config.recurrence and dataclasses.replace(config.recurrence, layers=(True, False, False))
+  recurrence = config.recurrence
+  if recurrence is not None and not recurrence.has_attention:  # in layers of their own
+    recurrence = dataclasses.replace(recurrence, layers=(True, False, False))
+  elif recurrence is not None:
+    recurrence = dataclasses.replace(recurrence, layers=(True, True, True))
   assert fewer == dataclasses.replace(config, num_layers=3, windows=windows, experts=experts, recurrence=recurrence)
   if name == 'gemma3':
     assert windows == (4, None, None)
     assert read_spec(spec_of_layers(spec, (1, 3)))[1].windows == ()
+
+
+def test_some_layers_of_nemotron():
+  spec = SPECS['nemotron_h'] | {'num_hidden_layers': 6, 'hybrid_override_pattern': 'ME*-ME'}
+  few = SPECS['nemotron_h'] | {'num_hidden_layers': 3, 'hybrid_override_pattern': 'M*E'}
+  assert read_spec(spec_of_layers(spec, (0, 2, 5)))[1] == read_spec(few)[1] != read_spec(spec)[1]
 
 
 def test_what_is_refused(tokenizer, tmp_path):
