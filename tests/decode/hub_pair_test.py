@@ -65,8 +65,8 @@ def test_a_conversation_is_decoded(options):
 def test_auto_chooses_how_a_conversation_is_decoded(options, tmp_path, monkeypatch):
   (tmp_path / 'questions.jsonl').write_text('{"prompt": "the owl"}\n{"prompt": "the fox"}\n')
   monkeypatch.setattr(chat, '_QUESTIONS', tmp_path / 'questions.jsonl')
-  options = dataclasses.replace(
-    options, method=('auto',), prompt=None, num_drafts=(1, 2), calibration_prompts=2, max_new_tokens=6,
+  options = options.replace(
+    method=('auto',), prompt=None, num_drafts=(1, 2), calibration_prompts=2, max_new_tokens=6,
     calibration=str(tmp_path / 'auto.json'),
   )  # fmt: skip
   said = []
