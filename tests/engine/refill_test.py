@@ -114,8 +114,8 @@ def test_programs_do_not_depend_on_the_number_of_requests(tables, traces):
   options, first = {'method': 'spectr', 'tree': TokenTree.chains(2, 2), 'batch_size': 8}, len(traces['target'])
   list(_together(tables, _requests(20), **options))
   before = len(traces['target'])
-  # The first prompts, those that follow, and the round.
-  assert len(set(traces['target'][first:])) <= 3
+  # The first prompts, those that follow, and the round; a trace of one token tells what features there are.
+  assert len(set(traces['target'][first:]) - {(8, 1)}) <= 3
   list(_together(tables, _requests(60, seed=2), **options))
   assert len(traces['target']) == before
 
