@@ -428,6 +428,8 @@ _NOT_RUN = {
     'needs a public model',
   ),
   'benchmarks.constraint_references': 'needs node and jsonschema[format]',
+  'benchmarks.load': 'compiles and times every number of rows: tests/engine/budget_test.py',
+  'benchmarks.prefixes': 'times long prompts: tests/engine/prefixes_test.py',
   **dict.fromkeys(('benchmarks.experts', 'benchmarks.recurrent'), 'times large layers: tests/models'),
   'train.convert': 'needs a folder of a former version: tests/train/convert_test.py',
   '--weights=blocks': 'needs a .gguf file: tests/io/hub/gguf_blocks_test.py',
@@ -526,7 +528,10 @@ _NOT_RECORDED = {
   'ORG/': 'shows the form of others',
   'train.head': 'its run is described beside the head: pretrained/README.md',
   'benchmarks.auto': 'decodes whole grids, for up to an hour',
-  **dict.fromkeys(('benchmarks.experts', 'benchmarks.recurrent'), 'their tables are beside them'),
+  **dict.fromkeys(
+    ('benchmarks.experts', 'benchmarks.load', 'benchmarks.prefixes', 'benchmarks.recurrent'),
+    'their tables are beside them',
+  ),
   **dict.fromkeys(
     (
       'train.tokenizer --config=configs/pretrained_pair.py', 'runs/t1_k8_l8.jsonl',
