@@ -79,16 +79,18 @@ _RUN_FOR_LONG = (
 
 
 def pytest_addoption(parser):
-  parser.addoption('--turn', help='I/N: of the slow tests of each file, or those for TPUs, run every N-th, in turn I')
+  parser.addoption(
+    '--turn', help='I/N: of the slow tests of each file, of TPUs or of parity, run every N-th, in turn I'
+  )
   parser.addoption('--cases', type=int, default=150, help='cases of fuzz_test.py')
 
 
 def _in_turn(turn, items):
-  """Of the slow tests of each file, or those for TPUs, every N-th from the turn on; of any file at least one."""
+  """Of each file's tests that are slow, for TPUs or of parity, every N-th from the turn on; at least one."""
   turn, step = map(int, turn.split('/'))
   by_file = collections.defaultdict(list)
   for item in items:
-    if item.get_closest_marker('slow') or item.get_closest_marker('tpu'):
+    if any(map(item.get_closest_marker, ('slow', 'tpu', 'parity'))):
       by_file[item.path].append(item)
   return {item for each in by_file.values() for item in each[turn % min(step, len(each)) :: step]}
 

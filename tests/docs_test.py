@@ -529,7 +529,7 @@ _NOT_RECORDED = {
   'train.head': 'its run is described beside the head: pretrained/README.md',
   'benchmarks.auto': 'decodes whole grids, for up to an hour',
   **dict.fromkeys(
-    ('benchmarks.experts', 'benchmarks.load', 'benchmarks.prefixes', 'benchmarks.recurrent'),
+    ('benchmarks.experts', 'benchmarks.load', 'benchmarks.prefixes', 'benchmarks.recurrent', '--mixed --pid=PID'),
     'their tables are beside them',
   ),
   **dict.fromkeys(
