@@ -354,21 +354,32 @@ def gpt_oss(spec: dict[str, Any]) -> CausalLMConfig:
   return llama_config(spec, experts=experts, has_sinks=True, windows=windows)
 
 
-def glm4_moe(spec: dict[str, Any]) -> CausalLMConfig:
-  spec = {'num_key_value_heads': 8, 'partial_rotary_factor': 0.5, 'rms_norm_eps': 1e-5, **spec}
-  hidden_dim, num_dense = spec.get('moe_intermediate_size', 1408), spec.get('first_k_dense_replace', 1)
-  experts = experts_of(
+def grouped_experts_of(spec: Mapping[str, Any], hidden_dim: int, num: int, num_chosen: int, **traits: Any) -> Experts:
+  """`experts_of` for routers with sigmoids, groups and a bias of the choice, as DeepSeek 3 has them."""
+  return experts_of(
     spec,
     hidden_dim,
-    128,
-    8,
-    layers=tuple(layer >= num_dense for layer in range(spec['num_hidden_layers'])) if num_dense else (),
+    num,
+    num_chosen,
     scores='sigmoid',
     is_normalized=spec.get('norm_topk_prob', True),
     scale=spec.get('routed_scaling_factor', 1.0),
     num_groups=spec.get('n_group', 1),
     num_chosen_groups=spec.get('topk_group', 1),
     has_choice_bias=True,
+    **traits,
+  )
+
+
+def glm4_moe(spec: dict[str, Any]) -> CausalLMConfig:
+  spec = {'num_key_value_heads': 8, 'partial_rotary_factor': 0.5, 'rms_norm_eps': 1e-5, **spec}
+  hidden_dim, num_dense = spec.get('moe_intermediate_size', 1408), spec.get('first_k_dense_replace', 1)
+  experts = grouped_experts_of(
+    spec,
+    hidden_dim,
+    128,
+    8,
+    layers=tuple(layer >= num_dense for layer in range(spec['num_hidden_layers'])) if num_dense else (),
     shared_dim=hidden_dim * spec.get('n_shared_experts', 1),
   )
   return llama_config(

@@ -8,7 +8,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from spectr_jax.io.hub.config_fields import FACTOR, HEAD_DIM, HEADS, LAYERS, WIDTH, Kind
-from spectr_jax.io.hub.family_configs import experts_of, granite, layer_windows, layers_with_experts, llama_config
+from spectr_jax.io.hub.family_configs import (
+  experts_of,
+  granite,
+  grouped_experts_of,
+  layer_windows,
+  layers_with_experts,
+  llama_config,
+)
 from spectr_jax.io.untrusted import FLAG, TEXT, either, list_of, object_of, real, shown, whole
 from spectr_jax.models.causal_lm_config import CausalLMConfig, Rope
 from spectr_jax.models.recurrent import Recurrence
@@ -304,18 +311,12 @@ def nemotron_h(spec: dict[str, Any]) -> CausalLMConfig:
   )
   experts = None
   if 'moe' in kinds:
-    experts = experts_of(
+    experts = grouped_experts_of(
       spec,
       spec.get('moe_intermediate_size', 7688),
       8,
       2,
       layers=tuple(kind == 'moe' for kind in kinds),
-      scores='sigmoid',
-      is_normalized=spec.get('norm_topk_prob', True),
-      scale=spec.get('routed_scaling_factor', 1.0),
-      num_groups=spec.get('n_group', 1),
-      num_chosen_groups=spec.get('topk_group', 1),
-      has_choice_bias=True,
       shared_dim=spec.get('moe_shared_expert_intermediate_size', 7688),
     )
   return llama_config(
