@@ -58,7 +58,8 @@ def make_rows(models: Models, name: str, method: str, load: Sequence[int], max_n
   )
   budget = Budget(is_resized=len(load) > 1) if name == BUDGET else None
   rows = Rows(decoder, batch_size=max(load), longest_prompt=_LONGEST, budget=budget)
-  rows.prepare()
+  for _ in rows.measure():
+    pass
   return rows
 
 

@@ -10,7 +10,7 @@ import itertools
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -35,6 +35,7 @@ from spectr_jax.constraint import TableSizes
 from spectr_jax.engine import Budget, Rows
 from spectr_jax.engine.choices import Choices, score_choices
 from spectr_jax.engine.likelihood import CHUNK
+from spectr_jax.engine.rows import Call
 from spectr_jax.io.tokenizer import TokenizerBase
 from spectr_jax.sampling import COUNTED
 
@@ -107,6 +108,7 @@ _EVERY_PENALTY = {**dict.fromkeys(COUNTED, 0.5), 'logit_bias': {0: 1.0}, 'min_to
 PENALTIES = tuple(_EVERY_PENALTY)
 _SIZES = TableSizes(transitions=2**20, states=2**14, masks=2**10)
 CHOICE_TOKENS = 64  # of a choice
+_PATIENCE = 30.0  # seconds without an idle moment after which requests wait for what the budget measures
 
 
 class Worker:
@@ -139,6 +141,8 @@ class Worker:
     self._ready = threading.Condition()
     self._is_stopping, self.fault = False, None
     self._thread = threading.Thread(target=self._run, name='decoding', daemon=True)
+    self._measuring: Iterator[Call] | None = None
+    self._idle_at = 0.0
     self._rows = self._make_rows()
 
   def _make_rows(self) -> Rows:
@@ -149,14 +153,16 @@ class Worker:
     return Rows(self._decoder, **sizes, filters=filters, sizes=tables, budget=self._budget)
 
   def compile(self, notify: Callable[[int, int], None]) -> None:
-    """Runs every program once: a short prompt, a long one, a round, those of the budget, all with and without a
-    constraint; then readings of a text and of choices. What copies beginnings of texts comes first.
+    """Runs every program once that a request needs: a short prompt, a long one, a round, all with and without a
+    constraint; then readings of a text and of choices. What copies beginnings of texts comes first. What else a budget
+    may choose follows while nobody waits, or here if it has a number of guesses.
     """
     self._rows.compile_prefixes()
     key, sizes = jax.random.key(0, impl='threefry2x32'), (1, self.longest_prompt)
-    anything = Constraint(np.zeros(self.vocab_size, np.int32), np.zeros((1, 1), np.int32), np.ones(1, bool))
+    if self._budget is not None:
+      next(self._rows.measure(), None)  # from here on the budget chooses no program that has not run
     # Last come rows without tables, which take less time until a constraint comes.
-    for number, (constraint, size) in enumerate(itertools.product((None, anything, None), sizes)):
+    for number, (constraint, size) in enumerate(itertools.product((None, self._anything, None), sizes)):
       notify(number, 8)
       if number in (2, 4):
         del self._rows
@@ -165,15 +171,44 @@ class Worker:
       self._rows.put([Request('compiling', [0] * size, key, max_new_tokens=most_new, constraint=constraint)])
       self._rows.step()
       self._rows.end(list(self._rows.owners))
-      if number in (1, 3):
-        self._rows.prepare(constraint)
     notify(6, 8)
     self.read([[0]], 0)
     notify(7, 8)
     self.score_choices([0], Choices(('',), (((0,),),)))
+    self._measuring = None if self._budget is None else self._rows.measure(None, self._anything)
+    while self._budget is not None and self._budget.guesses is not None and self._measure_next():
+      pass
     notify(8, 8)
 
+  @property
+  def _anything(self) -> Constraint:
+    return Constraint(np.zeros(self.vocab_size, np.int32), np.zeros((1, 1), np.int32), np.ones(1, bool))
+
+  @property
+  def is_measured(self) -> bool:
+    """Whether the budget, if there is one, chooses among all that it may."""
+    return self._measuring is None
+
+  def _measure(self) -> None:
+    """Measures what the budget may choose while nobody waits. Where somebody always does, requests' calls do."""
+    while self.is_idle and not self._is_stopping and self._measure_next():
+      self._idle_at = time.monotonic()
+    if self._measuring is not None and time.monotonic() > self._idle_at + _PATIENCE:
+      assert self._budget is not None
+      self._measuring, self._budget.is_closed = None, False
+
+  def _measure_next(self) -> bool:
+    """Runs one more program, for the time of which requests wait; whether there was one."""
+    measuring, is_more = self._measuring, False
+    try:
+      is_more = measuring is not None and next(measuring, None) is not None
+    finally:
+      if not is_more:  # nor is what fails tried again
+        self._measuring = None
+    return is_more
+
   def start(self) -> None:
+    self._idle_at = time.monotonic()
     self._thread.start()
 
   def stop(self) -> None:
@@ -275,6 +310,7 @@ class Worker:
     try:
       while not self._is_stopping:
         try:
+          self._measure()
           self._take()
           self._do_task()
           self._advance()
@@ -294,8 +330,11 @@ class Worker:
     self._taken.clear()
     self._growing.clear()
     traceback.clear_frames(error.__traceback__)  # they hold the rows, for whose memory there may be no second place
+    is_measured, self._measuring = self.is_measured, None
     del self._rows
     self._rows = self._make_rows()
+    if not is_measured:
+      self._measuring = self._rows.measure(None, self._anything)
 
   def _tell_all(self, error: Exception, more: Sequence[Job] = ()) -> None:
     for job in [*self._growing.values(), *self._taken, *more]:

@@ -85,7 +85,7 @@ class Budget:
     seconds: Those of a round, by size and place, as far as measured.
     rounds: Those so far, by size and `name_of` their tree.
     forced: Size and place of the next calls, to measure them; None to choose.
-    is_closed: Whether only programs that have run before may be chosen.
+    is_closed: Whether only programs that were measured may be chosen, and until then the whole tree for all rows.
   """
 
   def __init__(self, guesses: Literal['auto'] | int = 'auto', *, is_resized: bool = False):
@@ -221,7 +221,8 @@ class Budget:
     return self.guesses is not None or len(self.trees) == 1 or (size, place) in self.seconds
 
   def _choose_size(self, num_rows: int) -> int:
-    size = next(each for each in self.sizes if each >= num_rows)
+    known = {size for size, _, _ in self._ran} if self.is_closed else {*self.sizes}
+    size = next(each for each in self.sizes if each == self.sizes[-1] or (each >= num_rows and each in known))
     self._num_smaller = self._num_smaller + 1 if size < self.size else 0
     if size > self.size or self._num_smaller >= _PATIENCE:
       self._num_smaller = 0
@@ -239,7 +240,7 @@ class Budget:
     elif unknown := [place for place in places if not self.is_measured(size, place)]:
       return unknown[0]
     if len(places) < 2:
-      return places[0] if places else 0
+      return places[0] if places else len(self.trees) - 1
     speeds = {place: self.tokens(self.trees[place]) / self.seconds[size, place] for place in places}
     return self._settle(size, speeds)
 

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import time
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -442,14 +442,14 @@ class Rows:
     else:
       self._part = rows, state
 
-  def prepare(
-    self, constraint: Constraint | int | None = None, notify: Callable[[int, int], None] | None = None
-  ) -> None:
-    """Compiles and measures all that the budget may choose, by rows that all must be free; then it chooses among these.
+  def measure(self, *constraints: Constraint | int | None) -> Iterator[Call]:
+    """Compiles and measures all that the budget may choose, and from the first step on it chooses among what is known.
+
+    Each step runs one program, that of the whole tree and all rows first, and gives its last call; all rows must be
+    free before it, and are free after it.
 
     Args:
-      constraint: Of the rows; its tables, or none, are part of the programs.
-      notify: Called with the number of sizes that are done, and their number.
+      *constraints: Of the rows, in turn; tables, or None for none, are part of the programs.
     """
     budget = self.budget
     if budget is None:
@@ -457,16 +457,12 @@ class Rows:
     key, prompt = jax.random.key(0, impl='threefry2x32'), [0] * min(self._longest, 64)
     room = min(self.decoder.cache_size, self.decoder.context_length or self.decoder.cache_size) - len(prompt)
     most = min(int(self.decoder.max_new_tokens), room)
-    self._is_new = False  # requests that come are read by the program of those that come later
-    for number, size in enumerate(budget.sizes):
-      if notify is not None:
-        notify(number, len(budget.sizes))
-      # That of requests which keep their tree comes last.
-      is_kept = budget.guesses is None and size == budget.sizes[-1]
+    self._is_new, budget.is_closed = False, True  # requests that come are read by the program of those that come later
+    for constraint, size in itertools.product(constraints or (None,), reversed(budget.sizes)):
+      is_whole = budget.guesses is None and size == budget.sizes[-1]  # of requests that keep their tree
       own = budget.places(size, has_tables=constraint is not None)
-      for place in itertools.chain(own, [len(budget.trees) - 1] * is_kept):
-        budget.forced = size, place
-        num_steps = 0
+      for place in itertools.chain([len(budget.trees) - 1] * is_whole, own):
+        budget.forced, num_steps = (size, place), 0
         while num_steps < 2 or not (constraint is not None or budget.is_measured(size, place)):
           if not self.owners:
             self.put([Request('measuring', prompt, key, None, most, constraint)] * size)
@@ -476,7 +472,8 @@ class Rows:
           if is_done:
             self.end(list(self.owners))
         self.end(list(self.owners))
-    budget.forced, budget.is_closed = None, True
+        budget.forced = None
+        yield self.call
 
   def end(self, rows: Iterable[int]) -> None:
     """Ends requests, done or not, and frees their rows, which keep what they hold."""

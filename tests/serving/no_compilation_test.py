@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import itertools
+import time
 
 import jax.monitoring
 import pytest
@@ -74,6 +75,8 @@ def test_nothing_is_compiled_after_the_start(models, tokenizer, budget):
   worker.compile(lambda *step: steps.append(step))
   assert steps[-1] == (len(steps) - 1, len(steps) - 1)
   with running(worker):
+    while not worker.is_measured:
+      time.sleep(0.1)
     served = Served(worker, tokenizer, 'tiny', NEW, together=LONGEST + NEW)
     served.prepare()
     client = TestClient(make_app(served))
@@ -89,3 +92,63 @@ def test_nothing_is_compiled_after_the_start(models, tokenizer, budget):
     assert compiled == []
     _ask_for_forms(client)
     assert compiled == []
+
+
+@pytest.mark.slow
+def test_what_a_budget_may_choose_is_measured_while_nobody_waits(models, tokenizer):
+  """A server is ready with the whole tree in all rows; who comes has that, and what is measured goes on behind."""
+  budget = Budget(is_resized=True)
+  worker = make_worker(models, tokenizer, budget=budget, prefix_cache_bytes=2**20)
+  worker.compile(lambda *_: None)
+  whole = budget.sizes[-1], len(budget.trees) - 1
+  assert {(size, place) for size, place, _ in budget._ran} == {whole} == set(budget.seconds)
+  assert len(budget.sizes) > 1
+  idle = worker._measure_next
+  measured = []
+
+  def measure_next():
+    if len(measured) == 1:  # somebody comes before it goes on
+      time.sleep(0.2)
+    measured.append(idle())
+    return measured[-1]
+
+  worker._measure_next = measure_next
+  with running(worker):
+    client = TestClient(make_app(Served(worker, tokenizer, 'tiny', NEW, together=LONGEST + NEW)))
+    while len(measured) < 1:
+      time.sleep(0.01)
+    _ask(client, {'n': 2})
+    while not worker.is_measured:
+      time.sleep(0.01)
+    rounds = dict(budget.rounds)
+    _ask(client, {'n': 2})
+  assert {place for _, place in budget.seconds} == set(range(len(budget.trees)))
+  assert {size for size, _ in budget.seconds} == {*budget.sizes}
+  assert dict(budget.rounds) != rounds
+
+
+@pytest.mark.slow
+def test_a_budget_measures_by_requests_where_somebody_always_waits(models, tokenizer, monkeypatch):
+  monkeypatch.setattr('decode.serving.worker._PATIENCE', 0.0)
+  budget = Budget()
+  worker = make_worker(models, tokenizer, budget=budget)
+  worker.compile(lambda *_: None)
+  monkeypatch.setattr(type(worker), 'is_idle', property(lambda self: False))
+  worker._measure()
+  assert worker.is_measured
+  assert not budget.is_closed
+  assert 0 in {budget.choose(1)[1].num_nodes for _ in range(8)}  # what it does not know
+
+
+def test_a_fault_of_what_is_measured_is_not_tried_again(stub, tokenizer):
+  def fail():
+    yield None
+    raise MemoryError('no room')
+
+  stub._measuring = (step for step in fail())
+  stub._budget = None
+  with running(stub):
+    client = TestClient(make_app(Served(stub, tokenizer, 'tiny', NEW)))
+    _ask(client, {})
+    assert stub.is_measured
+    assert stub.fault is None
