@@ -141,9 +141,9 @@ if __name__ == '__main__':
   _WAITING = flags.DEFINE_integer('most_waiting', 512, 'Continuations that may wait for a row.', lower_bound=1)
   _PENALTIES = flags.DEFINE_bool(
     'penalties',
-    False,
-    'Let requests ask for presence_penalty, frequency_penalty, repetition_penalty, logit_bias and min_tokens; every row'
-    ' then keeps counts of all tokens.',
+    True,
+    'Let requests ask for presence_penalty, frequency_penalty, repetition_penalty, logit_bias and min_tokens: every row'
+    ' keeps counts of all tokens.',
   )
   _PREFIXES = flags.DEFINE_integer(
     'prefix_cache_bytes',

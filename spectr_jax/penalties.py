@@ -78,6 +78,16 @@ class Penalties:
       paths: int32 `[B, W, L]`, the tokens from the root's children down to each node, in any order; -1 for none.
     """
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    return jax.lax.cond(self.is_asked, self._apply, lambda logits, paths: logits, logits, paths)
+
+  @property
+  def is_asked(self) -> jax.Array:
+    """Whether any row's parameters change a logit: rows that may have penalties cost little until one has."""
+    neutral = COUNTED | {'logit_bias': 0.0, 'min_tokens': 0}
+    own = [(getattr(self.sampling, name), value) for name, value in neutral.items()]
+    return jnp.stack([jnp.any(found != value) for found, value in own if found is not None]).any()
+
+  def _apply(self, logits: jax.Array, paths: jax.Array) -> jax.Array:
     sampling, vocab_size = self.sampling, logits.shape[-1]
     if sampling.logit_bias is not None:
       logits += sampling.logit_bias[:, None]

@@ -167,7 +167,7 @@ class Answer:
     request, worker, most = self.request, self.served.worker, self.served.most_characters
     for name in PENALTIES:
       if getattr(request.sampling, name) is not None and not worker.has_penalties:
-        raise RefusedError(f'{name} needs a server that was started with --penalties', name)
+        raise RefusedError(f'{name} needs a server that was started without --nopenalties', name)
     if unknown := [token for token in request.sampling.logit_bias or () if token >= worker.vocab_size]:
       raise RefusedError(
         f'logit_bias has the id {unknown[0]}, the vocabulary is 0 to {worker.vocab_size - 1}', 'logit_bias'

@@ -69,7 +69,7 @@ def test_what_is_not_possible_is_refused_by_name(client, penalized):
     response = client.post('/v1/completions', json={'prompt': 'a', name: value})
     error = response.json()['error']
     assert (response.status_code, error['param']) == (400, name)
-    assert error['message'] == f'{name} needs a server that was started with --penalties'
+    assert error['message'] == f'{name} needs a server that was started without --nopenalties'
   response = penalized.post('/v1/completions', json={'prompt': 'a', 'logit_bias': {'99999': 1}})
   assert (response.status_code, response.json()['error']['param']) == (400, 'logit_bias')
 
