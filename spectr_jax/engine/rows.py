@@ -34,6 +34,8 @@ from spectr_jax.engine.stop import StopStrings
 from spectr_jax.sampling import SamplingParams
 from spectr_jax.sharding import fetch
 
+_TURNS, _CALLS = 6, 4  # in which a budget's programs are measured once more, and the calls of each
+
 
 @dataclasses.dataclass(frozen=True)
 class Request:
@@ -359,8 +361,11 @@ class Rows:
       stop: Texts that end requests, or None: the token that completes one is a request's last.
     """
     decoder = self._plan()
-    before, start = self.result, time.perf_counter()
-    state = decode_rounds(decoder, self._state if self._part is None else self._part[1], num_rounds)
+    before, state = self.result, self._state if self._part is None else self._part[1]
+    if self.budget is not None:
+      jax.block_until_ready(state)  # what was read before is not what a round costs
+    start = time.perf_counter()
+    state = decode_rounds(decoder, state, num_rounds)
     own, is_done = fetch((dataclasses.replace(state.result, statistics=None), state.is_done))
     rows = np.arange(len(self._lengths))
     if self._part is None:
@@ -460,13 +465,19 @@ class Rows:
     self._is_new, budget.is_closed = False, True  # requests that come are read by the program of those that come later
     for constraint, size in itertools.product(constraints or (None,), reversed(budget.sizes)):
       is_whole = budget.guesses is None and size == budget.sizes[-1]  # of requests that keep their tree
-      own = budget.places(size, has_tables=constraint is not None)
-      for place in itertools.chain([len(budget.trees) - 1] * is_whole, own):
+      has_tables, known = constraint is not None, []
+      own = itertools.chain([len(budget.trees) - 1] * is_whole, budget.places(size, has_tables=has_tables))
+      # Then in turns, since what else the machine does changes from second to second.
+      in_turns = (place for _ in range(0 if has_tables or budget.guesses is not None else _TURNS) for place in known)
+      for place in itertools.chain(own, in_turns):
+        is_new = place not in known
+        known += [place] * is_new
         budget.forced, num_steps = (size, place), 0
-        while num_steps < 2 or not (constraint is not None or budget.is_measured(size, place)):
+        while num_steps < (2 if is_new else _CALLS) or not (has_tables or budget.is_measured(size, place)):
           if not self.owners:
             self.put([Request('measuring', prompt, key, None, most, constraint)] * size)
-            self._num_drafted[:] = 0  # the program by which drafters go on after a pause runs, too
+            if is_new:  # the program by which drafters go on after a pause runs, too
+              self._num_drafted[:] = 0
           is_done = any(piece.is_done for piece in self.step())
           num_steps += self.call.num_rounds > 0
           if is_done:

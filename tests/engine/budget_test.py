@@ -414,7 +414,7 @@ def test_nothing_is_compiled_after_preparing(target, draft, name):
     target, _DRAFTERS[name](draft), batch_size=4, budget=Budget(is_resized=True), tree=TokenTree.chains(1, 1)
   )
   calls = [*rows.measure()]
-  assert (calls[0].num_rows, calls[0].guesses, len(calls)) == (4, '1x1', 5)
+  assert (calls[0].num_rows, calls[0].guesses) == (4, '1x1')
   compiled = []
   jax.monitoring.register_event_duration_secs_listener(
     lambda name, seconds, **_: compiled.append(name) if name.startswith('/jax/core/compile/backend') else None
