@@ -380,6 +380,19 @@ def test_rows_are_put_away_after_some_calls_and_come_back_at_once(tables):
   assert [budget.choose(number)[0] for number in (2, 1, 5, 16, 4)] == [4, 4, 16, 16, 16]
 
 
+def test_what_was_not_measured_is_not_chosen_while_it_is_closed(tables):
+  budget = _bound(tables, 16, is_resized=True)
+  budget.is_closed = True
+  assert {budget.choose(1) for _ in range(9)} == {(16, _TREE)}
+  budget.forced = 4, 1
+  while not budget.is_measured(4, 1):
+    budget.choose(1)
+    budget.note(1.0, 1, 1, np.zeros(3, int))
+  budget.forced = None
+  assert {budget.choose(1) for _ in range(9)} == {(4, budget.trees[1])}
+  assert budget.choose(5) == (16, _TREE)
+
+
 @pytest.mark.parametrize('budget', ['fast', -1, 1.5, True])
 def test_what_no_budget_is(tables, budget):
   with pytest.raises(ValueError, match="budget must be 'auto', a number of guesses from 0 on, or None"):
