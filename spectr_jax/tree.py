@@ -203,7 +203,7 @@ class TokenTree:
       parent_of=parent_of,
       num_children=num_children,
       paths=paths,
-      law_index=jnp.where(num_children > 0, jnp.asarray(self.law_index), jnp.int32(-1)),
+      parent_index=jnp.where(num_children > 0, jnp.asarray(self.parent_index), jnp.int32(-1)),
       postorder=_postorder(paths, parent_of, jnp),
     )
 
@@ -289,7 +289,7 @@ class TokenTree:
     return np.flatnonzero(may_have).astype(np.int32)
 
   @functools.cached_property
-  def law_index(self) -> np.ndarray:
+  def parent_index(self) -> np.ndarray:
     """int32 `[N + 1]`: a node's place among `parent_nodes`; -1 for leaves, whose draft distribution nobody needs."""
     index = np.full(self.num_nodes + 1, -1, np.int32)
     index[self.parent_nodes] = np.arange(len(self.parent_nodes))
@@ -320,7 +320,7 @@ class RowTree:
     parent_of: int32 `[N + 1]`, the root's own entry is 0; slots that are not used stand below their default parent.
     num_children: int32 `[N + 1]`, slots that are not used left out.
     paths: int32 `[N + 1, L]`, the nodes from depth 1 down to each node, itself included, then -1.
-    law_index: int32 `[N + 1]`, a node's place among `parent_nodes`; -1 for nodes without children.
+    parent_index: int32 `[N + 1]`, a node's place among `parent_nodes`; -1 for nodes without children.
     postorder: int32 `[N + 1]`, the nodes in the order in which each comes after its children, siblings in order.
   """
 
@@ -328,7 +328,7 @@ class RowTree:
   parent_of: jax.Array
   num_children: jax.Array
   paths: jax.Array
-  law_index: jax.Array
+  parent_index: jax.Array
   postorder: jax.Array
 
   @property

@@ -116,7 +116,7 @@ def _verify_rows(keys, tokens, draft_probs, target_probs, parents, is_given, sta
 def _may_lack(tree: TokenTree, proposal: Proposal) -> jax.Array:
   """bool `[B, N]`: nodes whose distribution has fewer tokens than siblings up to them, or whose parent is missing."""
   place = np.arange(1, tree.num_nodes + 1) - tree.first_child[tree.parent_of[1:]]  # among its siblings
-  num_tokens = jnp.sum(proposal.probs > 0, axis=-1)[:, tree.law_index[tree.parent_of[1:]]]
+  num_tokens = jnp.sum(proposal.probs > 0, axis=-1)[:, tree.parent_index[tree.parent_of[1:]]]
   has_parent = jnp.pad(proposal.tokens >= 0, ((0, 0), (1, 0)), constant_values=True)[:, tree.parent_of[1:]]
   return ~has_parent | (num_tokens <= place)
 

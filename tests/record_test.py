@@ -138,7 +138,7 @@ def test_uniforms_and_shares_lead_to_the_verdict(name):
 
 
 def _probs(tree, proposal, target_probs, node):
-  return proposal.probs[tree.law_index[node]].astype(np.float64), target_probs[node].astype(np.float64)
+  return proposal.probs[tree.parent_index[node]].astype(np.float64), target_probs[node].astype(np.float64)
 
 
 def _turns(accept, is_valid):
@@ -211,7 +211,7 @@ def test_blocks_by_another_route(name):
       if picks.is_made[depth]:
         is_valid = picks.is_valid[depth]
         tokens = np.where(is_valid, proposal.tokens[picks.nodes[depth] - 1], 0)
-        p = proposal.probs[tree.law_index[picks.node[depth]]]
+        p = proposal.probs[tree.parent_index[picks.node[depth]]]
         probs = np.asarray(select(p, target_probs[picks.node[depth]], tokens, is_valid).probs if name != 'block' else p)
       mass = np.maximum(kept * q - probs, 0).sum()
       if depth and mass + 1 - kept > 1e-4:

@@ -56,7 +56,7 @@ def test_large_prefix_trees():
       'paths': [[-1, -1, -1], [1, -1, -1], [2, -1, -1], [1, 3, -1], [2, 4, -1], [1, 3, 5], [2, 4, 6]],
       'levels': [[0, -1], [1, 2], [3, 4], [5, 6], [-1, -1]],
       'parent_nodes': [0, 1, 2, 3, 4],
-      'law_index': [0, 1, 2, 3, 4, -1, -1],
+      'parent_index': [0, 1, 2, 3, 4, -1, -1],
     }),
     (UNEQUAL, {
       'parent_of': [0, 0, 0, 1, 1, 2, 4],
@@ -65,7 +65,7 @@ def test_large_prefix_trees():
       'paths': [[-1, -1, -1], [1, -1, -1], [2, -1, -1], [1, 3, -1], [1, 4, -1], [2, 5, -1], [1, 4, 6]],
       'levels': [[0, -1, -1], [1, 2, -1], [3, 4, 5], [6, -1, -1], [-1, -1, -1]],
       'parent_nodes': [0, 1, 2, 4],
-      'law_index': [0, 1, 2, -1, 3, -1, -1],
+      'parent_index': [0, 1, 2, -1, 3, -1, -1],
       'ancestors': [
         [1, 0, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0, 0], [1, 0, 1, 0, 0, 0, 0], [1, 1, 0, 1, 0, 0, 0],
         [1, 1, 0, 0, 1, 0, 0], [1, 0, 1, 0, 0, 1, 0], [1, 1, 0, 0, 1, 0, 1],
@@ -211,7 +211,7 @@ def test_a_row_with_a_trees_parents_has_its_arrays(tree):
   row = tree.of_row(jnp.array(tree.parents))
   assert row.bounds is tree.bounds is tree
   names = ['depths', 'levels', 'parent_nodes', 'parent_of', 'num_children', 'child_index', 'paths', 'ancestors']
-  for name in (*names, 'postorder', 'law_index'):
+  for name in (*names, 'postorder', 'parent_index'):
     np.testing.assert_array_equal(getattr(row, name), getattr(tree, name), err_msg=name)
   for name in ('num_nodes', 'max_depth', 'most_children'):
     assert getattr(row, name) == getattr(tree, name)
@@ -233,6 +233,6 @@ def test_slots_bound_what_rows_may_grow():
   assert bounds.of_row(None) is bounds
   row = bounds.of_row(jnp.array([0, -1, 1, 1, -1, 4, -1]))
   np.testing.assert_array_equal(row.num_children, [1, 2, 0, 0, 1, 0, 0, 0])
-  np.testing.assert_array_equal(row.law_index, [0, 1, -1, -1, 4, -1, -1, -1])
+  np.testing.assert_array_equal(row.parent_index, [0, 1, -1, -1, 4, -1, -1, -1])
   np.testing.assert_array_equal(row.paths[6], [1, 4, 6])
   np.testing.assert_array_equal(np.flatnonzero(row.ancestors[6]), [0, 1, 4, 6])

@@ -28,14 +28,14 @@ def _round(tree, batch_size=4, seed=0, vocab_size=_VOCAB, dtype=np.float32):
     for node in range(tree.num_nodes + 1):
       if node:
         parent = tree.parents[node - 1]
-        law = draft[row, tree.law_index[parent]].astype(np.float64)
+        law = draft[row, tree.parent_index[parent]].astype(np.float64)
         tokens[row, node - 1] = rng.choice(vocab_size, p=law / law.sum())
         spelled.append((*spelled[parent], tokens[row, node - 1]))
       # Nodes that spell the same have the same distributions.
       laws = np.random.default_rng((seed, row, 99, *spelled[node])).dirichlet(np.ones(vocab_size), 2)
       target[row, node] = laws[0]
-      if tree.law_index[node] >= 0:
-        draft[row, tree.law_index[node]] = laws[1]
+      if tree.parent_index[node] >= 0:
+        draft[row, tree.parent_index[node]] = laws[1]
   return tokens, draft, target
 
 
@@ -120,10 +120,12 @@ def test_slots_that_a_row_does_not_use_are_as_if_they_were_not_there(method):
 
     for row in range(3):
       nodes = np.arange(short.num_nodes + 1)
-      laws = draft[row, long.law_index[short.parent_nodes]], target[row, nodes]
+      laws = draft[row, long.parent_index[short.parent_nodes]], target[row, nodes]
       expected = np.asarray(law(short, tokens[row, : short.num_nodes], *laws))
       # What stands at nodes that are not used has no influence.
-      rest = np.where(np.isin(np.arange(len(draft[row])), long.law_index[short.parent_nodes])[:, None], draft[row], 7.0)
+      rest = np.where(
+        np.isin(np.arange(len(draft[row])), long.parent_index[short.parent_nodes])[:, None], draft[row], 7.0
+      )
       found = np.asarray(law(long, ragged[row], rest, target[row]))
       assert np.all(found[short.num_nodes + 1 :] == 0)
       # Nodes that spell the same are one; either of them may stand for both.

@@ -103,7 +103,7 @@ def _distributions(tree: TokenTree, played: TracedRound) -> tuple[list[int], dic
   for node in sorted(set(places)):
     target = played.target_probs[node]
     with_draft = [other for other in tree.parent_nodes.tolist() if places[other] == node]
-    draft = played.draft_probs[tree.law_index[with_draft[0]]] if with_draft else None
+    draft = played.draft_probs[tree.parent_index[with_draft[0]]] if with_draft else None
     draft = None if draft is None or not draft.any() else draft
     shown = {token for probs in (draft, target) if probs is not None for token, _ in _likeliest(probs)}
     rows = [
@@ -117,7 +117,7 @@ def _round(tree: TokenTree, judges: tuple[Judge, ...], played: TracedRound) -> d
   parents, tokens = tree.parent_of[1:], played.tokens
   places, by_node = _distributions(tree, played)
   exists = tokens >= 0
-  draft = np.where(exists, played.draft_probs[tree.law_index[parents], tokens], 0)
+  draft = np.where(exists, played.draft_probs[tree.parent_index[parents], tokens], 0)
   target = np.where(exists, played.target_probs[parents, tokens], 0)
   return {
     'root': played.root,

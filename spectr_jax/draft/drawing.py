@@ -110,7 +110,7 @@ def draw_tree(
   # By place among the parents: those of a range of places are a slice, where those of nodes are gathered.
   parents = jnp.asarray(tree.parent_nodes)
   first_child, depths = (jnp.asarray(of_nodes[tree.parent_nodes]) for of_nodes in (tree.first_child, tree.depths))
-  above = jnp.asarray(tree.law_index[tree.parent_of[tree.parent_nodes]])
+  above = jnp.asarray(tree.parent_index[tree.parent_of[tree.parent_nodes]])
   seen = jnp.asarray(tree.ancestors[np.ix_(tree.parent_nodes, tree.parent_nodes)])
 
   def score(state, first, width, is_range):

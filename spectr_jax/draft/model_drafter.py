@@ -33,7 +33,7 @@ class _State:
 
 def _slot_of(tree: TokenTree) -> np.ndarray:
   """The pending slot of each parent node, int32 `[N + 1]`; slot 0 holds the token before the root."""
-  return tree.law_index + 1
+  return tree.parent_index + 1
 
 
 def _with_previous(state: _State, seen: jax.Array) -> jax.Array:

@@ -166,7 +166,7 @@ class VocabularyDrafter(CachedModelDrafter):
     num_read = state.num_pending[:, None]
     slots = jnp.arange(_READ + path.shape[1] - 1)
     nodes = jnp.take_along_axis(path, jnp.clip(slots - num_read + 1, 0, path.shape[1] - 1), axis=1)
-    slots = jnp.where(slots < num_read, slots, jnp.maximum(_READ - 1 + jnp.asarray(tree.law_index)[nodes], 0))
+    slots = jnp.where(slots < num_read, slots, jnp.maximum(_READ - 1 + jnp.asarray(tree.parent_index)[nodes], 0))
     num_new = jnp.where(num_committed > 0, state.num_pending + num_kept, 0)
     cache = self.model.commit_fn(state.cache, slots.astype(jnp.int32), num_new)
     return _State(cache, state.start, state.num_read + num_new)

@@ -40,7 +40,7 @@ from spectr_jax.verify import decide_rows, emitted
 
 # Scopes in compiled programs: of the loop, and of the parts of a round.
 ROUNDS = 'rounds'
-PARTS = DRAFT, TARGET, PROBS, VERIFY, COMMIT = 'draft', 'target', 'laws', 'verify', 'commit'
+PARTS = DRAFT, TARGET, PROBS, VERIFY, COMMIT = 'draft', 'target', 'probs', 'verify', 'commit'
 _PURPOSE_DRAFT, _PURPOSE_VERIFY, _PURPOSE_POSITION = range(3)
 
 
@@ -243,7 +243,8 @@ def commit(
   # What the text does not keep, behind EOS or the limit, is not committed either: recurrent states cannot go back.
   # No token is negative. The comparison makes every write to the caches depend on the logits, also without a draft, so
   # the compiler sees that the caches are written after they were read, and copies none.
-  num_committed = jnp.where(verdict.next_token < 0, 0, result.lengths - state.result.lengths)
+  never = verdict.next_token < 0
+  num_committed = jnp.where(never, 0, result.lengths - state.result.lengths)
   is_new = jnp.arange(tokens.shape[1]) < num_committed[:, None]
   state = dataclasses.replace(
     _extend_context(state, output, tokens, path, num_committed),

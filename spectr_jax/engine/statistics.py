@@ -70,9 +70,9 @@ def round_statistics(tree: Tree, proposal: Proposal, target_probs: jax.Array, ve
   child = jnp.asarray(tree.child_index)[verdict.path]
   by_child = jnp.arange(tree.most_children) == child[:, None]
 
-  law_index = jnp.asarray(tree.law_index)
+  parent_index = jnp.asarray(tree.parent_index)
   nodes = jnp.argmax(is_active * preferences(tree, proposal) * (depths == places[:, None]), axis=-1)
-  distributions = proposal.probs[law_index[nodes]], target_probs[nodes]
+  distributions = proposal.probs[parent_index[nodes]], target_probs[nodes]
   if proposal.is_given is None:
     optima = optimal_acceptance(*distributions, num_candidates)
   else:

@@ -43,7 +43,7 @@ class Judge:
   def part_of(self, whole: TokenTree, proposal: Proposal, target_probs: jax.Array) -> tuple[Proposal, jax.Array]:
     """The part of one row's round that it judges: the proposal, and the target's distributions `[n + 1, V]`."""
     tokens = proposal.tokens[self.nodes[1:] - 1]
-    places = whole.law_index[self.nodes[self.tree.parent_nodes]]
+    places = whole.parent_index[self.nodes[self.tree.parent_nodes]]
     is_given = None if proposal.is_given is None else proposal.is_given[self.nodes[1:] - 1]
     return Proposal(tokens, proposal.probs[places], is_given=is_given), target_probs[self.nodes]
 

@@ -136,7 +136,7 @@ class Hierarchical(Block):
   def _step(self, tree, proposal, target_probs, node, log_kept):
     step = super()._step(tree, proposal, target_probs, node, log_kept)
     parents, own = jnp.asarray(tree.parent_of)[1:], jnp.maximum(proposal.tokens, 0)
-    ratios = ratio(target_probs[parents, own], proposal.probs[jnp.asarray(tree.law_index)[parents], own])
+    ratios = ratio(target_probs[parents, own], proposal.probs[jnp.asarray(tree.parent_index)[parents], own])
     whole = jnp.exp(jnp.minimum(0, jnp.sum(jnp.log(jnp.where(proposal.tokens >= 0, ratios, 1)))))
     is_end = ~jnp.any(step.position.is_valid)
     return dataclasses.replace(step, accept=jnp.where(is_end, whole, step.accept))

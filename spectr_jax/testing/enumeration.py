@@ -95,10 +95,10 @@ def _all_rounds(
     """The probability that these tokens are drafted."""
     drafted = jnp.ones((), draft_table.dtype)
     if guess_fn is not None:  # only independent children are drawn beside given ones
-      own = draft_probs[jnp.asarray(tree.law_index)[parents], tokens]
+      own = draft_probs[jnp.asarray(tree.parent_index)[parents], tokens]
       return jnp.prod(jnp.where(is_drawn, own, 1))
     if grow_fn is not None:  # children are drawn independently; an unused slot holds -1
-      own = draft_probs[jnp.asarray(tree.law_index)[parents], tokens]
+      own = draft_probs[jnp.asarray(tree.parent_index)[parents], tokens]
       return jnp.prod(jnp.where(parents < 0, tokens < 0, jnp.where(tokens < 0, 0, own)))
     for law, parent in zip(draft_probs, tree.parent_nodes):
       first = tree.first_child[parent] - 1

@@ -70,7 +70,7 @@ def next_position(
   node = jnp.where(rank[parent] > 0, parent, node).astype(jnp.int32)
   return Position(
     node=node,
-    draft_probs=proposal.probs[jnp.asarray(tree.law_index)[parent]],
+    draft_probs=proposal.probs[jnp.asarray(tree.parent_index)[parent]],
     target_probs=target_probs[node],
     nodes=nodes,
     tokens=jnp.where(is_valid, tokens, 0),
@@ -100,7 +100,7 @@ def _slots_within(bounds: TokenTree) -> Slots:
   return Slots(
     nodes=nodes,
     is_node=is_node,
-    laws=np.where(is_node, bounds.law_index[nodes], -1),
+    laws=np.where(is_node, bounds.parent_index[nodes], -1),
     of_nodes=of_nodes,
     of_laws=(bounds.depths[bounds.parent_nodes], of_nodes[bounds.parent_nodes]),
   )

@@ -148,7 +148,7 @@ class CreditTraversal(RecordedVerifier, Generic[AnyPlan]):
 
   def _weights(self, tree: Tree, proposal: Proposal, target_probs, plan: AnyPlan, log_credit, node):
     """Weights `[V]` of the next token after the context that `node` stands for."""
-    row = jnp.asarray(tree.law_index)[node]
+    row = jnp.asarray(tree.parent_index)[node]
     residual = self._residual(tree, proposal, target_probs, plan, log_credit, node)
     is_left = (row >= 0) & (plan.num_contestants[row] > 0) & (jnp.sum(residual) > 0)
     return jnp.where(is_left, residual, target_probs[node])

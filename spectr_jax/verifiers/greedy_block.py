@@ -141,7 +141,7 @@ class GreedyBlock(RecordedVerifier):
   def _follow(self, tree: Tree, proposal: Proposal, target_probs, context: _Context, node, token):
     """The modified distribution after `node`, and the context once `token` follows."""
     num_drafts = tree.num_nodes // tree.max_depth
-    draft_probs = proposal.probs[jnp.asarray(tree.law_index)[node]]
+    draft_probs = proposal.probs[jnp.asarray(tree.parent_index)[node]]
     law, modifications = self._law(num_drafts, context.modifications, draft_probs, target_probs[node], token)
     p, q = draft_probs[token], law[token]
     gained = jnp.where(p > 0, jnp.log(q) - jnp.log(jnp.where(p > 0, p, 1)), jnp.inf)
@@ -176,7 +176,7 @@ class GreedyBlock(RecordedVerifier):
         covered = jnp.where(
           path > 0, -jnp.expm1(num_drafts * jnp.log1p(-path)) / jnp.where(path > 0, path, 1), num_drafts
         )
-        draft_probs = proposal.probs[jnp.asarray(tree.law_index)[node]]
+        draft_probs = proposal.probs[jnp.asarray(tree.parent_index)[node]]
         law, _ = self._law(num_drafts, context.modifications, draft_probs, target_probs[node], 0)
         gain = v * jnp.sum(self._kept(num_drafts, draft_probs, law, context.log_ratio)) - excess
         total = gain + ((covered - v) + excess)
@@ -209,7 +209,7 @@ class GreedyBlock(RecordedVerifier):
 
     context = jax.lax.fori_loop(0, depth, step, self._start(state, target_probs.dtype))
     num_drafts = tree.num_nodes // tree.max_depth
-    draft_probs = proposal.probs[jnp.asarray(tree.law_index)[node]]
+    draft_probs = proposal.probs[jnp.asarray(tree.parent_index)[node]]
     law, _ = self._law(num_drafts, context.modifications, draft_probs, target_probs[node], 0)
     weights = positive_part_or(self._kept(num_drafts, draft_probs, law, context.log_ratio), law)
     return context, jnp.where(depth == tree.max_depth, target_probs[node], weights)

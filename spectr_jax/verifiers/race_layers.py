@@ -174,7 +174,7 @@ class RaceLayers(DepthVerifier):
 
   def _weights(self, tree: Tree, proposal: Proposal, target_probs, layers: _Layers, node):
     """Weights `[V]` of the next token after the context that `node` stands for."""
-    slots, row = slots_of(tree), jnp.asarray(tree.law_index)[node]
+    slots, row = slots_of(tree), jnp.asarray(tree.parent_index)[node]
     mass = layers.masses[jnp.asarray(tree.depths)[node], jnp.asarray(slots.of_nodes)[node]]
     q = target_probs[node]
     residual = positive_part(mass * q - self._picked(proposal.probs[row], q, layers.scale[row]))

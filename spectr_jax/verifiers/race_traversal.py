@@ -177,7 +177,7 @@ class RaceTraversal(CreditTraversal[_Races]):
       return map_needed(of_several, is_open & (number > 1), alone, laws, items, at_once=RACES_AT_ONCE)
 
   def _residual(self, tree: Tree, proposal: Proposal, target_probs, races: _Races, log_credit, node):
-    row = jnp.asarray(tree.law_index)[node]
+    row = jnp.asarray(tree.parent_index)[node]
     q = target_probs[node]
     given = jax.tree.map(lambda x: x[row], races.given)
     picked = self._picked_probs(proposal.probs[row], q, races.scale[row], given)

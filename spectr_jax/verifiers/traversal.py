@@ -74,7 +74,7 @@ class Traversal(RecordedVerifier):
     return Traversal(with_replacement=isinstance(rule, Independent))
 
   def _draft_probs(self, tree: Tree, proposal: Proposal, node):
-    return proposal.probs[jnp.asarray(tree.law_index)[node]]
+    return proposal.probs[jnp.asarray(tree.parent_index)[node]]
 
   def _rejected_tokens(self, tree: Tree, proposal: Proposal, values: _Values, node):
     """Tokens of the rejected children of `node`, `[N + 1]`; V, which indexes nothing, for all other nodes."""
@@ -111,7 +111,7 @@ class Traversal(RecordedVerifier):
     is_new = (path >= 0) & (jnp.arange(len(path)) >= depth - 1)
     parents = jnp.asarray(tree.parent_of)[path]
     tokens = proposal.tokens[path - 1]
-    draft_probs = proposal.probs[jnp.asarray(tree.law_index)[parents], tokens]
+    draft_probs = proposal.probs[jnp.asarray(tree.parent_index)[parents], tokens]
     # Below the first new node the parents are new as well, with c = 0 and z = 1.
     first = parents[depth - 1]
     norm = 1 if self.with_replacement else jnp.sum(self._left_of_draft(tree, proposal, values, first))

@@ -92,7 +92,7 @@ class UniVer(CreditTraversal[_Shared]):
       for depth in range(num_wide):
         own = wide_nodes[np.asarray(tree.depths)[wide_nodes] == depth]
         places = np.asarray(slots.of_nodes)[own]
-        own_rows = np.asarray(tree.law_index)[own]
+        own_rows = np.asarray(tree.parent_index)[own]
         credits = jnp.exp(log_credit[places])
         laws = (proposal.probs, own_rows), (target_probs, own)
         items = credits, left[own_rows], given[own_rows]
@@ -153,7 +153,7 @@ class UniVer(CreditTraversal[_Shared]):
       return map_needed(_excess_beside, is_beside, alone, laws, (credits, plan.left, plan.given))
 
   def _residual(self, tree: Tree, proposal: Proposal, target_probs, plan: _Shared, log_credit, node):
-    row = jnp.asarray(tree.law_index)[node]
+    row = jnp.asarray(tree.parent_index)[node]
     return _left_beside(proposal.probs[row], target_probs[node], jnp.exp(log_credit), plan.left[row], plan.given[row])
 
   def _numbers(self, plan: _Shared, log_above):

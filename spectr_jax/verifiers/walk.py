@@ -187,7 +187,7 @@ class Walk(DepthVerifier):
 
     positions = jax.vmap(after)(all_nodes)
     number = jnp.sum(positions.is_valid, axis=1)
-    law_rows = jnp.asarray(tree.law_index)
+    law_rows = jnp.asarray(tree.parent_index)
     rows = law_rows[positions.node]
     nodes = tree.parent_nodes
     is_searched = (number[nodes] > 1) & (positions.node[nodes] == nodes)

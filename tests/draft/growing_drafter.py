@@ -23,7 +23,7 @@ def grow(tokens, parents, probs, depth, *, tree):
     chosen = jnp.where(np.arange(len(slots)) < num_used, 0, -1)
   else:
     exists = tokens[nodes - 1] >= 0
-    chance = probs[jnp.asarray(tree.law_index)[parents[nodes - 1]], tokens[nodes - 1]]
+    chance = probs[jnp.asarray(tree.parent_index)[parents[nodes - 1]], tokens[nodes - 1]]
     order = jnp.argsort(-jnp.where(exists, chance, -1), stable=True)
     rank = np.minimum(np.maximum(np.arange(len(slots)) - 1, 0), len(nodes) - 1)
     chosen = jnp.where(exists[order[rank]] & (np.arange(len(slots)) <= len(nodes)), jnp.asarray(nodes)[order[rank]], -1)
@@ -51,14 +51,14 @@ class GrowingDrafter(Drafter):
     for depth in range(tree.max_depth):
       nodes, slots = (level[level >= 0] for level in tree.levels[depth : depth + 2])
       above = jnp.maximum(jnp.concatenate([last, tokens], axis=1)[:, nodes], 0)
-      probs = probs.at[:, tree.law_index[nodes]].set(logits_to_probs(self.logits[above], request.sampling))
+      probs = probs.at[:, tree.parent_index[nodes]].set(logits_to_probs(self.logits[above], request.sampling))
       grown = jax.vmap(functools.partial(grow, depth=depth, tree=tree))(tokens, parents, probs)
       parents = jnp.where(tree.depths[1:] == depth + 1, grown, parents)
 
       def draw(key, probs, slot):
         return request.rule(key, probs, slot, 1)[0]
 
-      own = jax.vmap(lambda probs, own: probs[jnp.asarray(tree.law_index)[own]])(probs, parents[:, slots - 1])
+      own = jax.vmap(lambda probs, own: probs[jnp.asarray(tree.parent_index)[own]])(probs, parents[:, slots - 1])
       drawn = jax.vmap(jax.vmap(draw, (None, 0, 0)), (0, 0, None))(request.keys[:, depth], own, jnp.asarray(slots))
       tokens = tokens.at[:, slots - 1].set(jnp.where(parents[:, slots - 1] < 0, -1, drawn))
     return Proposal(tokens, probs, state, parents=parents)

@@ -119,7 +119,7 @@ def test_guesses_of_three_rounds_are_those_of_a_plain_computation(target, name, 
         if -1 in guesses:
           continue
         wanted = jax.nn.softmax(_reference(target, drafter, config, text, guesses)[-1])
-        np.testing.assert_allclose(proposal.probs[row, tree.law_index[node]], wanted, rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(proposal.probs[row, tree.parent_index[node]], wanted, rtol=1e-4, atol=1e-6)
         total += 1
     state, _ = jax.jit(run_round)(decoder, state)
   assert total > 20

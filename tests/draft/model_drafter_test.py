@@ -131,7 +131,7 @@ def test_laws_are_those_drawn_from(draft, tree, rule):
   for row in range(4):
     for parent in tree.parent_nodes.tolist():
       first, count = int(tree.first_child[parent]), int(tree.num_children[parent])
-      own = probs[row, tree.law_index[parent]]
+      own = probs[row, tree.parent_index[parent]]
       drawn = tokens[row, first - 1 : first - 1 + count]
       assert (own[drawn[drawn >= 0]] > 0).all()
       num_missing = max(count - int((own > 0).sum()), 0) if rule.may_run_out else 0

@@ -227,7 +227,7 @@ def test_laws_of_three_rounds_are_those_of_a_plain_computation(target, name, mon
       for node in np.flatnonzero(tree.num_children):
         guesses = _path(proposal, row, tree, node)
         wanted = _softmax(_reference(target, drafter, text, features, guesses)[0] / temperature)
-        np.testing.assert_allclose(proposal.probs[row, tree.law_index[node]], wanted, rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(proposal.probs[row, tree.parent_index[node]], wanted, rtol=1e-4, atol=1e-6)
         total += 1
     np.testing.assert_array_equal(state.draft_state.lengths, state.root_position)
     state, _ = jax.jit(run_round)(decoder, state)

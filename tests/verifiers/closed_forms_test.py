@@ -178,7 +178,7 @@ def _race_traversal(proposal, targets, tree, select):
     children = [node for node in range(1, tree.num_nodes + 1) if texts[tree.parent_of[node]] == text]
     if not children:
       return keep(text, credit if text else 1.0, q)
-    p = proposal.probs[tree.law_index[tree.parent_of[children[0]]]]
+    p = proposal.probs[tree.parent_index[tree.parent_of[children[0]]]]
     pick = select(p, q, tokens[children])
     law_of_pick = np.asarray(pick.probs)
     shares = {}

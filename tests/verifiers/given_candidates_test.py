@@ -97,7 +97,7 @@ def test_a_given_candidate_is_shown_as_a_draw_from_a_point_mass():
   parents = verdict.path[kept, 0]
   for place, parent in zip(np.flatnonzero(kept), parents):
     drawn = [node for node in range(1, 7) if tree.parent_of[node] == parent]
-    law = proposal.probs[tree.law_index[parent]]
+    law = proposal.probs[tree.parent_index[parent]]
     found = made.numbers['draft_prob'][place, 1][made.is_valid[place, 1]]
     np.testing.assert_allclose(found, [law[tokens[node - 1]] for node in drawn], rtol=1e-6)
 

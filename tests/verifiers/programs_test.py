@@ -136,7 +136,7 @@ def test_rows_do_not_depend_on_their_batch(name):
   tokens = np.zeros((4, tree.num_nodes), np.int32)
   for row, law in zip(tokens, drafts):
     for node in range(1, tree.num_nodes + 1):
-      p = law[tree.law_index[tree.parent_of[node]]].astype(np.float64)
+      p = law[tree.parent_index[tree.parent_of[node]]].astype(np.float64)
       row[node - 1] = rng.choice(4096, p=p / p.sum())
   keys = jax.random.split(jax.random.key(5), (4, tree.max_depth + 1))
   state = jax.tree.map(lambda x: jnp.tile(x, (4, *[1] * x.ndim)), ALL[name].verifier.init_state(tree))

@@ -74,7 +74,7 @@ def test_more_is_kept_than_by_one_branch_after_another():
   draft = _laws(rng, 64 * 16, size).reshape(64, 16, size).astype(np.float32)
   others = _laws(rng, 64 * 19, size).reshape(64, 19, size).astype(np.float32)
   target = np.concatenate([draft, draft[:, -3:]], axis=1) * 0.5 + 0.5 * others
-  parents, tokens = tree.law_index[tree.parent_of[1:]], np.zeros((64, tree.num_nodes), np.int32)
+  parents, tokens = tree.parent_index[tree.parent_of[1:]], np.zeros((64, tree.num_nodes), np.int32)
   for node, parent in enumerate(parents):
     sums = draft[:, parent].cumsum(axis=1)
     tokens[:, node] = (rng.random((64, 1)) * sums[:, -1:] >= sums).sum(axis=1)

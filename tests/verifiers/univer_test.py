@@ -48,7 +48,7 @@ def _reference(tree, proposal, targets):
     if not len(children):
       stop, rest = credit if node else 1.0, targets[node]
     else:
-      row = proposal.probs[tree.law_index[node]]
+      row = proposal.probs[tree.parent_index[node]]
       masses, rest = _masses(proposal.tokens[children - 1], row, targets[node], credit)
       spent = 0.0
       for place in sorted(range(len(children)), key=lambda place: round(256 * masses[place])):

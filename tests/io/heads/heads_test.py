@@ -270,7 +270,7 @@ def test_medusa_heads_guess_one_token_further_each(tmp_path, target):
       product = arrays[f'{i}.0.linear.weight'] @ x + arrays[f'{i}.0.linear.bias']
       logits = arrays[f'{i}.1.weight'] @ (x + product / (1 + np.exp(-product)))
       wanted = np.exp(logits - logits.max())
-      found = proposal.probs[row, tree.law_index[node]]
+      found = proposal.probs[row, tree.parent_index[node]]
       np.testing.assert_allclose(found, wanted / wanted.sum(), rtol=1e-4, atol=1e-6)
   with pytest.raises(ValueError, match='this drafter guesses 5 tokens ahead, and the tree is 6 deep'):
     spectr_jax.generate(
