@@ -1,5 +1,6 @@
 """From logits to laws against sorting in numpy; draws against exact inverse cumulative laws and a chi-square test."""
 
+import contextlib
 import functools
 
 import jax
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType
 
-from spectr_jax.kernels import blocks
+from spectr_jax.kernels import blocks, native
 from spectr_jax.kernels.dispatch import tracing_for
 from spectr_jax.kernels.draws import draw_several
 from spectr_jax.proposal import Independent
@@ -261,17 +262,20 @@ def test_a_filter_of_unknown_values_is_there():
   np.testing.assert_allclose(made_within(0)[:, 0], _probs(logits), rtol=1e-6)
 
 
+@pytest.mark.parametrize('form', [contextlib.nullcontext, native.disabled], ids=['native', 'plain'])
 @pytest.mark.parametrize('vocab_size', [8, 512, 513, 1000])
-def test_draw_inverts_the_cumulative_law_exactly(vocab_size):
+def test_draw_inverts_the_cumulative_law_exactly(vocab_size, form):
   """Integer weights that sum to 4096 make every sum exact: the uniforms j / 4096 must give each token its weight."""
+  draws = jax.jit(jax.vmap(draw, (0, None)))
   rng = np.random.default_rng(vocab_size)
   weights = rng.multinomial(4096, rng.dirichlet(np.full(vocab_size, 0.3))).astype(np.float32)
   assert vocab_size == 8 or (weights == 0).any()
-  tokens = np.asarray(_draws(np.arange(4096, dtype=np.float32) / 4096, weights))
-  assert tokens.dtype == np.int32
-  np.testing.assert_array_equal(tokens, np.repeat(np.arange(vocab_size), weights.astype(int)))
-  # Only proportions count.
-  np.testing.assert_array_equal(tokens, _draws(np.arange(4096, dtype=np.float32) / 4096, weights / 2**15))
+  with form():
+    tokens = np.asarray(draws(np.arange(4096, dtype=np.float32) / 4096, weights))
+    assert tokens.dtype == np.int32
+    np.testing.assert_array_equal(tokens, np.repeat(np.arange(vocab_size), weights.astype(int)))
+    # Only proportions count.
+    np.testing.assert_array_equal(tokens, draws(np.arange(4096, dtype=np.float32) / 4096, weights / 2**15))
 
 
 def _weight_rows(vocab_size):

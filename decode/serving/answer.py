@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -55,6 +56,8 @@ class Served:
     assert self.most_characters
     list(_keys(0, 2, 2))
     self.compiler.prepare(self.tokenizer, self.worker.vocab_size)
+    with contextlib.suppress(ValueError):  # a template's process begins, and requests hear what it refuses
+      self.tokenizer.encode_chat([{'role': 'user', 'content': 'a'}])
     try:
       assert self.style
     except ValueError:  # requests with tools are refused

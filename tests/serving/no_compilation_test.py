@@ -58,7 +58,7 @@ def test_filters_are_data(client):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('budget', [None, 'auto'])
+@pytest.mark.parametrize('budget', [None, 'auto', 8])
 def test_nothing_is_compiled_after_the_start(models, tokenizer, budget):
   pytest.importorskip('outlines_core', reason='needs the extra grammar')
   budget = budget and Budget(budget, is_resized=True)
