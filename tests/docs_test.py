@@ -529,7 +529,8 @@ _NOT_RECORDED = {
   'train.head': 'its run is described beside the head: pretrained/README.md',
   'benchmarks.auto': 'decodes whole grids, for up to an hour',
   **dict.fromkeys(
-    ('benchmarks.experts', 'benchmarks.load', 'benchmarks.prefixes', 'benchmarks.recurrent', '--mixed --pid=PID'),
+    ('benchmarks.experts', 'benchmarks.load', 'benchmarks.prefixes', 'benchmarks.recurrent', '--mixed --pid=PID',
+     '--seconds=40 --turns=4'),
     'their tables are beside them',
   ),
   **dict.fromkeys(

@@ -110,7 +110,7 @@ _MUTANTS = (
    'engine/prefixes_test.py'),
   ('budget_pause', 'spectr_jax/engine/rows.py', 'not self.budget.is_paused or error', 'True or error',
    'engine/budget_test.py'),
-  ('budget_open', 'spectr_jax/engine/budget.py', 'if self.is_closed else {*self.sizes}', 'if False else {*self.sizes}',
+  ('budget_open', 'spectr_jax/engine/budget.py', 'if self.credit or not self.is_closed else', 'if True else',
    'engine/budget_test.py'),
   ('penalties_asked', 'spectr_jax/penalties.py', 'if found is not None]).any()', 'if found is not None]).all()',
    'engine/penalties_test.py'),

@@ -24,7 +24,7 @@ from spectr_jax.engine.loop import PARTS
 from spectr_jax.engine.sharding import DecodeSharding
 from spectr_jax.sharding import make_mesh
 from spectr_jax.tree import TokenTree
-from train import aot, plan, step
+from train import aot, plan
 from train.run import make_config_mesh
 from train.train import check_config
 
@@ -226,19 +226,16 @@ def _computations(program, name):
   return re.findall(rf'^%{name}.*?^}}', program, re.MULTILINE | re.DOTALL)
 
 
-def test_gradients_move_beside_the_work_and_are_not_copied(chips, train_config, monkeypatch):
-  config = train_config.copy_and_resolve_references()
-  config.mesh = 'data:16'
-  mesh = make_config_mesh(config, chips)
-  program = aot.compile_step(config, mesh)[0].as_text()
+def test_gradients_move_beside_the_work(chips):
+  """Of the target's layers: those of two layers of a small draft are too few to be worth it to the compiler."""
+  config = lm1b.get_config('97m')
+  config.model.num_layers = 2
+  config.update(vocab_size=4096, batch_size=64, num_microbatches=2, mesh='data:16')
+  program = aot.compile_step(config, make_config_mesh(config, chips))[0].as_text()
   assert 'collective-permute' not in program
   # A matrix's gradient is added up over devices within a fusion that computes something else.
   beside = ''.join(_computations(program, 'async_collective_fusion'))
   assert re.search(r'= f32\[\d+,\d+\]\S* all-reduce\(', beside)
-  # Left to the compiler, the gradients of a head's queries, keys and values are put side by side.
-  monkeypatch.setattr(step, 'arrange_packed', lambda qkv, **_: qkv)
-  copied = aot.compile_step(config, mesh)[0].as_text()
-  assert program.count(' copy(') < copied.count(' copy(')
 
 
 def test_a_train_step_that_does_not_fit_is_refused(chips, train_config):

@@ -108,7 +108,7 @@ _EVERY_PENALTY = {**dict.fromkeys(COUNTED, 0.5), 'logit_bias': {0: 1.0}, 'min_to
 PENALTIES = tuple(_EVERY_PENALTY)
 _SIZES = TableSizes(transitions=2**20, states=2**14, masks=2**10)
 CHOICE_TOKENS = 64  # of a choice
-_PATIENCE = 30.0  # seconds without an idle moment after which requests wait for what the budget measures
+_PATIENCE = 30.0  # seconds without an idle moment after which requests wait for one program of the budget's
 
 
 class Worker:
@@ -190,12 +190,14 @@ class Worker:
     return self._measuring is None
 
   def _measure(self) -> None:
-    """Measures what the budget may choose while nobody waits. Where somebody always does, requests' calls do."""
+    """Measures what the budget may choose while nobody waits. Where somebody always does, requests' calls do, and run
+    one more program now and then.
+    """
     while self.is_idle and not self._is_stopping and self._measure_next():
       self._idle_at = time.monotonic()
     if self._measuring is not None and time.monotonic() > self._idle_at + _PATIENCE:
       assert self._budget is not None
-      self._measuring, self._budget.is_closed = None, False
+      self._idle_at, self._budget.credit = time.monotonic(), 1
 
   def _measure_next(self) -> bool:
     """Runs one more program, for the time of which requests wait; whether there was one."""

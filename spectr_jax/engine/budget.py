@@ -86,6 +86,7 @@ class Budget:
     rounds: Those so far, by size and `name_of` their tree.
     forced: Size and place of the next calls, to measure them; None to choose.
     is_closed: Whether only programs that were measured may be chosen, and until then the whole tree for all rows.
+    credit: Programs that may be measured though it is closed.
   """
 
   def __init__(self, guesses: Literal['auto'] | int = 'auto', *, is_resized: bool = False):
@@ -127,7 +128,7 @@ class Budget:
     if (trees, sizes[::-1]) == (self.trees, self.sizes):
       return
     self.trees, self.sizes = trees, sizes[::-1]
-    self.size, self.place, self.is_closed = batch_size, len(trees) - 1, False
+    self.size, self.place, self.is_closed, self.credit = batch_size, len(trees) - 1, False, 0
     self.forced: tuple[int, int] | None = None
     self.seconds: dict[tuple[int, int], float] = {}
     self.rounds: collections.Counter[tuple[int, str]] = collections.Counter()
@@ -210,7 +211,8 @@ class Budget:
     if not num_rounds:
       return
     self.rounds[self.size, name_of(self.tree)] += num_rounds
-    self._learn_kept(num_row_rounds, kept[: self.tree.max_depth])
+    if self.forced is None:  # what is measured is no text of anybody's
+      self._learn_kept(num_row_rounds, kept[: self.tree.max_depth])
     own, program = (self.size, self.place), (self.size, self.place, has_tables)
     if program in self._ran and not has_tables:
       self._learn_seconds(own, seconds / num_rounds)
@@ -221,7 +223,7 @@ class Budget:
     return self.guesses is not None or len(self.trees) == 1 or (size, place) in self.seconds
 
   def _choose_size(self, num_rows: int) -> int:
-    known = {size for size, _, _ in self._ran} if self.is_closed else {*self.sizes}
+    known = {*self.sizes} if self.credit or not self.is_closed else {size for size, _, _ in self._ran}
     size = next(each for each in self.sizes if each == self.sizes[-1] or (each >= num_rows and each in known))
     self._num_smaller = self._num_smaller + 1 if size < self.size else 0
     if size > self.size or self._num_smaller >= _PATIENCE:
@@ -235,10 +237,11 @@ class Budget:
 
   def _fastest(self, size: int, has_tables: bool) -> int:
     places = list(self.places(size, has_tables=has_tables))
+    unknown = [place for place in places if not self.is_measured(size, place)]
+    if unknown and (self.credit or not self.is_closed):
+      return unknown[0]
     if self.is_closed:
       places = [place for place in places if (size, place, has_tables) in self._ran and self.is_measured(size, place)]
-    elif unknown := [place for place in places if not self.is_measured(size, place)]:
-      return unknown[0]
     if len(places) < 2:
       return places[0] if places else len(self.trees) - 1
     speeds = {place: self.tokens(self.trees[place]) / self.seconds[size, place] for place in places}
@@ -302,6 +305,7 @@ class Budget:
       times.append(seconds)
       if len(times) == _MEASURED:
         self.seconds[own] = float(np.quantile(times, 0.3))  # others on the machine can only make it slower
+        self.credit = max(0, self.credit - 1)
       return
     # What else the machine does slows all calls alike. Right after a change of trees, what differs is the trees'.
     change = float(np.clip(np.log(seconds / self.seconds[own]), -0.5, 0.5)) - self._drift

@@ -5,6 +5,7 @@ import itertools
 import time
 
 import jax.monitoring
+import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
@@ -128,16 +129,26 @@ def test_what_a_budget_may_choose_is_measured_while_nobody_waits(models, tokeniz
 
 
 @pytest.mark.slow
-def test_a_budget_measures_by_requests_where_somebody_always_waits(models, tokenizer, monkeypatch):
+def test_a_budget_measures_one_program_at_a_time_where_somebody_always_waits(models, tokenizer, monkeypatch):
   monkeypatch.setattr('decode.serving.worker._PATIENCE', 0.0)
   budget = Budget()
   worker = make_worker(models, tokenizer, budget=budget)
   worker.compile(lambda *_: None)
   monkeypatch.setattr(type(worker), 'is_idle', property(lambda self: False))
-  worker._measure()
-  assert worker.is_measured
-  assert not budget.is_closed
-  assert 0 in {budget.choose(1)[1].num_nodes for _ in range(8)}  # what it does not know
+  known = {*budget.seconds}
+  for number in range(1, len(budget.trees)):
+    worker._measure()
+    while len(budget.seconds) == len(known):
+      budget.choose(1)
+      budget.note(1.0, 1, 1, np.zeros(2, int))
+    assert len({*budget.seconds} - known) == 1
+    assert budget.credit == 0
+    known = {*budget.seconds}
+    for _ in range(20):
+      budget.choose(1)
+      budget.note(1.0, 1, 1, np.zeros(2, int))
+    assert {*budget.seconds} == known, number
+  assert not worker.is_measured
 
 
 def test_a_fault_of_what_is_measured_is_not_tried_again(stub, tokenizer):
