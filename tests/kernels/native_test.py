@@ -194,6 +194,15 @@ def test_without_a_library_products_are_those_of_xla(monkeypatch, tmp_path):
     native._load.__wrapped__()
 
 
+def test_a_library_that_is_of_no_use_is_said(monkeypatch):
+  def refuse():
+    raise native._RefusedError('undefined symbol')
+
+  monkeypatch.setattr(native, '_load', refuse)
+  with pytest.warns(UserWarning, match='install spectr_jax anew.*undefined symbol'):
+    assert native._library.__wrapped__() == (None, 'undefined symbol')
+
+
 @needs_native
 @pytest.mark.parametrize('width', [5, 64, 577])
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])

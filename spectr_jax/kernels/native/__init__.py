@@ -18,6 +18,7 @@ import ctypes
 import functools
 import logging
 import pathlib
+import warnings
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -44,7 +45,11 @@ _logger = logging.getLogger(__name__)
 
 
 class _UnavailableError(RuntimeError):
-  """There is no library, or none for this processor or version of JAX; the message says why."""
+  """There is no library, or none for this processor; the message says why."""
+
+
+class _RefusedError(_UnavailableError):
+  """There is one, which is of no use here: of another version, say."""
 
 
 @functools.cache
@@ -56,7 +61,7 @@ def _load() -> ctypes.CDLL:
   try:
     library = ctypes.CDLL(str(file))
   except OSError as error:
-    raise _UnavailableError(f'{file.name} cannot be loaded: {error}') from None
+    raise _RefusedError(f'{file.name} cannot be loaded: {error}') from None
   library.spectr_form.restype = ctypes.c_char_p
   library.spectr_use_form.restype = ctypes.c_bool
   if library.spectr_form() is None:
@@ -66,7 +71,7 @@ def _load() -> ctypes.CDLL:
     for target in _TARGETS:
       jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, target)), platform='cpu')
   except Exception as error:  # of any kind: XLA refuses in its own ways
-    raise _UnavailableError(f'XLA refuses it: {error}') from None
+    raise _RefusedError(f'XLA refuses it: {error}') from None
   return library
 
 
@@ -78,6 +83,10 @@ def _library() -> tuple[ctypes.CDLL | None, str]:
     with concurrent.futures.ThreadPoolExecutor(1) as thread:  # which has nobody's trace around it
       thread.submit(_check_products).result()
   except _UnavailableError as error:
+    if isinstance(error, _RefusedError):
+      warnings.warn(
+        f'install spectr_jax anew: products on this CPU are those of XLA, which are slower; {error}', stacklevel=2
+      )
     _logger.info('products on this CPU are those of XLA: %s', error)
     return None, str(error)
   return library, ''
@@ -109,20 +118,20 @@ def _check_products() -> None:
       packed = [(rows, pack(kernel)) for rows, kernel in operands]
       outputs, mixed, (probs, token, written) = jax.device_get(compute(packed))
   except Exception as error:  # of any kind: XLA refuses a call in its own ways
-    raise _UnavailableError(f'XLA refuses it: {error}') from None
+    raise _RefusedError(f'XLA refuses it: {error}') from None
   for (rows, kernel), products in zip(2 * operands, outputs):
     rows, kernel = rows.astype(np.float64), kernel.astype(np.float64)
     if not np.allclose(products, rows @ kernel, rtol=0, atol=1e-6 * np.abs(kernel).max() * len(kernel)):
-      raise _UnavailableError('its products differ from those of NumPy')
+      raise _RefusedError('its products differ from those of NumPy')
   scores = np.einsum('nd,dm->nm', query[0, :, 0], np.concatenate([keys[0, 0], keys[0, 0, :, :2]], axis=1))
   weights = np.where(np.array([True] * 5 + [False] + [True] * 2), np.exp(scores), 0)
   expected = weights @ np.concatenate([values[0, 0], values[0, 0, :2]]) / weights.sum(axis=1, keepdims=True)
   if not np.allclose(mixed[0, :, 0], expected, rtol=0, atol=1e-5):
-    raise _UnavailableError('its attention differs from that of NumPy')
+    raise _RefusedError('its attention differs from that of NumPy')
   expected = np.exp(logits) / np.exp(logits).sum(axis=2, keepdims=True)
   first = np.searchsorted(np.cumsum(expected[0, 0]), 0.5)
   if not np.allclose(probs, expected, rtol=1e-5) or token[0] != first or not np.array_equal(written, probs[:, ::-1]):
-    raise _UnavailableError('its distributions, draws or writes differ from those of NumPy')
+    raise _RefusedError('its distributions, draws or writes differ from those of NumPy')
 
 
 _is_disabled = contextvars.ContextVar('native_is_disabled', default=False)
