@@ -1,4 +1,8 @@
-"""Reproduces tables and figures of the papers: `python -m decode.reproduce --table=NAME`, or `--figure=NAME`."""
+"""Reproduces tables and figures of the papers: `python -m decode.reproduce --table=NAME`, or `--figure=NAME`.
+
+`papers.exhibits` has all of them. `Exhibit.run` measures rows, `Exhibit.files` makes a page and a CSV of them, and of a
+figure also pictures, by `plots.draw`.
+"""
 
 import functools
 import time

@@ -13,7 +13,7 @@ from spectr_jax.auto import measure_speeds
 from spectr_jax.constraint import Constraint, numbered
 from spectr_jax.draft import Drafter
 from spectr_jax.engine.generate import Continuation, generate_many
-from spectr_jax.engine.rows import Request
+from spectr_jax.engine.request import Request
 from spectr_jax.engine.stop import Decodes, StopStrings
 from spectr_jax.methods import Method
 from spectr_jax.model import Model

@@ -221,9 +221,8 @@ class Figure(Exhibit):
 
   def text(self, name: str) -> str:
     sections = _TEXTS.read_text(encoding='utf-8').split('\n## ')
-    return next(
-      text for title, _, text in (each.partition('\n\n') for each in sections) if title == name.partition('-')[0]
-    ).strip()
+    texts = {title: text for title, _, text in (each.partition('\n\n') for each in sections)}
+    return texts[name.partition('-')[0]].strip()
 
   def shown(self, rows: Sequence[Row]) -> Sequence[Row]:
     return lasts(rows)

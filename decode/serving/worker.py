@@ -35,7 +35,7 @@ from spectr_jax.constraint import TableSizes
 from spectr_jax.engine import Budget, Rows
 from spectr_jax.engine.choices import Choices, score_choices
 from spectr_jax.engine.likelihood import CHUNK
-from spectr_jax.engine.rows import Call
+from spectr_jax.engine.request import Call
 from spectr_jax.io.tokenizer import TokenizerBase
 from spectr_jax.sampling import COUNTED
 

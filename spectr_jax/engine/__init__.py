@@ -7,8 +7,9 @@ from spectr_jax.engine.generate import Continuation, generate, generate_many
 from spectr_jax.engine.likelihood import LogLikelihood, log_likelihood
 from spectr_jax.engine.loop import decode_rounds
 from spectr_jax.engine.reading import init_decode, refill
+from spectr_jax.engine.request import Piece, Request
 from spectr_jax.engine.result import ORIGIN_BONUS, ORIGIN_CORRECTION, ORIGIN_DRAFT, Generation, NotFiniteError
-from spectr_jax.engine.rows import Piece, Request, Rows
+from spectr_jax.engine.rows import Rows
 from spectr_jax.engine.session import Session
 from spectr_jax.engine.sharding import DecodeSharding
 from spectr_jax.engine.state import DecodeState, finish, sample_keys

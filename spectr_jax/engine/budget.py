@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator
 from typing import Literal
 
@@ -28,6 +29,7 @@ _GAIN = 1.015  # by which another tree must be faster to be changed to
 _OFTEN = 4  # calls between two choices
 _RIVAL, _GAP, _LONGEST_GAP = 0.95, 8, 1024  # trees this fast are measured again, after so many choices and then twice
 _PATIENCE = 8  # calls of fewer rows before the others are put away
+_TOKENS = 20_000.0  # new tokens that count for how long prompts are beside them
 _MEASURED, _AFTER = 6, 3  # calls that tell what one costs at first, and after a change of trees
 
 
@@ -83,6 +85,7 @@ class Budget:
     size: Rows of the last call.
     place: The place of its tree among `trees`.
     seconds: Those of a round, by size and place, as far as measured.
+    reading: Those of a token of a prompt, by whether the draft reads it, too, as far as measured.
     rounds: Those so far, by size and `name_of` their tree.
     forced: Size and place of the next calls, to measure them; None to choose.
     is_closed: Whether only programs that were measured may be chosen, and until then the whole tree for all rows.
@@ -132,6 +135,8 @@ class Budget:
     self.forced: tuple[int, int] | None = None
     self.seconds: dict[tuple[int, int], float] = {}
     self.rounds: collections.Counter[tuple[int, str]] = collections.Counter()
+    self.reading: dict[bool, float] = {}
+    self._num_read, self._num_new = 0.0, 0.0
     self._times: dict[tuple[int, int], list[float]] = {}
     self._ran: set[tuple[int, int, bool]] = set()
     depth = trees[-1].max_depth
@@ -176,7 +181,7 @@ class Budget:
       elif is_known and self._num_calls % _OFTEN:  # a choice takes some of the time of a round of small models
         place = self.place
       else:
-        place = self._fastest(size, has_tables)
+        place = self._fastest(size, num_rows, has_tables)
     if (size, place) != (self.size, self.place):
       self._num_alike = 0 if size == self.size else _AFTER
     self.size, self.place = size, place
@@ -213,10 +218,19 @@ class Budget:
     self.rounds[self.size, name_of(self.tree)] += num_rounds
     if self.forced is None:  # what is measured is no text of anybody's
       self._learn_kept(num_row_rounds, kept[: self.tree.max_depth])
+      self._num_new += num_row_rounds + kept.sum()
     own, program = (self.size, self.place), (self.size, self.place, has_tables)
     if program in self._ran and not has_tables:
       self._learn_seconds(own, seconds / num_rounds)
     self._ran.add(program)
+
+  def note_reading(self, seconds: float, num_tokens: int, *, reads_draft: bool) -> None:
+    """Learns from `num_tokens` of prompts that were read together in some seconds, by the draft, too, or not."""
+    if self.forced is None:
+      share = min(1.0, _TOKENS / max(1.0, self._num_new))
+      self._num_read, self._num_new = share * self._num_read + num_tokens, share * self._num_new
+    elif num_tokens:  # compiling, and others on the machine, can only make it slower
+      self.reading[reads_draft] = min(seconds / num_tokens, self.reading.get(reads_draft, math.inf))
 
   def is_measured(self, size: int, place: int) -> bool:
     """Whether it is known what such a call costs, or nobody needs it."""
@@ -235,7 +249,7 @@ class Budget:
     assert self.guesses is not None
     return max(place for place, tree in enumerate(self.trees) if num_rows * tree.num_nodes <= self.guesses)
 
-  def _fastest(self, size: int, has_tables: bool) -> int:
+  def _fastest(self, size: int, num_rows: int, has_tables: bool) -> int:
     places = list(self.places(size, has_tables=has_tables))
     unknown = [place for place in places if not self.is_measured(size, place)]
     if unknown and (self.credit or not self.is_closed):
@@ -244,8 +258,19 @@ class Budget:
       places = [place for place in places if (size, place, has_tables) in self._ran and self.is_measured(size, place)]
     if len(places) < 2:
       return places[0] if places else len(self.trees) - 1
-    speeds = {place: self.tokens(self.trees[place]) / self.seconds[size, place] for place in places}
+    speeds = {}
+    for place in places:
+      tokens = self.tokens(self.trees[place])
+      reading = tokens * num_rows * self._draft_reading if self.trees[place].num_nodes else 0.0
+      speeds[place] = tokens / (self.seconds[size, place] + reading)
     return self._settle(size, speeds)
+
+  @property
+  def _draft_reading(self) -> float:
+    """The seconds of a new token that the draft's reading of prompts takes."""
+    if len(self.reading) < 2 or not self._num_new:
+      return 0.0
+    return max(0.0, self.reading[True] - self.reading[False]) * self._num_read / self._num_new
 
   def _settle(self, size: int, speeds: dict[int, float]) -> int:
     """The place of the fastest tree, or now and then of one nearly as fast, for some calls that measure it again."""

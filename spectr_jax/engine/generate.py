@@ -19,8 +19,9 @@ from spectr_jax.engine.budget import Budget
 from spectr_jax.engine.decoder import Decoder, choose_cache_size
 from spectr_jax.engine.loop import decode_rounds
 from spectr_jax.engine.reading import init_decode
+from spectr_jax.engine.request import Request
 from spectr_jax.engine.result import Generation
-from spectr_jax.engine.rows import Request, Rows
+from spectr_jax.engine.rows import Rows
 from spectr_jax.engine.sharding import DecodeSharding
 from spectr_jax.engine.stop import StopStrings, decode_until_stopped, finish_reason
 from spectr_jax.methods import Method

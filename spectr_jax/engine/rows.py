@@ -6,8 +6,8 @@ import dataclasses
 import itertools
 import time
 import warnings
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from spectr_jax.constraint import FEWEST, Constraint, TableSizes, numbered, plac
 from spectr_jax.engine import checks
 from spectr_jax.engine.budget import Budget, name_of, with_tree
 from spectr_jax.engine.decoder import Decoder
+from spectr_jax.engine.held_texts import HeldTexts
 from spectr_jax.engine.loop import decode_rounds
 from spectr_jax.engine.prefixes import Found, PrefixCache, why_not
 from spectr_jax.engine.reading import (
@@ -28,69 +29,14 @@ from spectr_jax.engine.reading import (
   take_part,
   take_rows,
 )  # fmt: skip
-from spectr_jax.engine.result import Generation, NotFiniteError
+from spectr_jax.engine.request import Call, Piece, Request
+from spectr_jax.engine.result import Generation
 from spectr_jax.engine.state import DecodeState, Held, checked_prompts, finish
 from spectr_jax.engine.stop import StopStrings
 from spectr_jax.sampling import SamplingParams
 from spectr_jax.sharding import fetch
 
 _TURNS, _CALLS = 6, 4  # in which a budget's programs are measured once more, and the calls of each
-
-
-@dataclasses.dataclass(frozen=True)
-class Request:
-  """A prompt to continue.
-
-  Attributes:
-    name: The name of its continuation.
-    tokens: Ids, at least one.
-    key: A typed key; the continuation depends on it, the prompt and the sampling parameters alone.
-    sampling: Its own sampling parameters, scalars; None for those of all.
-    max_new_tokens: Its own limit of new tokens, at most that of all; None for that.
-    constraint: What its continuation must follow, or the number of one of the decoder's constraints, or None.
-    keeps_tree: Whether rounds have the decoder's tree while it runs, so that no `auto` budget changes what is drawn.
-  """
-
-  name: Hashable
-  tokens: Sequence[int]
-  key: jax.Array
-  sampling: SamplingParams | None = None
-  max_new_tokens: int | None = None
-  constraint: Constraint | int | None = None
-  keeps_tree: bool = False
-
-
-class Piece(NamedTuple):
-  """New tokens of a request.
-
-  Attributes:
-    row: Its row.
-    request: The request.
-    start, end: The new tokens are `Rows.result.tokens[row, start:end]`.
-    is_done: Whether these are its last ones.
-    error: What ended it, if a model's logits were not finite.
-  """
-
-  row: int
-  request: Request
-  start: int
-  end: int
-  is_done: bool
-  error: NotFiniteError | None
-
-
-class Call(NamedTuple):
-  """What a step ran.
-
-  Attributes:
-    num_rows: Rows of the loop, those without a request included.
-    guesses: Those of a row, as `2x4` for two drafts of four tokens, the number of nodes of another tree, or 0.
-    num_rounds: Rounds.
-  """
-
-  num_rows: int
-  guesses: str
-  num_rounds: int
 
 
 class Rows:
@@ -141,7 +87,8 @@ class Rows:
       budget: What a call may cost, as for `generate_many`. Where its calls have fewer rows, copies of these are held
         beside all rows while they run.
     """
-    self.decoder, self._sampling, self._sizes = decoder, sampling or SamplingParams(), sizes
+    self.decoder, self._batch_size = decoder, batch_size
+    self._sampling, self._sizes = sampling or SamplingParams(), sizes
     self._longest = decoder.cache_size - int(decoder.max_new_tokens) if longest_prompt is None else longest_prompt
     # Reading for an eighth of the rows at a time takes few programs, and not too much work for a single row.
     self.rows_at_a_time = max(1, batch_size // 8)
@@ -158,12 +105,9 @@ class Rows:
     self.owners: dict[int, Request] = {}
     self.free, self._is_new = list(range(batch_size)), True
     self.result: Generation = fetch(dataclasses.replace(self.state.result, statistics=None))
-    # What rows hold: texts, and their lengths; the caches lack the last token.
-    self._texts, self._lengths = np.zeros((batch_size, decoder.cache_size), np.int32), np.zeros(batch_size, np.int64)
+    self._texts = HeldTexts(batch_size, decoder.cache_size)
     self._num_seen, self._is_done = np.zeros(batch_size, np.int64), np.ones(batch_size, bool)
     self.num_kept, self.num_read = np.zeros(batch_size, np.int64), 0
-    # The tokens of its text that a drafter holds, as for `Drafter.read`: fewer than all but the last while it pauses.
-    self._num_drafted = np.zeros(batch_size, np.int64)
     if prefix_cache_bytes is not None and prefix_cache_bytes < 0:
       raise ValueError(f'prefix_cache_bytes must be at least 0, got {prefix_cache_bytes}')
     self._shares = prefix_cache_bytes != 0 and (decoder.can_truncate or decoder.keeps_ends)
@@ -199,8 +143,8 @@ class Rows:
   def compile_prefixes(self) -> None:
     """Compiles what copies prefixes, before any request, and by what a drafter reads whose state is not kept."""
     if self.prefixes is not None and not self.prefixes.keeps_draft:
-      self.state = read_draft(self.decoder, self.state, self._texts, self._lengths + 1, self._num_drafted)
-    if self.prefixes is not None and len(self._lengths) == 1:  # read in place
+      self.state = self._read_texts(self.state, slice(None), self._texts.lengths + 1)
+    if self.prefixes is not None and self._batch_size == 1:  # read in place
       self.state = dataclasses.replace(self.state, **self.prefixes.compile(self.state.held)._asdict())
     elif self.prefixes is not None:
       self.prefixes.compile(take_rows(self.decoder, self.state, np.zeros(self.rows_at_a_time, np.int32)))
@@ -223,8 +167,8 @@ class Rows:
       raise ValueError(f'{len(requests)} requests do not fit into {len(self.free)} free rows')
     waiting = [(request, np.asarray(self.check(request).tokens, np.int32)) for request in requests]
     self._add_constraints(requests)
-    waiting.sort(key=lambda each: len(each[1]) - max(self._held(each[1]).max(), self._found(each[1]).num_tokens))
-    batch_size = len(self._lengths)
+    waiting.sort(key=lambda each: len(each[1]) - max(self._num_held(each[1]).max(), self._found(each[1]).num_tokens))
+    batch_size = self._batch_size
     # The first requests are read all together, as those of a single row always are; then there is no copy.
     is_whole = batch_size == 1 or (self._is_new and 2 * len(requests) > batch_size)
     size = batch_size if is_whole else self.rows_at_a_time
@@ -232,13 +176,11 @@ class Rows:
       self._is_new = False
       self._read(waiting[start : start + size], size, is_whole)
 
-  def _held(self, tokens: np.ndarray) -> np.ndarray:
-    """The number of tokens at the beginning of a prompt that each row holds, but for the last one, `[B]`."""
+  def _num_held(self, tokens: np.ndarray) -> np.ndarray:
+    """The tokens at the beginning of a prompt that need not be read in each row, `[B]`."""
     if not self._shares:
-      return np.zeros(len(self._lengths), np.int64)
-    is_other = self._texts[:, : len(tokens)] != tokens
-    shared = np.where(is_other.any(axis=1), is_other.argmax(axis=1), len(tokens))
-    held = np.clip(np.minimum(shared, self._lengths - 1), 0, len(tokens) - 1)
+      return np.zeros(self._batch_size, np.int64)
+    held = self._texts.num_shared(tokens)
     if self.decoder.can_truncate:
       return held
     ends = np.asarray(fetch(self.state.root_position))
@@ -251,7 +193,7 @@ class Rows:
     """For each prompt a free row, the row that holds the most of it, and how much that is; or itself and what was found
     in the cache of prefixes, if that is more.
     """
-    held, free = [self._held(tokens) for tokens in prompts], list(self.free)
+    held, free = [self._num_held(tokens) for tokens in prompts], list(self.free)
     places: list[tuple[int, int, int]] = [(0, 0, 0)] * len(prompts)
     found: list[Found | None] = [None] * len(prompts)
     # The row itself if it is free, before it is taken for another prompt; of equal ones that which ended first.
@@ -268,11 +210,12 @@ class Rows:
     return places, found
 
   def _read(self, waiting: Sequence[tuple[Request, np.ndarray]], size: int, is_whole: bool) -> None:
+    start = time.perf_counter()
     requests, prompts = zip(*waiting, strict=True)
     found_rows, found = self._places(prompts)
     rows, sources, kept = np.array(found_rows).T
     num_more = size - len(waiting)
-    none = np.arange(len(waiting), size) if is_whole else np.full(num_more, len(self._lengths))
+    none = np.arange(len(waiting), size) if is_whole else np.full(num_more, self._batch_size)
     # Entries without a request fill the shape. They repeat the last one.
     filled, lengths = [*requests, *[requests[-1]] * num_more], np.array([len(each) for each in prompts])
     tokens = np.zeros((size, self._longest), np.int32)
@@ -305,36 +248,40 @@ class Rows:
 
     keeps_draft = self.prefixes is None or self.prefixes.keeps_draft
     is_found = np.array([each is not None for each in found])
-    drafted = np.where(is_found, kept if keeps_draft else 0, np.minimum(kept, self._num_drafted[sources]))
+    drafted = np.where(is_found, kept if keeps_draft else 0, np.minimum(kept, self._texts.num_drafted[sources]))
     reads_draft = not (self.budget is not None and self.budget.is_paused or (drafted < kept).any())
     prompts_of = self.decoder, self.state, *places, checked, padded_lengths, padded_kept
     self.state = read_rows(*prompts_of, fill=fill, reads_draft=reads_draft)
     if is_whole and num_more:
       self.state = finish(self.decoder, self.state, none)
-    for row, request, each in zip(rows.tolist(), requests, prompts):
-      self._texts[row, : len(each)] = each
+    for row, request in zip(rows.tolist(), requests):
       self.owners[row] = request
       self.free.remove(row)
-    self._lengths[rows], self._num_seen[rows], self._is_done[rows] = lengths, 0, False
-    self._num_drafted[rows] = lengths - 1 if reads_draft else drafted
+    self._texts.begin(rows.tolist(), prompts)
+    self._texts.num_drafted[rows] = lengths - 1 if reads_draft else drafted
+    self._num_seen[rows], self._is_done[rows] = 0, False
     self.result = self._with_results(rows, jax.tree.map(lambda x: np.zeros_like(x[rows]), self.result))
     self.num_kept[rows] = kept
-    self.num_read += int((lengths - 1 - kept).sum())
+    num_read = int((lengths - 1 - kept).sum())
+    self.num_read += num_read
+    if self.budget is not None:
+      jax.block_until_ready(self.state)
+      self.budget.note_reading(time.perf_counter() - start, num_read, reads_draft=reads_draft)
     if not self.decoder.can_truncate:  # before the state goes on
       self._keep(rows.tolist())
 
   def _keep(self, rows: Sequence[int]) -> None:
     """Keeps the beginnings of what rows hold."""
-    if self.prefixes is None:
+    if self.prefixes is None or (self.budget is not None and self.budget.forced is not None):
       return
     if self.prefixes.keeps_draft:
       self._join()
       self._read_draft(rows)
     ends = None if self.decoder.can_truncate else np.asarray(fetch(self.state.root_position))
     for row in rows:
-      length = int(self._lengths[row])
+      length = int(self._texts.lengths[row])
       is_end = ends is None or ends[row] == length - 1
-      self.prefixes.keep(self.state.held, row, self._texts[row, :length], is_end=is_end)
+      self.prefixes.keep(self.state.held, row, self._texts.tokens[row, :length], is_end=is_end)
 
   def _add_constraints(self, requests: Sequence[Request]) -> None:
     """Makes tables for the constraints of requests that have come, beside those of the rows in progress."""
@@ -367,7 +314,7 @@ class Rows:
     start = time.perf_counter()
     state = decode_rounds(decoder, state, num_rounds)
     own, is_done = fetch((dataclasses.replace(state.result, statistics=None), state.is_done))
-    rows = np.arange(len(self._lengths))
+    rows = np.arange(self._batch_size)
     if self._part is None:
       self.state, self.result, self._is_done = state, own, np.array(is_done)
     else:
@@ -393,12 +340,13 @@ class Rows:
         end, is_over = found.num_tokens, True
       if error is None and end == start and not is_over:
         continue
-      at, self._num_seen[row] = self._lengths[row], end
+      self._num_seen[row] = end
       if error is None:
-        self._texts[row, at : at + end - start] = result.tokens[row, start:end]
-      self._lengths[row] = at + end - start if error is None else 0
+        self._texts.extend(row, result.tokens[row, start:end])
+      else:
+        self._texts.lengths[row] = 0
       if self.budget is None or not self.budget.is_paused or error is not None:
-        self._num_drafted[row] = max(0, self._lengths[row] - 1)
+        self._texts.num_drafted[row] = max(0, self._texts.lengths[row] - 1)
       pieces.append(Piece(row, request, start, end, is_over or error is not None, error))
     return pieces
 
@@ -422,10 +370,10 @@ class Rows:
     keeps_tree = any(self.owners[row].keeps_tree for row in running)
     has_tables = self.decoder.constraints is not None
     size, tree = budget.choose(max(1, len(running)), has_tables=has_tables, keeps_tree=keeps_tree)
-    if size == len(self._lengths):
+    if size == self._batch_size:
       self._join()
     elif self._part is None or len(self._part[0]) != size or not {*running} <= {*self._part[0].tolist()}:
-      others = [row for row in range(len(self._lengths)) if row not in running]
+      others = [row for row in range(self._batch_size) if row not in running]
       state, rows = self.state, np.array([*running, *others][:size], np.int32)
       self._part = rows, take_part(state, rows)
     if tree.num_nodes:
@@ -434,18 +382,22 @@ class Rows:
 
   def _read_draft(self, running: Sequence[int]) -> None:
     """Lets the drafter read what it does not hold of the texts of rows in progress, after a pause."""
-    behind = [row for row in running if self._num_drafted[row] < self._lengths[row] - 1]
+    behind = self._texts.behind(running)
     if not behind:
       return
-    rows, state = self._part or (np.arange(len(self._lengths)), self._state)
-    lengths = self._num_drafted + 1
-    lengths[behind] = self._lengths[behind]
-    state = read_draft(self.decoder, state, self._texts[rows], lengths[rows], self._num_drafted[rows])
-    self._num_drafted[behind] = self._lengths[behind] - 1
+    rows, state = self._part or (np.arange(self._batch_size), self._state)
+    lengths = self._texts.num_drafted + 1
+    lengths[behind] = self._texts.lengths[behind]
+    state = self._read_texts(state, rows, lengths)
+    self._texts.num_drafted[behind] = lengths[behind] - 1
     if self._part is None:
       self._state = state
     else:
       self._part = rows, state
+
+  def _read_texts(self, state: DecodeState, rows: np.ndarray | slice, lengths: np.ndarray) -> DecodeState:
+    texts = self._texts
+    return read_draft(self.decoder, state, texts.tokens[rows], lengths[rows], texts.num_drafted[rows])
 
   def measure(self, *constraints: Constraint | int | None) -> Iterator[Call]:
     """Compiles and measures all that the budget may choose, and from the first step on it chooses among what is known.
@@ -459,8 +411,9 @@ class Rows:
     budget = self.budget
     if budget is None:
       return
-    key, prompt = jax.random.key(0, impl='threefry2x32'), [0] * min(self._longest, 64)
-    room = min(self.decoder.cache_size, self.decoder.context_length or self.decoder.cache_size) - len(prompt)
+    key, length = jax.random.key(0, impl='threefry2x32'), min(self._longest, 64)
+    prompts = ([first, *[0] * (length - 1)] for first in itertools.cycle(range(self.decoder.target.vocab_size)))
+    room = min(self.decoder.cache_size, self.decoder.context_length or self.decoder.cache_size) - length
     most = min(int(self.decoder.max_new_tokens), room)
     self._is_new, budget.is_closed = False, True  # requests that come are read by the program of those that come later
     for constraint, size in itertools.product(constraints or (None,), reversed(budget.sizes)):
@@ -475,9 +428,9 @@ class Rows:
         budget.forced, num_steps = (size, place), 0
         while num_steps < (2 if is_new else _CALLS) or not (has_tables or budget.is_measured(size, place)):
           if not self.owners:
-            self.put([Request('measuring', prompt, key, None, most, constraint)] * size)
+            self.put([Request('measuring', next(prompts), key, None, most, constraint) for _ in range(size)])
             if is_new:  # the program by which drafters go on after a pause runs, too
-              self._num_drafted[:] = 0
+              self._texts.num_drafted[:] = 0
           is_done = any(piece.is_done for piece in self.step())
           num_steps += self.call.num_rounds > 0
           if is_done:

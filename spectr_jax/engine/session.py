@@ -9,7 +9,8 @@ import jax
 
 from spectr_jax.engine import checks
 from spectr_jax.engine.decoder import Decoder
-from spectr_jax.engine.rows import Request, Rows
+from spectr_jax.engine.request import Request
+from spectr_jax.engine.rows import Rows
 from spectr_jax.sampling import SamplingParams
 
 

@@ -38,9 +38,10 @@ class Held(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DecodeState:
-  """The arrays that change from round to round: all that rows hold. `Rows` has the host's copy of their texts.
+  """The arrays that change from round to round: all that rows hold. `HeldTexts` is the host's copy of their texts.
 
-  `reading` writes prompts, `loop.commit` what a round keeps, `finish` ends rows.
+  A row's text is in `target_cache`, its new tokens in `result`, and all of its tokens in `text` if the drafter reads
+  them. `reading` and `PrefixCache` write prompts, `loop.commit` what a round keeps, `finish` ends rows.
 
   Attributes:
     keys: Typed keys `[B]`, one per row, from which every round derives its own.

@@ -2,7 +2,8 @@
 
 A folder: `hub.load.read_folder` checks `config.json` (`hub.families.read_spec`), opens tensors; `hub.load.make_model`
 compares names and shapes (`hub.tensors.check_tensors`) before it reads one. A `.gguf` file: `hub.gguf_header`, then
-`hub.gguf_config` says what a `config.json` would, and `make_model` goes on. `untrusted` has what all stages use.
+`hub.gguf_config` says what a `config.json` would, and `make_model` goes on. `untrusted` has what all stages use. Heads
+come by `heads.load.open_head`, tokenizers by `hub.hub_tokenizer`. Weights that are not finite end decoding, not loading.
 """
 
 from __future__ import annotations
@@ -75,7 +76,8 @@ def load_model(
   check_weights(weights)
   cache_programs()
   files = open_model(path)
-  return files.load(dtype=dtype, weights=weights, mesh=mesh), files.tokenizer()
+  tokenizer = files.tokenizer()  # first, since it is read in no time
+  return files.load(dtype=dtype, weights=weights, mesh=mesh), tokenizer
 
 
 def load_own(path: epath.PathLike, *, dtype: str | None = None) -> tuple[Model, Tokenizer]:

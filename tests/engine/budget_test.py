@@ -149,8 +149,8 @@ def test_a_pause_leaves_no_trace_in_what_is_proposed(monkeypatch, target, draft,
     rows.step()
   rows._read_draft([*rows.owners])
   anew = _make(target, drafter, tree=tree, batch_size=4)
-  ends = {row: rows._lengths[row] for row in rows.owners}
-  texts = {row: rows._texts[row, :end].tolist() for row, end in ends.items()}
+  ends = {row: rows._texts.lengths[row] for row in rows.owners}
+  texts = {row: rows._texts.tokens[row, :end].tolist() for row, end in ends.items()}
   anew.put([Request(row, text, rows.owners[row].key, SamplingParams(1.0), 1) for row, text in texts.items()])
   places = {request.name: row for row, request in anew.owners.items()}
 
@@ -360,6 +360,24 @@ def test_it_follows_what_is_kept(tables):
   assert found > 0.9 * best
 
 
+def test_what_a_draft_reads_of_prompts_counts(tables):
+  """A draft that saves half a second of a new token does not pay where reading a prompt's token takes it two."""
+  budget = _bound(tables, 4, TokenTree.chains(1, 4))
+  load = _Load(budget, 0.9, _of_a_cpu)
+  budget.forced = 4, 0
+  for seconds, reads_draft in ((30.0, True), (10.0, False), (40.0, True)):  # the last with others on the machine
+    budget.note_reading(seconds, 10, reads_draft=reads_draft)
+  budget.forced = None
+  load.run(4, 1000)
+  assert not budget.is_paused
+  for _ in range(1000):
+    budget.note_reading(0.0, 8, reads_draft=not budget.is_paused)
+    load.run(4, 1)
+  assert budget.is_paused
+  load.run(4, 9000)
+  assert not budget.is_paused
+
+
 def test_trees_that_cannot_pay_are_not_tried(tables):
   budget = _bound(tables, 8, TokenTree.chains(1, 8))
   load = _Load(budget, 0.9, lambda size, tree: 1.0 + 2.0 * tree.num_nodes)
@@ -435,6 +453,7 @@ def test_nothing_is_compiled_after_preparing(target, draft, name):
   jax.jit(lambda x: x * 1.2345)(1.0)
   assert compiled.pop()  # programs are noted
   assert len(rows.budget.seconds) == 2 * 2
+  assert rows.budget.reading.keys() == {True, False}
   plan = [(0, 0), (1, 1), (1, 0), (0, 1), (0, 0), (1, 1), (0, 1), (1, 0)]
   for turn, (size, place) in enumerate(plan):
     rows.budget.forced = rows.budget.sizes[size], place

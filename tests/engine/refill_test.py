@@ -13,7 +13,8 @@ from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.generate import generate_many
 from spectr_jax.engine.loop import decode_rounds
 from spectr_jax.engine.reading import init_decode, refill
-from spectr_jax.engine.rows import Request, Rows
+from spectr_jax.engine.request import Request
+from spectr_jax.engine.rows import Rows
 from spectr_jax.engine.sharding import DecodeSharding
 from spectr_jax.methods import with_gumbel
 from spectr_jax.models.table import table_model

@@ -10,7 +10,7 @@ import spectr_jax
 from spectr_jax import Session, TokenTree
 from spectr_jax.draft import vocabulary_drafter
 from spectr_jax.engine.generate import generate_many
-from spectr_jax.engine.rows import Request
+from spectr_jax.engine.request import Request
 from spectr_jax.engine.sharding import DecodeSharding
 from spectr_jax.models import causal_lm, transformer
 from spectr_jax.sharding import make_mesh

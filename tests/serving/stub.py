@@ -18,8 +18,8 @@ from decode.serving.server import Server, listen
 from decode.serving.worker import Worker
 from spectr_jax import Decoder, TokenTree
 from spectr_jax.engine.likelihood import LogLikelihood
+from spectr_jax.engine.request import Call, Piece
 from spectr_jax.engine.result import Generation, NotFiniteError
-from spectr_jax.engine.rows import Call, Piece
 from spectr_jax.io.hub.hub_tokenizer import HubTokenizer
 
 NEW, LONGEST, ROWS, DEPTH = 12, 60, 3, 2
