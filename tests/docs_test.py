@@ -129,6 +129,7 @@ def test_the_reference_is_readable_without_the_site():
 
 
 _MOST_WORDS = 1500
+_MOST_WORDS_IN_ALL = 25_000  # of the README and the pages beside tables, figures and methods
 _IN_FOLDERS = r'\b((?:spectr_jax|common|decode|train|tests|examples|benchmarks|configs)/[\w/.-]+\.(?:py|sh|md))\b'
 
 
@@ -164,6 +165,8 @@ def test_pages():
   flaws = {page: [*_flaws(page, page.read_text(encoding='utf-8'), navigation)] for page in documented.PAGES}
   assert len(flaws) > 25
   assert not {str(page.relative_to(ROOT)): each for page, each in flaws.items() if each}
+  top = [page for page in documented.PAGES if page.parent == _DOCS or page == ROOT / 'README.md']
+  assert sum(len(page.read_text(encoding='utf-8').split()) for page in top) <= _MOST_WORDS_IN_ALL
   text = 'decode/mian.py `spectr_jax.verifiers.Wlak` on 2026-01-01 ' + '| a | b |\n' * 300
   ends = [flaw.split()[-1] for flaw in _flaws(_DOCS / 'new.md', text, '')]
   assert ends == ['exist', 'exist', '1500', 'navigation', 'date']
