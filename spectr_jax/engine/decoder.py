@@ -283,7 +283,7 @@ def _classes_of(part: Any) -> tuple[type, ...]:
 def _default_tree(method: Method, drafter: Drafter | None) -> TokenTree:
   """A small tree that pays on most devices; which one pays best has to be measured."""
   depth = 4 if drafter is None or drafter.max_depth is None else min(4, drafter.max_depth)
-  if drafter is not None and drafter.grows:
+  if drafter is not None and drafter.has_grown_trees:
     return TokenTree.slots((method.max_drafts or 4,) * depth)
   return TokenTree.chains(min(2, method.max_drafts or 2), depth)
 
@@ -299,5 +299,7 @@ def _check_drafter(target: Model, drafter: Drafter | None, method: Method, tree:
       ' makes a drafter of a model with another tokenizer'
     )
   check_fit(method, tree, drafter)
-  if drafter.may_pass and (drafter.mixes or not drafter.gives):
-    raise ValueError('a drafter with may_pass must give all its candidates: it declares gives and not mixes')
+  if drafter.can_skip_trees and (drafter.has_mixed_positions or not drafter.has_given_candidates):
+    raise ValueError(
+      'a drafter with can_skip_trees must give all its candidates: has_given_candidates, not has_mixed_positions'
+    )
