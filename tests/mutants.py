@@ -116,7 +116,8 @@ _MUTANTS = (
    'engine/penalties_test.py'),
   ('penalties_path', 'spectr_jax/penalties.py', 'before + on_path, True', 'before, True', 'engine/penalties_test.py'),
 
-  ('io_names', 'spectr_jax/io/hub/families.py', "'self_attn.o_proj'", "'self_attn.out_proj'", 'io/hub/load_test.py'),
+  ('io_names', 'spectr_jax/io/hub/families.py', "'self_attn.o_proj'", "'self_attn.out_proj'",
+   'io/hub/hub_model_test.py'),
   ('io_bytes', 'spectr_jax/io/token_bytes.py', "'ByteLevel' and not is_text", "'ByteLevel'", 'io/token_bytes_test.py'),
 
   ('command_flag', 'decode/experiment/workload.py', 'if asked.skip_long else every', 'if not every else every',

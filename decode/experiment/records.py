@@ -21,7 +21,7 @@ from decode.experiment.workload import Workload
 from decode.study import Row
 from spectr_jax import Continuation, StopStrings, finish_reason
 from spectr_jax.auto import Speed
-from spectr_jax.io.load import hash_content
+from spectr_jax.io.model_files import hash_content
 from spectr_jax.io.tokenizer import TokenizerBase
 
 _PARTS = 'round', 'draft', 'target', 'verification', 'rest'  # of `seconds_per_round`

@@ -36,7 +36,7 @@ from spectr_jax.auto.trial import Batches, take_keys
 from spectr_jax.draft import as_drafter, lookup_corpus
 from spectr_jax.draft.vocabulary_drafter import VocabularyDrafter
 from spectr_jax.io.fit_draft import describe_vocabulary
-from spectr_jax.io.heads.load import HeadFiles, open_head
+from spectr_jax.io.heads.head_files import HeadFiles, open_head
 from spectr_jax.io.tokenizer import TokenizerBase, first_difference
 from spectr_jax.kernels import native
 from spectr_jax.kernels.int8 import BLOCKS

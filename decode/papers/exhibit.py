@@ -23,7 +23,7 @@ from decode.plots import Bars
 from decode.study import Row, Value, lasts, markdown, table, to_csv, to_plain
 from spectr_jax.auto.trial import Notify
 from spectr_jax.engine.program_memory import describe_groups
-from spectr_jax.io.load import open_model
+from spectr_jax.io.model_files import open_model
 from spectr_jax.io.tokenizer import check_same_tokens
 
 # Sources of numbers: names of rows, and prefixes of columns.
