@@ -82,7 +82,7 @@ _MUTANTS = (
   ('engine_eos', 'spectr_jax/engine/loop.py', 'has_eos = jnp.any(is_eos, axis=1)', 'has_eos = is_eos[:, -1]',
    'engine/generate_test.py'),
   ('engine_limit', 'spectr_jax/engine/loop.py', 'jnp.minimum(count, state.limits - result.lengths)',
-   'jnp.minimum(count, decoder.num_slots - result.lengths)', 'engine/generate_test.py'),
+   'jnp.minimum(count, decoder.result_size - result.lengths)', 'engine/generate_test.py'),
   ('engine_refill', 'spectr_jax/engine/reading.py', 'constrain(decoder, replaced)',
    'constrain(decoder, dataclasses.replace(replaced, verifier_state=state.verifier_state))', 'engine/refill_test.py'),
   ('engine_keys', 'spectr_jax/engine/loop.py',

@@ -195,7 +195,7 @@ def _record(
   count = jnp.minimum(count, state.limits - result.lengths).astype(jnp.int32)
   count = jnp.where(state.is_done | (failures != 0), 0, count)
   is_kept = places < count[:, None]
-  slots = jnp.where(is_kept, result.lengths[:, None] + places, decoder.num_slots)
+  slots = jnp.where(is_kept, result.lengths[:, None] + places, decoder.result_size)
   lengths = result.lengths + count
   # An EOS beyond the limit makes no difference, because the limit has ended its row.
   is_done = state.is_done | has_eos | (lengths >= state.limits)
