@@ -29,7 +29,7 @@ def take_keys(keys: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class Batches:
+class BatchedDecoding:
   """Models on their devices, and P prompts that are decoded in batches."""
 
   target: Model
