@@ -15,7 +15,7 @@ from benchmarks import timing
 from configs import head as head_experiment
 from spectr_jax import Drafter, Model
 from spectr_jax.draft import head_drafter, one_pass_drafter
-from spectr_jax.io.hub.load import read_hub_config
+from spectr_jax.io.hub.hub_model import read_hub_config
 from spectr_jax.kernels import native
 from spectr_jax.kernels.int8 import BLOCKS
 from spectr_jax.methods import Method

@@ -38,8 +38,8 @@ from spectr_jax.aot.tpu_slices import describe_topology
 from spectr_jax.draft import head_drafter, one_pass_drafter
 from spectr_jax.engine.loop import PARTS, ROUNDS
 from spectr_jax.io.heads.head_sizes import EAGLE3_FIELDS, ONE_PASS_FIELDS, check_fields, head_config, one_pass_config
-from spectr_jax.io.hub.load import read_hub_config
-from spectr_jax.io.load import files_of, hub_folder
+from spectr_jax.io.hub.hub_model import read_hub_config
+from spectr_jax.io.model_files import files_of, hub_folder
 from spectr_jax.kernels.filters import FILTERS, FILTERS_BY_NAME
 from spectr_jax.kernels.thresholds import THRESHOLD_PASSES, THRESHOLDS
 from spectr_jax.methods import Method, get_method

@@ -27,10 +27,10 @@ from common.printable import printable
 from decode.experiment.auto_choice import speeds_of
 from decode.experiment.console import show_progress
 from decode.experiment.drafting import budget_of, define_budget
+from decode.experiment.exports import OPTIONS, describe_continuation, describe_prompt, describe_run
 from decode.experiment.generation_file import GenerationFile, check_parts, part_path, write_index
 from decode.experiment.latency import CompilingClock
 from decode.experiment.options import DecodeOptions
-from decode.experiment.records import OPTIONS, describe_continuation, describe_prompt, describe_run
 from decode.experiment.settings import only_setting
 from decode.experiment.workload import Workload
 from spectr_jax import ChoiceProbs, Request, generate_many

@@ -11,7 +11,7 @@ from absl import flags
 
 from common import command_line, help_text, processes
 from common.output_files import OutputFiles
-from decode.experiment import records, report
+from decode.experiment import exports, report
 from decode.experiment.console import show_progress
 from decode.experiment.drafting import default_drafting
 from decode.experiment.model_options import SHIPPED_TARGET, choose_draft
@@ -64,7 +64,7 @@ def decode():
     with show_progress() as notify:
       run = run_decode(options, notify)
     is_table = (_OUTPUT.value or '').endswith('.csv')
-    contents = {'output': (records.to_csv if is_table else records.to_json)(run), 'generations': records.to_jsonl(run)}
+    contents = {'output': (exports.to_csv if is_table else exports.to_json)(run), 'generations': exports.to_jsonl(run)}
     more = _MORE if 'method' not in values and any(each.tree.num_nodes for each in run.settings) else ''
     outputs.write_after(lambda: report.print_report(run, more=more), **contents)
 

@@ -20,7 +20,7 @@ from decode.experiment.prompt_options import SHIPPED_PROMPTS
 from decode.experiment.prompt_sets import split_set
 from decode.papers.exhibit import LISTS, SIZES, Request
 from decode.papers.exhibits import EXHIBITS, FIGURES, TABLES
-from spectr_jax.io.load import files_of
+from spectr_jax.io.model_files import files_of
 
 _SHIPPED = 'shipped'
 _ALL = 'all'

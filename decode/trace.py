@@ -28,7 +28,7 @@ from decode.trace_page.data import describe_trace
 from spectr_jax import METHODS, TokenTree
 from spectr_jax.auto.trial import Notify
 from spectr_jax.engine import make_judge, trace_decode
-from spectr_jax.methods import Method, get_method
+from spectr_jax.methods import Guesses, Method, get_method
 
 MAX_BYTES = 1_000_000
 _PAGE = pathlib.Path(__file__).parent / 'trace_page'
@@ -38,18 +38,18 @@ _USUAL = (
 )  # fmt: skip
 
 
-def choose_others(names: tuple[str, ...], method: Method, tree: TokenTree, **kinds: bool) -> list[str]:
+def choose_others(names: tuple[str, ...], method: Method, tree: TokenTree, guesses: Guesses | None = None) -> list[str]:
   """The named methods, or of a default list all, that can judge the drafts of a run.
 
-  `kinds` says whether drafts are given, and beside drawn ones, as for `make_judge`. A named method that does not exist
-  or cannot judge these drafts is a `ValueError`.
+  `guesses` is the kind of the drafts, as for `make_judge`. A named method that does not exist or cannot judge these
+  drafts is a `ValueError`.
   """
   for name in names:
-    make_judge(get_method(name), method, tree, **kinds)
+    make_judge(get_method(name), method, tree, guesses)
   others = []
   for name in names or _USUAL:
     try:
-      make_judge(METHODS[name], method, tree, **kinds)
+      make_judge(METHODS[name], method, tree, guesses)
     except ValueError:
       continue
     if name != method.name and name not in others:
@@ -85,8 +85,7 @@ def record_trace(options: DecodeOptions, compare: tuple[str, ...] = (), notify: 
   setting = only_setting(options)
   if not setting.tree.num_nodes:
     raise ValueError(f'{setting.method.name} drafts nothing: there is nothing to trace')
-  guesses = options.models.guesses
-  others = choose_others(compare, setting.method, setting.tree, gives=guesses.gives, mixes=guesses.mixes)
+  others = choose_others(compare, setting.method, setting.tree, options.models.guesses)
   unused = 'mesh', 'num_seeds', 'num_samples', 'stop', 'logprobs'
   options.check_unused(unused, 'decode.trace, which shows whole rounds of one seed and sample on one device')
   notify('loading', 0, 1)

@@ -31,7 +31,7 @@ class CopyingDrafter(Drafter):
 
   vocab_size: int = dataclasses.field(metadata={'static': True})
   reads_tokens = True
-  gives = True
+  has_given_candidates = True
 
   def propose(self, state, context, request):
     """A chain of copied tokens for every row."""

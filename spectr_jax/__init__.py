@@ -45,10 +45,10 @@ if TYPE_CHECKING:
   from spectr_jax.io.compilation_cache import cache_programs
   from spectr_jax.io.constraints import compile_constraint
   from spectr_jax.io.fit_draft import fit_draft
-  from spectr_jax.io.heads.load import load_drafter
+  from spectr_jax.io.heads.head_files import load_drafter
   from spectr_jax.io.heads.save import save_drafter
   from spectr_jax.io.hub.save import save_model
-  from spectr_jax.io.load import load_model
+  from spectr_jax.io.model_files import load_model
   from spectr_jax.io.text_stream import TextStream
   from spectr_jax.io.tokenizer import Tokenizer
 
@@ -79,8 +79,8 @@ _LAZY: dict[str, tuple[str, str | None]] = {
   'cache_programs': ('spectr_jax.io.compilation_cache', 'cache_programs'),
   'compile_constraint': ('spectr_jax.io.constraints', 'compile_constraint'),
   'fit_draft': ('spectr_jax.io.fit_draft', 'fit_draft'),
-  'load_drafter': ('spectr_jax.io.heads.load', 'load_drafter'),
-  'load_model': ('spectr_jax.io.load', 'load_model'),
+  'load_drafter': ('spectr_jax.io.heads.head_files', 'load_drafter'),
+  'load_model': ('spectr_jax.io.model_files', 'load_model'),
   'save_drafter': ('spectr_jax.io.heads.save', 'save_drafter'),
   'save_model': ('spectr_jax.io.hub.save', 'save_model'),
   'testing': ('spectr_jax.testing', None),

@@ -112,9 +112,9 @@ class Method:
 class Guesses:
   """The kind of a draft's guesses where there is no `Drafter` yet: declarations of one."""
 
-  gives: bool = False
-  mixes: bool = False
-  grows: bool = False
+  has_given_candidates: bool = False
+  has_mixed_positions: bool = False
+  has_grown_trees: bool = False
   feature_layers: tuple[int, ...] = ()
   max_depth: int | None = None
 
@@ -146,14 +146,16 @@ def why_not(method: Method, tree: TokenTree | None = None, drafter: Drafter | Gu
     return ''
   if tree is not None and drafter.max_depth is not None and tree.max_depth > drafter.max_depth:
     return f'this drafter guesses {drafter.max_depth} tokens ahead, and the tree is {tree.max_depth} deep'
-  if tree is not None and drafter.grows != tree.is_grown:
-    does = (
-      'grows trees of its own: give it bounds, TokenTree.slots' if drafter.grows else 'drafts one tree for all rows'
-    )
-    return f'this drafter {does}; the tree {"has" if tree.is_grown else "has no"} rows with parents of their own'
-  if drafter.gives and not method.takes_given:
+  if tree is not None and drafter.has_grown_trees != tree.is_grown:
+    if drafter.has_grown_trees:
+      return (
+        'this drafter grows trees of its own: give it bounds, TokenTree.slots; the tree has no rows with parents of'
+        ' their own'
+      )
+    return 'this drafter drafts one tree for all rows; the tree has rows with parents of their own'
+  if drafter.has_given_candidates and not method.takes_given:
     return f'{name} takes drawn candidates only, and this draft gives some that are not drawn'
-  if drafter.mixes and not method.takes_mixed:
+  if drafter.has_mixed_positions and not method.takes_mixed:
     return f'{name} takes positions with given candidates or with drawn ones, and this draft mixes them'
   if drafter.feature_layers and method.needs_constant_draft:
     return (

@@ -121,7 +121,7 @@ class KVCache:
     whole round needs.
     """
     num_new, dtype = key.shape[1], self.keys[layer].dtype
-    new_keys, new_values = (x.astype(dtype) for x in slots_of(key, value))
+    new_keys, new_values = (x.astype(dtype) for x in in_cache_layout(key, value))
     if not self.pending_keys:
       if num_new == num_pending_slots:
         return new_keys, new_values
@@ -169,7 +169,7 @@ class KVCache:
     return dataclasses.replace(self, lengths=lengths)
 
 
-def slots_of(key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
+def in_cache_layout(key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
   """Keys `[B, H, head_dim, N]` and values `[B, H, N, head_dim]`, as in caches, of both as `[B, N, H, head_dim]`."""
   return jnp.transpose(key, (0, 2, 3, 1)), jnp.transpose(value, (0, 2, 1, 3))
 

@@ -18,8 +18,8 @@ import tokenizers
 from hub_specs import SPECS
 
 from spectr_jax import Tokenizer, load_model, save_model
-from spectr_jax.io import load
-from spectr_jax.io.load import files_of, hash_content
+from spectr_jax.io import model_files
+from spectr_jax.io.model_files import files_of, hash_content
 from spectr_jax.models import causal_lm, table, transformer
 from spectr_jax.models.causal_lm import lm1b_config
 
@@ -302,7 +302,7 @@ def folder(tmp_path):
 
 @pytest.mark.parametrize('part', [2**26, 1000, 1])
 def test_every_byte_counts_whatever_its_part(folder, monkeypatch, part):
-  monkeypatch.setattr(load, '_PART', part)
+  monkeypatch.setattr(model_files, '_PART', part)
   before = hash_content(folder)
   assert len(before) == 16
   path = folder / 'model.safetensors'

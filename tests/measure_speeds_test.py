@@ -14,7 +14,7 @@ from spectr_jax.auto import measurement
 from spectr_jax.auto.observation import Observation, Speed
 from spectr_jax.auto.search import promised_speeds, search
 from spectr_jax.auto.setting import baseline_of
-from spectr_jax.auto.trial import Batches
+from spectr_jax.auto.trial import BatchedDecoding
 from spectr_jax.draft.model_drafter import ModelDrafter
 from spectr_jax.models.table import table_model
 
@@ -169,7 +169,7 @@ def test_seconds_are_those_of_the_first_observation(monkeypatch):
     return clock.now
 
   monkeypatch.setattr(measurement, 'time', types.SimpleNamespace(perf_counter=look))
-  prompts = Batches(_DRAFT, _DRAFT, np.array([[1, 0], [2, 3], [1, 1]]), np.array([1, 2, 2]), 2, 6)
+  prompts = BatchedDecoding(_DRAFT, _DRAFT, np.array([[1, 0], [2, 3], [1, 1]]), np.array([1, 2, 2]), 2, 6)
   alone = auto.default_settings(None)[0]
   keys = jax.random.split(jax.random.key(0, impl='threefry2x32'), 3)
   timer = measurement.Timer(prompts, lambda number: keys, alone, lambda what: None)

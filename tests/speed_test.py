@@ -20,8 +20,8 @@ from benchmarks.speed_models import UNVERIFIED, Models
 from spectr_jax import Decoder, TokenTree
 from spectr_jax.engine.result import FAILED_DRAFT
 from spectr_jax.io.hub.families import read_spec
+from spectr_jax.io.hub.hub_model import read_hub_config
 from spectr_jax.io.hub.hub_tokenizer import load_hub_tokenizer
-from spectr_jax.io.hub.load import read_hub_config
 from spectr_jax.models import head
 from spectr_jax.models.causal_lm import causal_lm
 from spectr_jax.models.param_shapes import init_params

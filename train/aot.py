@@ -27,7 +27,7 @@ from spectr_jax.aot.cost import COLLECTIVE_SECONDS
 from spectr_jax.aot.hlo_report import ProgramReport, measure
 from spectr_jax.aot.kernels import take_schedules
 from spectr_jax.aot.tpu_slices import describe_topology
-from spectr_jax.io.hub.load import read_hub_config
+from spectr_jax.io.hub.hub_model import read_hub_config
 from spectr_jax.kernels.dispatch import tracing_for
 from spectr_jax.models.param_shapes import param_shapes
 from spectr_jax.sharding import shardings

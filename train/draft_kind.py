@@ -12,7 +12,7 @@ import numpy as np
 from etils import epath
 
 from spectr_jax import Drafter, Model, load_drafter, save_drafter
-from spectr_jax.io.load import ModelFiles
+from spectr_jax.io.model_files import ModelFiles
 from spectr_jax.io.new_files import check_new_folder
 from spectr_jax.io.tokenizer import TokenizerBase
 from spectr_jax.io.untrusted import LARGE, Kind, object_of, read_object

@@ -16,7 +16,7 @@ from spectr_jax.draft import model_drafter
 from spectr_jax.io.hub.families import read_spec, spec_of_layers
 from spectr_jax.io.hub.hub_tokenizer import HubTokenizer
 from spectr_jax.io.hub.save import FILES, save_hub_model
-from spectr_jax.io.load import ModelFiles, open_model
+from spectr_jax.io.model_files import ModelFiles, open_model
 from spectr_jax.io.tokenizer import TokenizerBase, check_same_tokens
 from spectr_jax.io.untrusted import whole
 from spectr_jax.models.causal_lm import causal_lm, hidden_states

@@ -13,7 +13,7 @@ from spectr_jax import Model
 from spectr_jax.draft import head_drafter
 from spectr_jax.draft.head_drafter import config_of
 from spectr_jax.io.heads.head_sizes import EAGLE3_FIELDS, head_config
-from spectr_jax.io.load import ModelFiles
+from spectr_jax.io.model_files import ModelFiles
 from spectr_jax.kernels.products import accumulation_dtype
 from spectr_jax.models import causal_lm, head
 from spectr_jax.models.causal_lm_config import CausalLMConfig

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from common import command_line
 from common.text_files import Files
-from spectr_jax.io.load import load_own
+from spectr_jax.io.model_files import load_own
 from spectr_jax.models.causal_lm import config_of
 from spectr_jax.sharding import DATA
 from train.input_pipeline import PackedText, encode_documents

@@ -20,8 +20,8 @@ from orbax.checkpoint import multihost
 
 from spectr_jax import Drafter, Model
 from spectr_jax.io.checksums import content_hash
-from spectr_jax.io.heads.load import output_head_rows
-from spectr_jax.io.load import ModelFiles, open_model
+from spectr_jax.io.heads.head_files import output_head_rows
+from spectr_jax.io.model_files import ModelFiles, open_model
 from spectr_jax.io.new_files import writing
 from spectr_jax.io.tokenizer import TokenizerBase
 from spectr_jax.io.untrusted import Kind, real, whole

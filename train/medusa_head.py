@@ -13,7 +13,7 @@ import numpy as np
 from spectr_jax import Drafter, Model
 from spectr_jax.draft import medusa_drafter
 from spectr_jax.draft.medusa_drafter import MedusaConfig, config_of, head_output, output_kernel, param_shapes
-from spectr_jax.io.load import ModelFiles
+from spectr_jax.io.model_files import ModelFiles
 from spectr_jax.io.untrusted import whole
 from spectr_jax.models.causal_lm_config import CausalLMConfig
 from train.draft_kind import Head, cast

@@ -18,7 +18,7 @@ from spectr_jax import Model
 from spectr_jax.draft import one_pass_drafter
 from spectr_jax.draft.one_pass_drafter import config_of
 from spectr_jax.io.heads.head_sizes import ONE_PASS_FIELDS, one_pass_config
-from spectr_jax.io.load import ModelFiles
+from spectr_jax.io.model_files import ModelFiles
 from spectr_jax.models import causal_lm, one_pass
 from spectr_jax.models.causal_lm_config import CausalLMConfig
 from spectr_jax.models.one_pass_config import OnePassConfig

@@ -19,7 +19,7 @@ from common.progress_bar import ProgressBar
 from spectr_jax import Model, Tokenizer, load_model, save_model
 from spectr_jax.io.checksums import content_hash
 from spectr_jax.io.hub.save import FILES
-from spectr_jax.io.load import load_own
+from spectr_jax.io.model_files import load_own
 from spectr_jax.io.new_files import check_new_folder
 from spectr_jax.io.tokenizer import first_difference
 from spectr_jax.io.untrusted import Kind, whole

@@ -11,9 +11,9 @@ from etils import epath
 
 from common.json_file import load_ours
 from common.output_files import OutputFiles
+from decode.experiment.exports import hash_constraint
 from decode.experiment.model_options import AUTO_GRID
 from decode.experiment.options import DecodeOptions
-from decode.experiment.records import hash_constraint
 from decode.experiment.settings import settings_of
 from decode.experiment.workload import Workload
 from spectr_jax import METHODS, Drafter

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from common.json_file import load_ours, save_ours, typed
-from decode.experiment.records import OPTIONS
+from decode.experiment.exports import OPTIONS
 from spectr_jax.io.new_files import check_writable, lock, resolved, writing
 from spectr_jax.io.untrusted import is_remote, parse_json, shown
 

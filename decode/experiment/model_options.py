@@ -124,7 +124,7 @@ class ModelOptions:
   @property
   def guesses(self) -> Guesses:
     """The kind of the draft's guesses, as far as it is known before it is read."""
-    return Guesses(gives=self.has_lookup, mixes=self.has_lookup and bool(self.draft_model))
+    return Guesses(has_given_candidates=self.has_lookup, has_mixed_positions=self.has_lookup and bool(self.draft_model))
 
   def takes_tree(self, tree: str) -> bool:
     """Tells whether the draft can guess on a tree, as `--tree` names it."""

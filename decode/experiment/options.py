@@ -12,7 +12,7 @@ from common.text_files import Files
 from decode.experiment.model_options import AUTO, AUTO_GRID, SHIPPED_TARGET, MethodOptions, ModelOptions, choose_draft
 from decode.experiment.prompt_options import SHIPPED_PROMPTS, PromptOptions, SamplingOptions
 from decode.experiment.prompt_sets import split_set
-from spectr_jax.io.load import files_of
+from spectr_jax.io.model_files import files_of
 from spectr_jax.methods import check_fit, get_method, why_not
 
 RECORDS = ModelOptions, MethodOptions, SamplingOptions, PromptOptions

@@ -13,7 +13,7 @@ from common.printable import printable
 from decode import study
 from decode.experiment import metrics
 from decode.experiment.console import make_console
-from decode.experiment.results import DecodeRun, Measurement
+from decode.experiment.measurements import DecodeRun, Measurement
 from decode.experiment.workload import model_title
 from spectr_jax import TextStream
 from spectr_jax.auto import Speed

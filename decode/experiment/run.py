@@ -16,10 +16,10 @@ import spectr_jax
 from decode.experiment import latency
 from decode.experiment.auto_choice import speeds_of
 from decode.experiment.latency import CompilingClock
+from decode.experiment.measurements import DecodeRun, Measurement
 from decode.experiment.optimal_trees import choose_trees, read_acceptance
 from decode.experiment.options import DecodeOptions
 from decode.experiment.prompts import take_first
-from decode.experiment.results import DecodeRun, Measurement
 from decode.experiment.settings import Setting, expand
 from decode.experiment.workload import Pick, Workload
 from spectr_jax import Generation, TokenTree

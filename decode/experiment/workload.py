@@ -32,11 +32,11 @@ from spectr_jax import (
   lookup_beside,
   lookup_drafter,
 )
-from spectr_jax.auto.trial import Batches, take_keys
+from spectr_jax.auto.trial import BatchedDecoding, take_keys
 from spectr_jax.draft import as_drafter, lookup_corpus
 from spectr_jax.draft.vocabulary_drafter import VocabularyDrafter
 from spectr_jax.io.fit_draft import describe_vocabulary
-from spectr_jax.io.heads.load import HeadFiles, open_head
+from spectr_jax.io.heads.head_files import HeadFiles, open_head
 from spectr_jax.io.tokenizer import TokenizerBase, first_difference
 from spectr_jax.kernels import native
 from spectr_jax.kernels.int8 import BLOCKS
@@ -251,7 +251,7 @@ def _rows_of(batch_size: int, num_prompts: int, sharding: DecodeSharding | None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Workload(Batches):
+class Workload(BatchedDecoding):
   """Models and P prompts, with the models already sharded over the devices."""
 
   options: DecodeOptions

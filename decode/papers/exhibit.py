@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 from rich.console import Console
 
 from decode import plots
+from decode.experiment.measurements import DecodeRun
 from decode.experiment.model_options import split_draft
 from decode.experiment.options import DecodeOptions
 from decode.experiment.prompt_options import PromptOptions
 from decode.experiment.prompts import take_first, without_long
-from decode.experiment.results import DecodeRun
 from decode.experiment.run import run_decode
 from decode.experiment.settings import Setting
 from decode.experiment.workload import Pick, find_head, model_title, portable
@@ -23,7 +23,7 @@ from decode.plots import Bars
 from decode.study import Row, Value, lasts, markdown, table, to_csv, to_plain
 from spectr_jax.auto.trial import Notify
 from spectr_jax.engine.program_memory import describe_groups
-from spectr_jax.io.load import open_model
+from spectr_jax.io.model_files import open_model
 from spectr_jax.io.tokenizer import check_same_tokens
 
 # Sources of numbers: names of rows, and prefixes of columns.

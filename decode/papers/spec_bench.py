@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from decode.experiment import metrics
+from decode.experiment.measurements import DecodeRun
 from decode.experiment.model_options import AUTO
 from decode.experiment.options import fitting
 from decode.experiment.prompt_options import PromptOptions
 from decode.experiment.prompt_sets import SPEC_BENCH_TASKS
 from decode.experiment.prompts import Prompt, take_evenly
-from decode.experiment.results import DecodeRun
 from decode.experiment.settings import Setting
 from decode.papers import published
 from decode.papers.exhibit import (

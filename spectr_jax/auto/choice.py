@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 from spectr_jax.auto.measurement import time_settings
 from spectr_jax.auto.observation import Speed
 from spectr_jax.auto.setting import Setting, default_settings
-from spectr_jax.auto.trial import Batches, Notify
+from spectr_jax.auto.trial import BatchedDecoding, Notify
 from spectr_jax.constraint import Constraint
 from spectr_jax.draft import Drafter, as_drafter
 from spectr_jax.engine import checks
@@ -68,7 +68,7 @@ def measure_speeds(
   if sharding is not None:
     target, drafter = sharding.put_models(target, drafter)
   batch_size = min(batch_size, len(tokens))
-  trial = Batches(
+  trial = BatchedDecoding(
     target=target,
     draft=drafter,
     tokens=tokens,

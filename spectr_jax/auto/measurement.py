@@ -16,7 +16,7 @@ import numpy as np
 from spectr_jax.auto.observation import Observation, Speed
 from spectr_jax.auto.search import MOST_OF_SHORT, MOST_SETTINGS, search
 from spectr_jax.auto.setting import Setting, baseline_among
-from spectr_jax.auto.trial import Batches, Notify
+from spectr_jax.auto.trial import BatchedDecoding, Notify
 from spectr_jax.engine.loop import decode_rounds
 from spectr_jax.engine.program_memory import make_room
 from spectr_jax.engine.result import Generation
@@ -33,7 +33,7 @@ KeysFn = Callable[[int], jax.Array]  # the keys [P] of pass 0, 1, 2 and so on ov
 class Timer:
   """Decodes prompts with settings and measures them."""
 
-  prompts: Batches
+  prompts: BatchedDecoding
   keys_fn: KeysFn
   baseline: Setting
   notify: Callable[[str], None]
@@ -89,7 +89,7 @@ def observation_of(runs: Sequence[tuple[float, float, Generation]], scale: float
 
 
 def time_settings(
-  prompts: Batches,
+  prompts: BatchedDecoding,
   keys_fn: KeysFn,
   settings: Sequence[Setting],
   notify: Notify,

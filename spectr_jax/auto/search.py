@@ -117,8 +117,8 @@ def search(
     see(left[int(promised.argmax())])
   if drafting := [each for each in seen if each.tree.num_nodes]:
     fastest = max(drafting, key=speed)
-    grows = fastest.growth is not None and not fastest.growth.threshold
-    alike = [fastest.with_threshold(threshold) for threshold in _THRESHOLDS if grows]
+    has_thresholds = fastest.growth is not None and not fastest.growth.threshold
+    alike = [fastest.with_threshold(threshold) for threshold in _THRESHOLDS if has_thresholds]
     alike += by_tree[fastest.tree, fastest.growth]
     for setting in [each for each in alike if each not in seen][: min(most // 4, most - len(seen))]:
       see(setting)

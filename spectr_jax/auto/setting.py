@@ -71,9 +71,9 @@ class Setting:
 
   def guesses(self, draft: Drafter | Guesses) -> Guesses:
     """The kind of guesses that a draft makes on the tree."""
-    gives = draft.gives or (self.growth is not None and self.growth.gives)
-    grows = draft.grows or self.growth is not None
-    return Guesses(gives, draft.mixes, grows, draft.feature_layers, draft.max_depth)
+    has_given = draft.has_given_candidates or (self.growth is not None and self.growth.has_given_candidates)
+    has_grown = draft.has_grown_trees or self.growth is not None
+    return Guesses(has_given, draft.has_mixed_positions, has_grown, draft.feature_layers, draft.max_depth)
 
   def with_threshold(self, threshold: float) -> Self:
     """The setting with another threshold of its growing trees; ValueError if they do not grow."""
@@ -112,12 +112,12 @@ def fitting(
     if reason:
       reasons.setdefault(method.name, reason)
       continue
-    if is_greedy and setting.growth is not None and setting.growth.gives:
+    if is_greedy and setting.growth is not None and setting.growth.has_given_candidates:
       if (tree, setting.growth) in given:
         continue
       given.add((tree, setting.growth))
     is_single = tree.num_nodes > 0 and tree.is_chain
-    if draft.mixes or not (is_single and method.max_drafts is None and not method.is_seed_exact):
+    if draft.has_mixed_positions or not (is_single and method.max_drafts is None and not method.is_seed_exact):
       fit.append(setting)
   if reasons and not any(each.tree.num_nodes for each in fit):
     raise ValueError(collections.Counter(reasons.values()).most_common(1)[0][0])
@@ -133,7 +133,7 @@ def default_settings(draft: Model | Drafter | None, *, is_greedy: bool = False) 
   drafter, settings = as_drafter(draft), [Setting(METHODS['autoregressive'])]
   if drafter is None:
     return settings
-  may_grow = is_greedy and not drafter.gives and not drafter.mixes
+  may_grow = is_greedy and not drafter.has_given_candidates and not drafter.has_mixed_positions
   sizes = [(1, 1), *((k, length) for length in DRAFT_LENGTHS for k in ((1,) if may_grow else NUM_DRAFTS))]
   for method in METHODS.values():
     if method.max_drafts != 0:

@@ -29,7 +29,7 @@ def take_keys(keys: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class Batches:
+class BatchedDecoding:
   """Models on their devices, and P prompts that are decoded in batches."""
 
   target: Model
@@ -62,9 +62,9 @@ class Batches:
 
   @property
   def is_mixed(self) -> bool:
-    """True if the draft gives guesses beside drawn ones."""
+    """True if given candidates of the draft stand beside drawn ones."""
     drafter = as_drafter(self.draft)
-    return drafter is not None and drafter.mixes
+    return drafter is not None and drafter.has_mixed_positions
 
   def decoder(self, setting: Setting, *, statistics: bool = False) -> Decoder:
     """The decoder of a setting, with statistics of the positions visited if asked for."""

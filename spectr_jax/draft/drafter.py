@@ -93,12 +93,12 @@ class Growth(abc.ABC):
   A frozen dataclass, registered as a pytree, whose leaves are its parameters.
 
   Attributes:
-    gives: Whether its guesses are given (`Proposal.is_given`) and not drawn.
+    has_given_candidates: Whether its guesses are given (`Proposal.is_given`) and not drawn.
     reads_estimates: Whether it reads the drafter's own estimates of acceptance, which few drafters make
       (`DrawingDrafter.estimates`).
   """
 
-  gives: bool = False
+  has_given_candidates: bool = False
   reads_estimates: bool = False
 
   def sampling(self, sampling: SamplingParams) -> SamplingParams:
@@ -151,13 +151,13 @@ class Drafter(abc.ABC):
       alone (`DecodeSharding.drafts_alone`).
     feature_layers: The target's layers whose hidden states it reads, numbered as in `Model.features_fn`.
     kv_layers: The layers of the target's `KVCache` whose committed keys and values it reads.
-    gives: Whether candidates may be given in place of drawn (`Proposal.is_given`).
-    mixes: Whether given candidates stand beside drawn ones at a position; a drafter that mixes also gives.
-    may_pass: Whether rounds in which it has no guess for any row run the target on the last tokens alone. All
-      candidates must be given.
+    has_given_candidates: Whether candidates may be given in place of drawn (`Proposal.is_given`).
+    has_mixed_positions: Whether given candidates stand beside drawn ones at a position; `has_given_candidates` then.
+    can_skip_trees: Whether rounds in which it has no guess for any row run the target on the last tokens alone,
+      without the tree. All candidates must be given.
     can_truncate: Whether its state can go back to a beginning of its text. If not, `read` begins with `num_kept` 0.
     keeps_ends: Whether its state, if it can't, can be continued where it ends: `read` begins with all of it or none.
-    grows: Whether rows have trees of their own (`Proposal.parents`).
+    has_grown_trees: Whether rows have trees of their own (`Proposal.parents`).
     lookahead: How many tokens behind its own a slot of the caches in its state depends on: 0 for a model, 1 for a head
       that reads the next token. Such caches can be kept beyond their row, and `read` rebuilds the rest of the state.
       None for a state of another kind: then the drafter reads prompts that begin like a kept text from their start.
@@ -170,12 +170,12 @@ class Drafter(abc.ABC):
   reads_target: bool = False
   feature_layers: tuple[int, ...] = ()
   kv_layers: tuple[int, ...] = ()
-  gives: bool = False
-  mixes: bool = False
-  may_pass: bool = False
+  has_given_candidates: bool = False
+  has_mixed_positions: bool = False
+  can_skip_trees: bool = False
   can_truncate: bool = True
   keeps_ends: bool = False
-  grows: bool = False
+  has_grown_trees: bool = False
   lookahead: int | None = None
 
   def init(self, batch_size: int, cache_size: int) -> Any:

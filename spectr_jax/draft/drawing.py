@@ -34,12 +34,12 @@ class DrawingDrafter(Drafter):
   estimates = False
 
   @property
-  def gives(self) -> bool:
-    """True if the rule of growth gives guesses."""
-    return self.growth is not None and self.growth.gives
+  def has_given_candidates(self) -> bool:
+    """True if the rule of growth chooses its guesses and draws none."""
+    return self.growth is not None and self.growth.has_given_candidates
 
   @property
-  def grows(self) -> bool:
+  def has_grown_trees(self) -> bool:
     """True if there is a rule of growth."""
     return self.growth is not None
 
@@ -326,5 +326,5 @@ def _grow_tree(
     with jax.named_scope('depths'):
       state, _ = jax.lax.while_loop(goes_on, one_depth, (state, jnp.int32(depth)))
     first, depth = first + (end - depth) * width, end
-  is_given = state.parents >= 0 if growth.gives else None
+  is_given = state.parents >= 0 if growth.has_given_candidates else None
   return Proposal(state.tokens, state.probs, (), state.parents, is_given), state.carry

@@ -69,7 +69,7 @@ class Likeliest(Growth):
 
   temperature: jax.Array | float = 0.25
   threshold: jax.Array | float = 0.0
-  gives = True
+  has_given_candidates = True
 
   def sampling(self, sampling: SamplingParams) -> SamplingParams:
     """The rows' own parameters; for greedy rows the temperature alone, without filters."""
@@ -167,7 +167,7 @@ def growing(drafter: Drafter, growth: Growth) -> DrawingDrafter:
   Raises:
     ValueError: The drafter gives guesses of its own or grows trees already, or makes no estimates that the rule reads.
   """
-  if not isinstance(drafter, DrawingDrafter) or drafter.grows:
+  if not isinstance(drafter, DrawingDrafter) or drafter.has_grown_trees:
     raise ValueError('only a drafter that draws all guesses of one tree can be made to grow trees')
   if growth.reads_estimates and not drafter.estimates:
     name = type(growth).__name__

@@ -144,9 +144,9 @@ class LookupDrafter(Drafter):
   corpus: LookupCorpus | None
   lookup: Lookup = static_field()
   vocab_size: int = static_field()
-  may_pass: bool = static_field(True)  # whether the target runs on the last tokens alone where no row has a guess
+  can_skip_trees: bool = static_field(True)
   reads_tokens = True
-  gives = True
+  has_given_candidates = True
 
   def propose(self, state: Any, context: DraftContext, request: DraftRequest) -> Proposal:
     tokens = _allowed(self.lookup.guesses(context, request.tree, self.corpus), request)
@@ -164,8 +164,8 @@ class LookupBeside(Drafter):
   corpus: LookupCorpus | None
   lookup: Lookup = static_field()
   reads_tokens = True
-  gives = True
-  mixes = True
+  has_given_candidates = True
+  has_mixed_positions = True
 
   @property
   def vocab_size(self) -> int:
@@ -277,6 +277,6 @@ def lookup_beside(
   """
   drafter = model_drafter(draft) if isinstance(draft, Model) else draft
   _check_corpus(corpus, drafter.vocab_size)
-  if not isinstance(drafter, DrawingDrafter) or drafter.grows:
+  if not isinstance(drafter, DrawingDrafter) or drafter.has_grown_trees:
     raise ValueError('lookup stands beside a drafter that draws all guesses of one tree, by draw_tree')
   return LookupBeside(drafter, corpus, Lookup(lookup_max, lookup_min, num_given))

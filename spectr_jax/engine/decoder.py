@@ -54,7 +54,7 @@ class Decoder:
     tree: The tree of every round, or the bounds of the rows' trees if the drafter grows them.
     max_new_tokens: int32 scalar, the most new tokens of a row; rows may have lower limits of their own.
     eos_ids: int32 scalars, ids that end a row, filled to a multiple of 4 by -1, which is no token.
-    num_slots: New tokens that a row of a result has room for, at least `max_new_tokens`.
+    result_size: New tokens that a row of a result has room for, at least `max_new_tokens`.
     cache_size: Committed tokens that a row can hold, those of the prompt included.
     has_statistics: Whether `Statistics` are counted.
     has_logprobs: Whether the log probabilities of new tokens are kept.
@@ -70,7 +70,7 @@ class Decoder:
   eos_ids: tuple[np.int32, ...]
   method: Method = static_field()
   tree: TokenTree = static_field()
-  num_slots: int = static_field()
+  result_size: int = static_field()
   cache_size: int = static_field()
   has_statistics: bool = static_field(False)
   has_logprobs: bool = static_field(False)
@@ -140,7 +140,7 @@ class Decoder:
       eos_ids=tuple(map(np.int32, [*eos_ids, *[-1] * (4 - len(eos_ids) % 4)])),
       method=method,
       tree=tree,
-      num_slots=buffer_size(max_new_tokens),
+      result_size=buffer_size(max_new_tokens),
       cache_size=cache_size,
       has_statistics=statistics and tree.num_nodes > 0,
       has_logprobs=logprobs,
@@ -283,7 +283,7 @@ def _classes_of(part: Any) -> tuple[type, ...]:
 def _default_tree(method: Method, drafter: Drafter | None) -> TokenTree:
   """A small tree that pays on most devices; which one pays best has to be measured."""
   depth = 4 if drafter is None or drafter.max_depth is None else min(4, drafter.max_depth)
-  if drafter is not None and drafter.grows:
+  if drafter is not None and drafter.has_grown_trees:
     return TokenTree.slots((method.max_drafts or 4,) * depth)
   return TokenTree.chains(min(2, method.max_drafts or 2), depth)
 
@@ -299,5 +299,7 @@ def _check_drafter(target: Model, drafter: Drafter | None, method: Method, tree:
       ' makes a drafter of a model with another tokenizer'
     )
   check_fit(method, tree, drafter)
-  if drafter.may_pass and (drafter.mixes or not drafter.gives):
-    raise ValueError('a drafter with may_pass must give all its candidates: it declares gives and not mixes')
+  if drafter.can_skip_trees and (drafter.has_mixed_positions or not drafter.has_given_candidates):
+    raise ValueError(
+      'a drafter with can_skip_trees must give all its candidates: has_given_candidates, not has_mixed_positions'
+    )

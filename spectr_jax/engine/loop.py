@@ -101,8 +101,8 @@ def propose(decoder: Decoder, state: DecodeState, keys: jax.Array) -> Proposal:
   with round_on_one_device(is_alone):
     proposal = guess(drafter, state.draft_state, state.draft_context(decoder), request)
   # The method was checked against the drafter's declarations, so proposals must agree with them.
-  for field, declared, is_declared in (('is_given', 'gives', drafter.gives), ('parents', 'grows', drafter.grows)):
-    if (getattr(proposal, field) is not None) != is_declared:
+  for field, declared in (('is_given', 'has_given_candidates'), ('parents', 'has_grown_trees')):
+    if (getattr(proposal, field) is not None) != (is_declared := getattr(drafter, declared)):
       raise ValueError(f'the drafter declares {declared}={is_declared}, but its proposals have another {field}')
   return proposal
 
@@ -195,7 +195,7 @@ def _record(
   count = jnp.minimum(count, state.limits - result.lengths).astype(jnp.int32)
   count = jnp.where(state.is_done | (failures != 0), 0, count)
   is_kept = places < count[:, None]
-  slots = jnp.where(is_kept, result.lengths[:, None] + places, decoder.num_slots)
+  slots = jnp.where(is_kept, result.lengths[:, None] + places, decoder.result_size)
   lengths = result.lengths + count
   # An EOS beyond the limit makes no difference, because the limit has ended its row.
   is_done = state.is_done | has_eos | (lengths >= state.limits)
@@ -216,6 +216,15 @@ def _record(
     logprobs=logprobs[0] if logprobs else None,
   )
   return result, is_done
+
+
+def _after_logits(num_committed: jax.Array, verdict: Verdict) -> jax.Array:
+  """`num_committed` `[B]` as it is, but for the compiler a result of the logits, also without a draft.
+
+  Writes to the caches take it, so the compiler sees that they follow all reads, and copies no cache.
+  """
+  is_negative = verdict.next_token < 0  # never: the compiler does not know that tokens count from 0
+  return jnp.where(is_negative, 0, num_committed)
 
 
 @jax.named_scope(COMMIT)
@@ -241,10 +250,7 @@ def commit(
     result = dataclasses.replace(result, statistics=result.statistics + visited)
   path = jnp.pad(verdict.path, ((0, 0), (1, 0)))
   # What the text does not keep, behind EOS or the limit, is not committed either: recurrent states cannot go back.
-  # No token is negative. The comparison makes every write to the caches depend on the logits, also without a draft, so
-  # the compiler sees that the caches are written after they were read, and copies none.
-  never = verdict.next_token < 0
-  num_committed = jnp.where(never, 0, result.lengths - state.result.lengths)
+  num_committed = _after_logits(result.lengths - state.result.lengths, verdict)
   is_new = jnp.arange(tokens.shape[1]) < num_committed[:, None]
   state = dataclasses.replace(
     _extend_context(state, output, tokens, path, num_committed),
@@ -305,7 +311,7 @@ def run_round(decoder: Decoder, state: DecodeState, *, is_explained: bool = Fals
   return _over_rows(one, decoder, state, lambda state, row: (state, row))
 
 
-def _pass_round(decoder: Decoder, state: DecodeState) -> DecodeState:
+def _treeless_round(decoder: Decoder, state: DecodeState) -> DecodeState:
   """A round in which no row has a guess, as an autoregressive step: its tokens are those of `run_round`, up to
   rounding.
   """
@@ -345,9 +351,9 @@ def run_rounds(decoder: Decoder, state: DecodeState, num_rounds: jax.Array) -> D
     state, done_rounds = loop
     return constrain(decoder, run_round(decoder, state)[0]), done_rounds + 1
 
-  def advance_alone(loop):
+  def advance_without_tree(loop):
     state, done_rounds = loop
-    state = _over_rows(_pass_round, decoder, state, lambda state, row: state)
+    state = _over_rows(_treeless_round, decoder, state, lambda state, row: state)
     return constrain(decoder, state), done_rounds + 1
 
   def has_guess(loop):
@@ -357,13 +363,13 @@ def run_rounds(decoder: Decoder, state: DecodeState, num_rounds: jax.Array) -> D
 
   def advance_either(loop):
     # Two loops, and not two branches, which would copy the caches.
-    loop = jax.lax.while_loop(lambda loop: is_running(loop) & ~has_guess(loop), advance_alone, loop)
+    loop = jax.lax.while_loop(lambda loop: is_running(loop) & ~has_guess(loop), advance_without_tree, loop)
     return jax.lax.while_loop(lambda loop: is_running(loop) & has_guess(loop), advance, loop)
 
-  may_pass = decoder.drafter is not None and decoder.drafter.may_pass and decoder.tree.num_nodes > 0
+  can_skip_trees = decoder.drafter is not None and decoder.drafter.can_skip_trees and decoder.tree.num_nodes > 0
   with jax.named_scope(ROUNDS):
     start = state, jnp.zeros((), jnp.int32)
-    state, _ = jax.lax.while_loop(is_running, advance_either if may_pass else advance, start)
+    state, _ = jax.lax.while_loop(is_running, advance_either if can_skip_trees else advance, start)
   return state
 
 

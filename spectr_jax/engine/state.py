@@ -188,7 +188,7 @@ def first_state(decoder: Decoder, prompts: Prompts, held: Held) -> DecodeState:
     lambda x: jnp.broadcast_to(x, (batch_size, *jnp.shape(x))), decoder.method.verifier.init_state(tree)
   )
   zeros = jnp.zeros(batch_size, jnp.int32)
-  nothing = jnp.full((batch_size, decoder.num_slots), -1, jnp.int32)
+  nothing = jnp.full((batch_size, decoder.result_size), -1, jnp.int32)
   state = DecodeState(
     keys=prompts.keys,
     sampling=prompts.sampling,

@@ -103,16 +103,14 @@ class Trace:
   generation: Generation
 
 
-def make_judge(
-  method: Method, run_method: Method, tree: TokenTree, *, gives: bool = False, mixes: bool = False
-) -> Judge:
+def make_judge(method: Method, run_method: Method, tree: TokenTree, guesses: Drafter | Guesses | None = None) -> Judge:
   """The judge for a method on the drafts of another method's run.
 
   It judges the whole tree, or the first path of it if the method takes a single draft.
 
   Args:
     method, run_method, tree: The method that judges, and those of the run.
-    gives, mixes: Whether candidates may be given, and stand beside drawn ones at a position, as in `Drafter`.
+    guesses: The run's drafter or the kind of its guesses, given ones or given beside drawn ones; None if all are drawn.
 
   Raises:
     ValueError: The drafts were not drawn as the method needs them, it does not take given ones, it does not cover the
@@ -129,7 +127,9 @@ def make_judge(
     nodes, tree = np.array(first, np.int32), TokenTree.chains(1, len(first) - 1)
   if method.max_drafts == 0:
     raise ValueError(f'{method.name} drafts nothing: there is nothing to judge')
-  check_fit(method, tree, Guesses(gives=gives, mixes=mixes and not tree.is_chain))
+  guesses = Guesses() if guesses is None else guesses
+  is_mixed = guesses.has_mixed_positions and not tree.is_chain
+  check_fit(method, tree, Guesses(guesses.has_given_candidates, is_mixed))
   if method != run_method and jax.tree.leaves(method.verifier.init_state(tree)):
     raise ValueError(f'{method.name} keeps a state between rounds, which would be that of another text')
   return Judge(method, tree, nodes)
@@ -196,8 +196,8 @@ def trace_decode(
   if tree.is_grown:
     raise ValueError('a trace shows one tree for all rounds; this one grows with every round')
   prompt_tokens = checks.as_ids('the prompt', prompt, target.vocab_size)
-  kinds = {'gives': draft.gives, 'mixes': draft.mixes} if isinstance(draft, Drafter) else {}
-  judges = tuple(make_judge(get_method(each), method, tree, **kinds) for each in (method, *others))
+  guesses = draft if isinstance(draft, Drafter) else None
+  judges = tuple(make_judge(get_method(each), method, tree, guesses) for each in (method, *others))
   cache_size = choose_cache_size(target, draft, len(prompt_tokens) + max_new_tokens)
   sizes = {'max_new_tokens': max_new_tokens, 'cache_size': cache_size}
   constraints, numbers = numbered(constraint, 1)

@@ -23,7 +23,7 @@ from spectr_jax.kernels.layouts import heads_in_order
 from spectr_jax.kernels.matrices import JOINED, joined_in_loop, matmul, params_for_decoding
 from spectr_jax.kernels.products import accumulation_dtype, rounded, sum_of
 from spectr_jax.kernels.tpu import fused_layers
-from spectr_jax.model import KVCache, Model, ModelOutput, slots_of
+from spectr_jax.model import KVCache, Model, ModelOutput, in_cache_layout
 from spectr_jax.models import experts, functions, layers, recurrent
 from spectr_jax.models.causal_lm_config import ACTIVATIONS, CausalLMConfig, Rope
 from spectr_jax.models.causal_lm_config import lm1b_config as lm1b_config
@@ -140,7 +140,7 @@ def read_slots(
 def mix(config: CausalLMConfig, layer: int, query, key, value, visible, cache: KVCache | None, sinks=None):
   """The mixed values, see `read_slots`, and the layer's pending keys and values."""
   if cache is None:
-    keys, values = slots_of(key, value)
+    keys, values = in_cache_layout(key, value)
   else:
     keys, values = cache.append(layer, key, value, num_pending_slots=visible[0].shape[-1])
   return read_slots(config, layer, query, keys, values, visible, cache, sinks), keys, values

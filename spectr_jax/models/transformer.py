@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from spectr_jax.kernels.attention import attend_causally
-from spectr_jax.model import slots_of
+from spectr_jax.model import in_cache_layout
 from spectr_jax.models import causal_lm, layers
 from spectr_jax.models.causal_lm_config import CausalLMConfig
 from spectr_jax.models.param_shapes import param_shapes
@@ -55,7 +55,7 @@ class Transformer(nn.Module):
     def mix(config, layer, query, key, value, visible, cache):
       del config, layer, cache
       query, key, value = map(self.arrange_fn, (query, key, value))
-      keys, values = slots_of(key, value)
+      keys, values = in_cache_layout(key, value)
       return self.attend_fn(query, keys, values, visible[0]), keys, values
 
     def block(params: Mapping[str, Any], config, layer, x, rotation, visible, cache, **more):

@@ -85,9 +85,9 @@ class Slots:
 
   nodes: np.ndarray  # `[L + 1, W]`, the nodes of each depth; 0 where there is none
   is_node: np.ndarray  # bool `[L + 1, W]`
-  laws: np.ndarray  # `[L + 1, W]`, each node's row of `Proposal.probs`; -1 for nodes that cannot have children
+  parent_index: np.ndarray  # `[L + 1, W]`, each node's row of `Proposal.probs`; -1 for nodes that cannot have children
   of_nodes: np.ndarray  # `[N + 1]`, the slot of each node in its depth
-  of_laws: tuple[np.ndarray, np.ndarray]  # two `[R]`, depth and slot of the node before each row
+  of_parents: tuple[np.ndarray, np.ndarray]  # two `[R]`, depth and slot of the node before each row
 
 
 @functools.lru_cache(maxsize=64)
@@ -100,9 +100,9 @@ def _slots_within(bounds: TokenTree) -> Slots:
   return Slots(
     nodes=nodes,
     is_node=is_node,
-    laws=np.where(is_node, bounds.parent_index[nodes], -1),
+    parent_index=np.where(is_node, bounds.parent_index[nodes], -1),
     of_nodes=of_nodes,
-    of_laws=(bounds.depths[bounds.parent_nodes], of_nodes[bounds.parent_nodes]),
+    of_parents=(bounds.depths[bounds.parent_nodes], of_nodes[bounds.parent_nodes]),
   )
 
 

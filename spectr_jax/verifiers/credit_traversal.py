@@ -133,14 +133,14 @@ class CreditTraversal(RecordedVerifier, Generic[AnyPlan]):
     is_open = contexts.stands
     if uniforms is not None:
       is_open &= (uniforms < jnp.exp(log_credits)) | (jnp.arange(len(log_credits)) == 0)[:, None]
-    own = log_credits[slots.of_laws]
-    is_needed = is_open[slots.of_laws] & (slots.of_laws[0] > 0)
+    own = log_credits[slots.of_parents]
+    is_needed = is_open[slots.of_parents] & (slots.of_parents[0] > 0)
     excess = self._excess(tree, proposal, target_probs, plan, own, is_needed)
     total = excess - jnp.expm1(own)
     # With P = 1 and no excess, draft and target agree.
     is_agreed = total <= 0
     inner = jnp.where(is_agreed, 1, excess / jnp.where(is_agreed, 1, total))
-    rows = jnp.asarray(slots.laws)
+    rows = jnp.asarray(slots.parent_index)
     is_leaf = (rows < 0) | (plan.num_contestants[rows] == 0)
     probs = jnp.where(is_leaf, jnp.exp(log_credits), jnp.minimum(inner[rows], jnp.exp(log_credits)))
     probs = probs.at[0, 0].set(1)

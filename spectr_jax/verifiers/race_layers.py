@@ -93,8 +93,10 @@ class RaceLayers(DepthVerifier):
     dtype, num_rows = target_probs.dtype, len(proposal.probs)
     number = jnp.where(contexts.stands[:-1], contexts.num_candidates, 0)  # [L, W]
     of_rows = jnp.zeros(num_rows, jnp.int32)
-    is_law = slots.of_laws[0] < len(number)
-    of_rows = jnp.where(is_law, number[jnp.minimum(slots.of_laws[0], len(number) - 1), slots.of_laws[1]], of_rows)
+    is_inner = slots.of_parents[0] < len(number)
+    of_rows = jnp.where(
+      is_inner, number[jnp.minimum(slots.of_parents[0], len(number) - 1), slots.of_parents[1]], of_rows
+    )
 
     def masses_of(p, q):
       return race.masses(p, q, race.classes(p, q))
@@ -102,11 +104,11 @@ class RaceLayers(DepthVerifier):
     none = jnp.zeros((num_rows, race.num_classes, 2), dtype)
     by_class = map_needed(masses_of, of_rows > 0, none, law_rows(tree, proposal, target_probs))
     tokens = jnp.where(slots.is_node, jnp.maximum(proposal.tokens[slots.nodes - 1], 0), 0)[1:]
-    rows = jnp.take_along_axis(jnp.asarray(slots.laws[:-1]), contexts.above[1:], axis=1)
+    rows = jnp.take_along_axis(jnp.asarray(slots.parent_index[:-1]), contexts.above[1:], axis=1)
     p = proposal.probs[rows, tokens]
     q = target_probs[jnp.take_along_axis(jnp.asarray(slots.nodes[:-1]), contexts.above[1:], axis=1), tokens]
     own_class = race.classes(p, q)
-    own_rows = jnp.maximum(jnp.asarray(slots.laws[:-1]), 0)
+    own_rows = jnp.maximum(jnp.asarray(slots.parent_index[:-1]), 0)
     is_wide = slots.nodes.shape[1] > 1
 
     def next_layer(masses, layer):
@@ -139,7 +141,7 @@ class RaceLayers(DepthVerifier):
     with jax.named_scope('layers'):
       _, (below, scales) = jax.lax.scan(next_layer, root, layers)
     masses = jnp.concatenate([root[None], below])
-    scale = scales[slots.of_laws]
+    scale = scales[slots.of_parents]
     return contexts, _Layers(masses, scale, of_rows)
 
   def _together(self, own, is_same):
@@ -153,7 +155,7 @@ class RaceLayers(DepthVerifier):
   def _keep_probs(self, tree: Tree, proposal: Proposal, target_probs, contexts: Contexts, layers: _Layers):
     """h by slot, `[L + 1, W]`."""
     slots = slots_of(tree)
-    own = layers.masses[slots.of_laws]
+    own = layers.masses[slots.of_parents]
 
     def excess_of(p, q, mass, scale):
       return jnp.sum(positive_part(mass * q - self._picked(p, q, scale)))
@@ -162,7 +164,7 @@ class RaceLayers(DepthVerifier):
     laws = law_rows(tree, proposal, target_probs)
     with jax.named_scope('excess'):
       by_row = map_needed(excess_of, is_needed, jnp.zeros_like(own), laws, (own, layers.scale))
-    rows = jnp.asarray(slots.laws)
+    rows = jnp.asarray(slots.parent_index)
     is_leaf = (rows < 0) | (layers.number[rows] == 0)
     excess = jnp.where(contexts.stands, jnp.where(is_leaf, layers.masses, by_row[rows]), 0)
     unkept = self._unkept(layers.masses, excess)

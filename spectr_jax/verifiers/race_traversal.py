@@ -97,8 +97,8 @@ class RaceTraversal(CreditTraversal[_Races]):
   def _races(self, tree: Tree, proposal: Proposal, target_probs, contexts: Contexts) -> _Races:
     slots, dtype = slots_of(tree), target_probs.dtype
     guesses = jnp.where(slots.is_node, proposal.tokens[slots.nodes - 1], 0)
-    is_valid = contexts.is_candidate[slots.of_laws]
-    by_row = guesses[slots.of_laws[0] + 1]
+    is_valid = contexts.is_candidate[slots.of_parents]
+    by_row = guesses[slots.of_parents[0] + 1]
     given, is_given, of_rows, candidates = None, None, None, (by_row, is_valid)
     race = self.race if proposal.is_given is None else self.race.beside_given()
     # A single candidate is always picked, so the picked token has the draft's distribution.
@@ -106,13 +106,13 @@ class RaceTraversal(CreditTraversal[_Races]):
     number = contexts.num_candidates
     if proposal.is_given is not None:
       is_given = jnp.where(slots.is_node, proposal.is_given[slots.nodes - 1], False)
-      of_rows = is_valid & is_given[slots.of_laws[0] + 1]
+      of_rows = is_valid & is_given[slots.of_parents[0] + 1]
       candidates = (*candidates, of_rows)
       own_probs = jax.vmap(lambda node, tokens: target_probs[node, tokens])(tree.parent_nodes, jnp.maximum(by_row, 0))
       alone = jax.vmap(race.without_race)(own_probs, by_row, is_valid, of_rows)
       is_there = contexts.is_candidate & is_given[1:, None, :]
       number += jnp.any(is_there, axis=-1) - jnp.sum(is_there, axis=-1)
-    own = jnp.where(contexts.stands[slots.of_laws], number[slots.of_laws], 0)
+    own = jnp.where(contexts.stands[slots.of_parents], number[slots.of_parents], 0)
     laws = law_rows(tree, proposal, target_probs)
     picks, scale = alone
     if _may_race(contexts.is_candidate):
@@ -124,7 +124,7 @@ class RaceTraversal(CreditTraversal[_Races]):
       scale = scale[:, 1:]
     # By the slot of the candidate: the row of the context above, its own share, and the share of its token.
     above, stands = contexts.above[1:], contexts.stands[1:]
-    rows = jnp.take_along_axis(jnp.asarray(slots.laws[:-1]), above, axis=1)
+    rows = jnp.take_along_axis(jnp.asarray(slots.parent_index[:-1]), above, axis=1)
     width = above.shape[1]
     own_share = picks[rows, jnp.arange(width)]
     shares = jnp.sum(jnp.where(contexts.is_same[1:], own_share[:, None, :], 0), axis=-1)

@@ -73,12 +73,12 @@ class UniVer(CreditTraversal[_Shared]):
     last_child = jnp.zeros_like(parents).at[parents[1:]].max(jnp.arange(1, len(parents), dtype=parents.dtype))
     is_drawn = (slots.is_node & (nodes == last_child[parents[nodes]]))[1:]
     tokens = jnp.where(contexts.stands[1:], proposal.tokens[nodes[1:] - 1], 0)
-    below = slots.of_laws[0]
-    is_candidate = contexts.is_candidate[slots.of_laws]
+    below = slots.of_parents[0]
+    is_candidate = contexts.is_candidate[slots.of_parents]
     given = jnp.where(is_candidate & ~is_drawn[below], tokens[below], target_probs.shape[1])  # V indexes nothing
     left = self._left(tree, proposal, target_probs, given)
     # By the slot of the candidate: the row of the context above, and the probabilities there.
-    rows = jnp.take_along_axis(jnp.asarray(slots.laws[:-1]), contexts.above[1:], axis=1)
+    rows = jnp.take_along_axis(jnp.asarray(slots.parent_index[:-1]), contexts.above[1:], axis=1)
     q = target_probs[jnp.asarray(tree.parent_nodes)[rows], tokens]
     of_drawn = ratio(q, proposal.probs[rows, tokens] / left[rows])
     log_ratios = jnp.log(jnp.minimum(of_drawn, jnp.finfo(q.dtype).max))  # bounded, so that a credit of 0 stays 0
@@ -104,7 +104,7 @@ class UniVer(CreditTraversal[_Shared]):
         rest = *(x[num_wide:] for x in depths), jnp.zeros_like(q[num_wide:])
         levels.append(scan_depths(self._next_depth, log_credit, rest)[1])
     log_credits, is_before, masses = jax.tree.map(lambda *x: jnp.concatenate(x), *levels)
-    number = jnp.where(contexts.stands[slots.of_laws], jnp.sum(is_candidate, axis=1), 0)
+    number = jnp.where(contexts.stands[slots.of_parents], jnp.sum(is_candidate, axis=1), 0)
     plan = _Shared(is_before, number, masses, given, left)
     return contexts, plan, jnp.concatenate([root[None], log_credits])
 

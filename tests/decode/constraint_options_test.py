@@ -6,9 +6,9 @@ import re
 import commands
 import pytest
 
+from decode.experiment.exports import hash_constraint
 from decode.experiment.options import DecodeOptions
 from decode.experiment.prompt_options import SamplingOptions
-from decode.experiment.records import hash_constraint
 from spectr_jax import Tokenizer
 
 pytest.importorskip('outlines_core', reason='needs the extra grammar')

@@ -48,7 +48,7 @@ def test_results_say_what_head_it_was(options):
 
 def test_lookup_stands_beside_a_head(options):
   work = Workload.load(_with(options, draft=f'lookup+{options.models.draft}', method=('race',), max_new_tokens=6))
-  assert work.draft.mixes
+  assert work.draft.has_mixed_positions
   assert work.draft.feature_layers == (0, 1, -1)
   assert work.info['models']['draft']['head'] == 'EAGLE-3'
 

@@ -7,8 +7,8 @@ import shutil
 import pytest
 
 from decode.bulk import decode_bulk
+from decode.experiment.exports import OPTIONS
 from decode.experiment.options import FIELDS, DecodeOptions
-from decode.experiment.records import OPTIONS
 
 
 def test_every_option_has_its_part():

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from decode.experiment import records, report
+from decode.experiment import exports, report
 from decode.experiment.console import make_console
+from decode.experiment.measurements import DecodeRun, Measurement
 from decode.experiment.options import DecodeOptions
 from decode.experiment.prompts import Prompt
-from decode.experiment.results import DecodeRun, Measurement
 from decode.experiment.settings import expand
 
 
@@ -68,7 +68,7 @@ def test_deep_trees_fit_into_the_table(run, length, shown):
   run = dataclasses.replace(run, settings=[setting], measurements=[deep])
   (row,) = [line.split() for line in _printed(run).splitlines() if line.startswith('speculative ')]
   assert row == ['speculative', 'yes', '1', str(length), '2.00', *shown, '16', '-']
-  (result,) = json.loads(records.to_json(run))['results']
+  (result,) = json.loads(exports.to_json(run))['results']
   assert result['acceptance_by_position'] == [0.5] * length
 
 
@@ -143,7 +143,7 @@ def test_ranges_can_be_true(run, num_batches, is_shown):
   said = f'over batches, of which this run has {num_batches}, and it takes 3;'
   assert (said in printed) == (f'over prompts, of which this run has {num_batches}, and it takes 3.' in printed)
   assert (said in printed) != is_shown
-  result = json.loads(records.to_json(noisy))['results'][1]
+  result = json.loads(exports.to_json(noisy))['results'][1]
   assert (result['speedup_ci95'] is None) == (result['block_efficiency_ci95'] is None) != is_shown
 
 
@@ -183,8 +183,8 @@ def test_slow_settings_and_a_missing_baseline_are_explained(run):
 
 
 def test_results_as_a_table_of_values(run):
-  rows = list(csv.DictReader(io.StringIO(records.to_csv(run))))
-  results = json.loads(records.to_json(run))['results']
+  rows = list(csv.DictReader(io.StringIO(exports.to_csv(run))))
+  results = json.loads(exports.to_json(run))['results']
   assert [row['method'] for row in rows] == ['autoregressive', 'speculative', 'spectr']
   for row, result in zip(rows, results, strict=True):
     assert float(row['block_efficiency']) == result['block_efficiency']

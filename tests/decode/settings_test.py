@@ -53,10 +53,10 @@ def test_grown_trees_have_widths_and_a_drafter_of_their_own(draft):
   assert str(setting) == 'specinfer likeliest:4,3,1'
   drafter = setting.drafter(draft)
   assert isinstance(drafter.growth, Likeliest)
-  assert (drafter.grows, drafter.gives) == (True, True)
+  assert (drafter.has_grown_trees, drafter.has_given_candidates) == (True, True)
   (drawn,) = expand(DecodeOptions.of(method=('traversal',), tree=('confident:4,3',), growth_threshold=0.1))
   assert drawn.growth == Confident(threshold=0.1)
-  assert not drawn.drafter(draft).gives
+  assert not drawn.drafter(draft).has_given_candidates
   (by_estimates,) = expand(DecodeOptions.of(method=('traversal',), tree=('estimated:4,3',), growth_threshold=0.1))
   assert (by_estimates.growth, str(by_estimates)) == (Estimated(threshold=0.1), 'traversal estimated:4,3 from 0.1')
   with pytest.raises(ValueError, match='reads estimates of acceptance, and this draft makes none'):

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from exhibit_checks import request_of, rows_of
 
+from decode.experiment.measurements import DecodeRun, Measurement
 from decode.experiment.options import DecodeOptions
-from decode.experiment.results import DecodeRun, Measurement
 from decode.experiment.settings import expand
 from decode.experiment.workload import describe
 from decode.papers import exhibit as exhibits

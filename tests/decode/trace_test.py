@@ -15,6 +15,7 @@ from decode.experiment.run import run_decode
 from decode.trace_page.data import pieces_of_tokens
 from spectr_jax import METHODS, TokenTree
 from spectr_jax.engine import ORIGIN_BONUS, ORIGIN_DRAFT
+from spectr_jax.methods import Guesses
 from tests.slow import slow
 
 _PROMPT = 'the </script><b>fox</b> & \u2028 ü'
@@ -185,13 +186,13 @@ def test_who_is_compared():
   assert trace.choose_others(('race', 'spectr'), spectr, tree) == ['race']
   assert trace.choose_others((), METHODS['gsd'], tree) == ['traversal']
   assert trace.choose_others((), METHODS['ersd'], tree) == []
-  assert trace.choose_others((), METHODS['race'], tree, gives=True, mixes=True) == [
+  assert trace.choose_others((), METHODS['race'], tree, Guesses(True, True)) == [
     'speculative', 'race_block', 'race_traversal'
   ]  # fmt: skip
   with pytest.raises(ValueError, match='block takes drawn candidates only'):
-    trace.choose_others(('block',), spectr, tree, gives=True)
+    trace.choose_others(('block',), spectr, tree, Guesses(has_given_candidates=True))
   with pytest.raises(ValueError, match='spectr takes .* this draft mixes them'):
-    trace.choose_others(('spectr',), METHODS['race'], tree, gives=True, mixes=True)
+    trace.choose_others(('spectr',), METHODS['race'], tree, Guesses(True, True))
   with pytest.raises(ValueError, match='only if children are drawn independent'):
     trace.choose_others(('spectr',), METHODS['gsd'], tree)
   with pytest.raises(ValueError, match='unknown method'):

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from decode.bulk import decode_bulk
-from decode.experiment import records, report
+from decode.experiment import exports, report
 from decode.experiment.run import run_decode
 from decode.experiment.workload import load_models
 
@@ -26,7 +26,7 @@ def stranger(tmp_path_factory, save_tiny_model):
 def test_a_run_says_what_is_shared_and_keeps_the_targets_text(small_options, stranger):
   options = small_options('autoregressive', 'speculative', draft=stranger, num_drafts=(1,), temperature=0.0)
   run = run_decode(options)
-  shared = json.loads(records.to_json(run))['run']['models']['draft']['vocabulary']
+  shared = json.loads(exports.to_json(run))['run']['models']['draft']['vocabulary']
   assert 256 < shared['num_shared'] < 320
   assert shared['num_draft'] == shared['num_target'] == 320
   assert 0.5 < shared['share_of_mass'] < 1

@@ -37,7 +37,7 @@ class GrowingDrafter(Drafter):
 
   logits: jax.Array
   reads_tokens = True
-  grows = True
+  has_grown_trees = True
 
   @property
   def vocab_size(self):

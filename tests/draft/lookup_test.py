@@ -167,7 +167,7 @@ def test_guesses_of_a_tree():
 
 
 class _Mixing(LookupDrafter):
-  mixes = True
+  has_mixed_positions = True
 
 
 @pytest.mark.parametrize(
@@ -280,8 +280,8 @@ def test_greedy_tokens_are_those_of_autoregressive_decoding_in_fewer_calls(name)
 def test_rounds_that_pass_give_the_same_tokens(method, documents):
   """Where no row has a guess the target is called on one token per row; the tokens do not depend on that."""
   drafter, results = _looking(corpus=None if documents is None else lookup_corpus(documents)), []
-  for may_pass in (True, False):
-    decoder = _decoder(dataclasses.replace(drafter, may_pass=may_pass), method, _CHAINS, statistics=True)
+  for can_skip_trees in (True, False):
+    decoder = _decoder(dataclasses.replace(drafter, can_skip_trees=can_skip_trees), method, _CHAINS, statistics=True)
     state = spectr_jax.engine.init_decode(decoder, _KEYS[1:2], _PROMPTS[1:2], _LENGTHS[1:2])
     results.append(spectr_jax.engine.decode_rounds(decoder, state).result)
   _assert_same(*results)

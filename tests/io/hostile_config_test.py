@@ -15,14 +15,14 @@ from hub_specs import SPECS
 from tiny_hub import write_model
 
 from spectr_jax import Tokenizer, load_drafter, save_model
+from spectr_jax.io.heads.head_files import output_head_rows
 from spectr_jax.io.heads.layout import target_sizes
-from spectr_jax.io.heads.load import output_head_rows
 from spectr_jax.io.hub.gguf_config import hub_config
 from spectr_jax.io.hub.gguf_header import GgufHeader, StoredTensor
 from spectr_jax.io.hub.gguf_metadata import architecture_of
 from spectr_jax.io.hub.gguf_tensors import GgufTensors
-from spectr_jax.io.hub.load import load_hub_model, make_model
-from spectr_jax.io.load import load_model
+from spectr_jax.io.hub.hub_model import load_hub_model, make_model
+from spectr_jax.io.model_files import load_model
 from spectr_jax.io.untrusted import named
 from spectr_jax.models import causal_lm, transformer
 
@@ -68,8 +68,8 @@ def test_configurations_of_heads(tmp_path, monkeypatch):
   tally, target = hostile.Tally(tmp_path), published_heads.tiny_target()
   # What is asked of the target takes most of the time and depends on no head.
   sizes, rows = target_sizes(target), output_head_rows(target, None, 'float32')
-  monkeypatch.setattr('spectr_jax.io.heads.load.target_sizes', lambda target: sizes)
-  monkeypatch.setattr('spectr_jax.io.heads.load.output_head_rows', lambda target, ids, dtype: rows)
+  monkeypatch.setattr('spectr_jax.io.heads.head_files.target_sizes', lambda target: sizes)
+  monkeypatch.setattr('spectr_jax.io.heads.head_files.output_head_rows', lambda target, ids, dtype: rows)
   folders = {name: tmp_path / name.replace(' ', '_') for name in published_heads.HEADS_BY_NAME}
   nested = {'eagle_config': {'eagle_aux_hidden_state_layer_ids': [1, 2, 3], 'use_aux_hidden_state': True}}
   for name, folder in folders.items():

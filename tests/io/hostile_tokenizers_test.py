@@ -14,7 +14,7 @@ from spectr_jax import Tokenizer
 from spectr_jax.io import tokenizer_file
 from spectr_jax.io.hub.gguf_header import GgufHeader, StoredTensor
 from spectr_jax.io.hub.hub_tokenizer import load_hub_tokenizer
-from spectr_jax.io.load import GgufFile
+from spectr_jax.io.model_files import GgufFile
 from spectr_jax.io.patterns import check_pattern
 
 _TEXT = 'the owl <s> in 1234 naïve 日本 trees  \n' * 3
@@ -215,7 +215,7 @@ def test_mutated_tokenizers_of_gguf_files(fields, monkeypatch):
     found = {f'tokenizer.ggml.{name}': _as_gguf(value) for name, value in values.items()}
     metadata = _LLAMA | {key: value for key, value in found.items() if value is not None}
     header = GgufHeader('model.gguf', metadata, tensors, np.zeros(4 * 8 * 16, np.uint8))
-    monkeypatch.setattr('spectr_jax.io.load.read_header', lambda path, header=header: header)
+    monkeypatch.setattr('spectr_jax.io.model_files.read_header', lambda path, header=header: header)
     tally.read(lambda: _use(GgufFile('model.gguf').tokenizer()), mutated)
   tally.check(least_read=100)
 

@@ -10,7 +10,7 @@ from hub_specs import SPECS
 from tiny_hub import Recorded, tensors_of
 
 from spectr_jax.io.hub.families import read_spec
-from spectr_jax.io.hub.load import make_model
+from spectr_jax.io.hub.hub_model import make_model
 from spectr_jax.model import Model
 from spectr_jax.models.param_shapes import param_shapes
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from spectr_jax import SamplingParams, TokenTree, generate
 from spectr_jax.engine.sharding import DecodeSharding
-from spectr_jax.io.hub.load import load_hub_model
+from spectr_jax.io.hub.hub_model import load_hub_model
 from spectr_jax.model import Model
 from spectr_jax.sharding import MODEL, make_mesh
 

@@ -16,7 +16,7 @@ from spectr_jax import SamplingParams, TokenTree, generate, load_drafter
 from spectr_jax.engine.decoder import Decoder
 from spectr_jax.engine.loop import noise_keys, propose, run_round
 from spectr_jax.engine.reading import init_decode
-from spectr_jax.io.hub.load import load_hub_model
+from spectr_jax.io.hub.hub_model import load_hub_model
 from spectr_jax.model import Model
 
 torch = pytest.importorskip('torch', reason='needs the extra parity')

@@ -5,7 +5,7 @@ import tiny_hub
 
 from spectr_jax.io.hub.chat_template import ChatTemplate
 from spectr_jax.io.hub.hub_tokenizer import HubTokenizer
-from spectr_jax.io.load import GgufFile
+from spectr_jax.io.model_files import GgufFile
 from tests.serving import tool_models
 
 pytestmark = pytest.mark.parity

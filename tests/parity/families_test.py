@@ -15,8 +15,8 @@ import tiny_hub
 
 from spectr_jax import SamplingParams, TokenTree, generate
 from spectr_jax.io.hub.families import read_spec, spec_of_layers
+from spectr_jax.io.hub.hub_model import load_hub_model, read_json
 from spectr_jax.io.hub.hub_tokenizer import HubTokenizer
-from spectr_jax.io.hub.load import load_hub_model, read_json
 from spectr_jax.io.hub.save import save_hub_model
 from spectr_jax.model import Model
 from spectr_jax.models.causal_lm import causal_lm

@@ -9,7 +9,7 @@ import pytest
 
 from spectr_jax.io.hub.gguf_header import read_header
 from spectr_jax.io.hub.gguf_tokenizer import build_tokenizer
-from spectr_jax.io.load import GgufFile
+from spectr_jax.io.model_files import GgufFile
 
 pytestmark = pytest.mark.parity
 

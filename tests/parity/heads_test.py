@@ -12,7 +12,7 @@ import pytest
 from published_heads import HEADS, HEADS_BY_NAME, IDS, KV_HEADS, LAYERS, D, V, arrays_of, tiny_target, write_head
 
 from spectr_jax import SamplingParams, TokenTree, generate, load_drafter
-from spectr_jax.io.hub.load import load_hub_model
+from spectr_jax.io.hub.hub_model import load_hub_model
 from tests.parity.rounds import TEMPERATURE, features_of, played
 
 torch = pytest.importorskip('torch', reason='needs the extra parity')

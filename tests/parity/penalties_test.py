@@ -8,7 +8,7 @@ import pytest
 
 import spectr_jax
 from spectr_jax import SamplingParams, TokenTree
-from spectr_jax.io.hub.load import load_hub_model
+from spectr_jax.io.hub.hub_model import load_hub_model
 
 torch = pytest.importorskip('torch', reason='needs the extra parity')
 transformers = pytest.importorskip('transformers', reason='needs the extra parity')

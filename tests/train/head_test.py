@@ -21,7 +21,7 @@ from spectr_jax import TokenTree
 from spectr_jax.draft import DraftContext, DraftRequest, model_drafter
 from spectr_jax.draft.model_drafter import ModelDrafter
 from spectr_jax.io.heads.head_sizes import feature_layers
-from spectr_jax.io.load import open_model
+from spectr_jax.io.model_files import open_model
 from spectr_jax.models import causal_lm, head, one_pass
 from spectr_jax.proposal import Independent
 from spectr_jax.sampling import SamplingParams

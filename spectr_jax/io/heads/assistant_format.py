@@ -14,7 +14,7 @@ from spectr_jax.draft import Drafter, assistant_drafter
 from spectr_jax.io.heads.layout import target_sizes
 from spectr_jax.io.hub.config_fields import FIELDS, WIDTH, checked
 from spectr_jax.io.hub.families import FAMILIES, read_spec
-from spectr_jax.io.hub.load import for_platform
+from spectr_jax.io.hub.hub_model import for_platform
 from spectr_jax.io.hub.sources import Source, source_of
 from spectr_jax.io.hub.tensors import Tensors, check_tensors
 from spectr_jax.io.untrusted import FLAG, TEXT, list_of, name_shown, object_of, whole

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from spectr_jax.io.hub.config_fields import check_requests
 from spectr_jax.io.hub.families import LLAMA_MODULES
 from spectr_jax.io.hub.family_configs import layer_windows, llama_config
-from spectr_jax.io.hub.load import for_platform
+from spectr_jax.io.hub.hub_model import for_platform
 from spectr_jax.io.hub.redundant import FREQUENCIES
 from spectr_jax.io.hub.tensors import Tensors
 from spectr_jax.io.untrusted import list_of, whole

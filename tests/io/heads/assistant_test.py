@@ -12,8 +12,8 @@ from tiny_hub import Recorded, random_array, tensors_of
 
 from spectr_jax import SamplingParams, TokenTree, load_drafter
 from spectr_jax.engine.generate import generate
-from spectr_jax.io.heads.load import open_head
-from spectr_jax.io.hub.load import make_model
+from spectr_jax.io.heads.head_files import open_head
+from spectr_jax.io.hub.hub_model import make_model
 
 _TEXT = {
   name: SPECS['gemma4'][name]

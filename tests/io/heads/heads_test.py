@@ -37,7 +37,7 @@ from spectr_jax.draft.medusa_drafter import config_of as medusa_config_of
 from spectr_jax.draft.one_pass_drafter import config_of as one_pass_config_of
 from spectr_jax.engine.loop import noise_keys, propose
 from spectr_jax.io.heads import save as heads_save
-from spectr_jax.io.heads.load import open_head
+from spectr_jax.io.heads.head_files import open_head
 from spectr_jax.models import causal_lm
 from spectr_jax.models.one_pass_config import Convolution, Selector
 from spectr_jax.models.recurrent import Recurrence

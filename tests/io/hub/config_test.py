@@ -14,7 +14,7 @@ from tiny_hub import Recorded, tensors_of, write_model
 from spectr_jax import generate
 from spectr_jax.engine.result import NotFiniteError
 from spectr_jax.io.hub.families import FAMILIES, read_spec
-from spectr_jax.io.hub.load import load_hub_model, make_model, read_hub_config
+from spectr_jax.io.hub.hub_model import load_hub_model, make_model, read_hub_config
 
 _BARE = {
   'vocab_size': 32, 'hidden_size': 128, 'intermediate_size': 24, 'num_hidden_layers': 30, 'num_attention_heads': 64,

@@ -15,10 +15,10 @@ from safetensors.numpy import save_file
 from tiny_hub import Recorded, backend, random_array, tensors_of, write_model
 
 from spectr_jax.io.hub.families import read_spec, spec_of_layers
+from spectr_jax.io.hub.hub_model import load_hub_model, make_model
 from spectr_jax.io.hub.hub_tokenizer import HubTokenizer
-from spectr_jax.io.hub.load import load_hub_model, make_model
 from spectr_jax.io.hub.save import save_hub_model
-from spectr_jax.io.load import GgufFile
+from spectr_jax.io.model_files import GgufFile
 from spectr_jax.kernels.int8 import quantized
 
 _GPT_OSS = {**SPECS['gpt_oss'], 'hidden_size': 64, 'intermediate_size': 32}

@@ -12,7 +12,7 @@ from tiny_hub import tensors_of, write, write_model
 from spectr_jax import load_model
 from spectr_jax.io.heads.head_sizes import block_config
 from spectr_jax.io.hub.families import read_spec
-from spectr_jax.io.hub.load import load_hub_model, read_hub_config
+from spectr_jax.io.hub.hub_model import load_hub_model, read_hub_config
 
 _SPEC = SPECS['gemma4']
 _MIXTURE = {'enable_moe_block': True, 'num_experts': 5, 'top_k_experts': 2, 'moe_intermediate_size': 12}

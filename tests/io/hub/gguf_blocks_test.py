@@ -16,7 +16,7 @@ from spectr_jax.draft import head_drafter
 from spectr_jax.io.heads.save import save_drafter
 from spectr_jax.io.hub.gguf_header import read_header
 from spectr_jax.io.hub.gguf_tensors import GgufTensors
-from spectr_jax.io.load import open_model
+from spectr_jax.io.model_files import open_model
 from spectr_jax.kernels import native
 from spectr_jax.kernels.block_kernel import is_in_blocks
 from spectr_jax.models.causal_lm_config import CausalLMConfig, Rope
@@ -111,7 +111,7 @@ def test_drafts_change_no_token(tmp_path):
 
 def test_a_head_is_in_blocks_as_its_target_is(tmp_path, monkeypatch):
   """Its large matrices alone; the target's greedy tokens stay."""
-  monkeypatch.setattr('spectr_jax.io.heads.load.LARGE', 64 * 64)
+  monkeypatch.setattr('spectr_jax.io.heads.head_files.LARGE', 64 * 64)
   path = gguf_files.write_model(tmp_path / 'model.gguf', 'llama', Type.Q8_0)
   target, plain = _load(path, weights='blocks'), _load(path)
   sizes = CausalLMConfig(20, 64, 1, 4, 2, 16, 96, 128, rope=Rope((1.0, 0.1)))

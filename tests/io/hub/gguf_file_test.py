@@ -22,7 +22,7 @@ from spectr_jax.io.hub.families import read_spec
 from spectr_jax.io.hub.gguf_header import read_header
 from spectr_jax.io.hub.gguf_tokenizer import build_tokenizer
 from spectr_jax.io.hub.redundant import check_model_buffers
-from spectr_jax.io.load import GgufFile
+from spectr_jax.io.model_files import GgufFile
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 

@@ -10,7 +10,7 @@ from tiny_hub import Recorded, tensors_of
 
 from spectr_jax.io.heads.head_sizes import block_config
 from spectr_jax.io.hub.families import read_spec, spec_of_layers
-from spectr_jax.io.hub.load import make_model
+from spectr_jax.io.hub.hub_model import make_model
 
 _QWEN, _GRANITE, _LFM2, _LFM2_MOE = (SPECS[name] for name in ('qwen3_5', 'granite_hybrid', 'lfm2', 'lfm2_moe'))
 _FALCON, _NEMOTRON = SPECS['falcon_h1'], SPECS['nemotron_h']

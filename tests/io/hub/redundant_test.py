@@ -19,11 +19,11 @@ from tiny_hub import random_array, tensors_of, write_model
 
 from spectr_jax.io.hub import tensors
 from spectr_jax.io.hub.families import FAMILIES, read_spec
+from spectr_jax.io.hub.hub_model import load_hub_model
 from spectr_jax.io.hub.hub_tokenizer import HubTokenizer
-from spectr_jax.io.hub.load import load_hub_model
 from spectr_jax.io.hub.save import save_hub_model
 from spectr_jax.io.hub.tensors import SafetensorsFolder
-from spectr_jax.io.load import open_model
+from spectr_jax.io.model_files import open_model
 from spectr_jax.models.causal_lm import config_of
 
 

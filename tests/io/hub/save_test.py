@@ -11,10 +11,10 @@ import tiny_hub
 from hub_specs import SPECS
 
 from spectr_jax.io.hub.families import read_spec, spec_of_layers
+from spectr_jax.io.hub.hub_model import load_hub_model
 from spectr_jax.io.hub.hub_tokenizer import HubTokenizer, load_hub_tokenizer
-from spectr_jax.io.hub.load import load_hub_model
 from spectr_jax.io.hub.save import save_hub_model
-from spectr_jax.io.load import load_model
+from spectr_jax.io.model_files import load_model
 from spectr_jax.kernels.int8 import quantized
 from spectr_jax.models.causal_lm import causal_lm, config_of
 

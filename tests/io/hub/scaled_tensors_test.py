@@ -11,8 +11,8 @@ from safetensors.numpy import save_file
 from tiny_hub import Recorded, backend, tensors_of, write_model
 
 from spectr_jax.io.hub.families import read_spec
+from spectr_jax.io.hub.hub_model import load_hub_model, make_model
 from spectr_jax.io.hub.hub_tokenizer import HubTokenizer
-from spectr_jax.io.hub.load import load_hub_model, make_model
 from spectr_jax.io.hub.save import save_hub_model
 from spectr_jax.io.hub.scaled_tensors import ScaledTensors, with_scales
 from spectr_jax.io.hub.sources import source_of

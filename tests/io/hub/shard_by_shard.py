@@ -9,7 +9,7 @@ import numpy as np
 
 from spectr_jax import TokenTree, generate
 from spectr_jax.engine.sharding import DecodeSharding
-from spectr_jax.io.hub.load import load_hub_model, make_model
+from spectr_jax.io.hub.hub_model import load_hub_model, make_model
 from spectr_jax.io.hub.tensors import SafetensorsFolder
 from spectr_jax.sharding import make_mesh
 

@@ -1,4 +1,4 @@
-"""Records of a run for programs: results as JSON, continuations as JSONL.
+"""Exports of a run for programs: results as JSON, continuations as JSONL.
 
 What determines a continuation of `decode.bulk` stands in every line, so that no file mixes runs.
 """
@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 
 from decode import study
+from decode.experiment.measurements import BESIDE, DecodeRun, Measurement
 from decode.experiment.prompt_options import SamplingOptions
 from decode.experiment.prompts import Prompt
-from decode.experiment.results import BESIDE, DecodeRun, Measurement
 from decode.experiment.settings import Setting, describe_setting
 from decode.experiment.workload import Workload
 from decode.study import Row
 from spectr_jax import Continuation, StopStrings, finish_reason
 from spectr_jax.auto import Speed
-from spectr_jax.io.load import hash_content
+from spectr_jax.io.model_files import hash_content
 from spectr_jax.io.tokenizer import TokenizerBase
 
 _PARTS = 'round', 'draft', 'target', 'verification', 'rest'  # of `seconds_per_round`

@@ -1,4 +1,4 @@
-"""The results of a run: `DecodeRun`, with one `Measurement` per setting and seed, and rows of what they come to."""
+"""The measurements of a run: `DecodeRun`, with one `Measurement` per setting and seed, and rows of what they say."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class DecodeRun:
     return {setting: self.summarize(setting) for setting in self.settings}
 
   def summarize(self, setting: Setting, seeds=None) -> Row:
-    """A row of the results, over one seed or several, by the names in JSON; see `records.to_json`.
+    """A row of the results, over one seed or several, by the names in JSON; see `exports.to_json`.
 
     Columns `BESIDE` are not in JSON: the `setting`, `seconds` of all batches without compilation, `num_rounds` that the
     device ran, each for a whole batch, the `round_cost` in autoregressive steps, and `tokens_per_round` of a row, where

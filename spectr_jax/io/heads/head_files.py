@@ -19,12 +19,12 @@ from spectr_jax.draft.medusa_drafter import MedusaConfig
 from spectr_jax.io.heads import assistant_format
 from spectr_jax.io.heads.formats import MEDUSA, READERS, checked_spec, find_format
 from spectr_jax.io.heads.layout import Described, Layout, is_beside, is_transposed, names_and_shapes, target_sizes
-from spectr_jax.io.hub.load import read_json
+from spectr_jax.io.hub.hub_model import read_json
 from spectr_jax.io.hub.redundant import FREQUENCIES, check_buffers
 from spectr_jax.io.hub.tensors import SafetensorsFolder, Tensors, check_tensors, row_ranges
 from spectr_jax.io.hub.text_part import text_spec
 from spectr_jax.io.hub.torch_file import TorchFile
-from spectr_jax.io.load import hub_folder
+from spectr_jax.io.model_files import hub_folder
 from spectr_jax.io.untrusted import named
 from spectr_jax.kernels.block_kernel import has_blocks, rounded_to_blocks
 from spectr_jax.kernels.products import LARGE

@@ -17,12 +17,12 @@ import tokenizers
 from hub_specs import SPECS
 from tiny_hub import Recorded, random_array, tensors_of, write_model
 
-from spectr_jax.io.hub import load
+from spectr_jax.io.hub import hub_model
 from spectr_jax.io.hub.families import read_spec
-from spectr_jax.io.hub.load import load_hub_model, make_model, read_hub_config
+from spectr_jax.io.hub.hub_model import load_hub_model, make_model, read_hub_config
 from spectr_jax.io.hub.rope import read_rope
 from spectr_jax.io.hub.sources import source_of
-from spectr_jax.io.load import hub_folder, load_model
+from spectr_jax.io.model_files import hub_folder, load_model
 from spectr_jax.kernels.int8 import quantized
 from spectr_jax.models.causal_lm import config_of
 from spectr_jax.models.param_shapes import param_shapes
@@ -96,7 +96,7 @@ def test_parts_of_parameters_are_read_alone(name):
     source = source_of(f'layer_0/attention/{leaf}/kernel', shape, family, config, tensors.names())
 
     def read(*index, shape=shape, source=source):
-      return load._read(index, shape=shape, tensors=tensors, source=source, dtype=config.dtype)
+      return hub_model._read(index, shape=shape, tensors=tensors, source=source, dtype=config.dtype)
 
     whole = read(slice(None), slice(None))
     assert whole.shape == shape
@@ -302,7 +302,7 @@ def test_every_device_reads_its_shard(tmp_path):
 @pytest.mark.parametrize('name', ['llama', 'gpt_neox', 'gpt2'])
 def test_weights_are_quantized_in_pieces_while_they_are_read(monkeypatch, name):
   """Every number is read once, few together, and the result is that of the whole kernel."""
-  monkeypatch.setattr(load, '_MOST_AT_ONCE', 100)
+  monkeypatch.setattr(hub_model, '_MOST_AT_ONCE', 100)
   tensors = Recorded(tensors_of(SPECS[name]))
   plain = make_model(SPECS[name], Recorded(tensors.tensors))
   model = make_model(SPECS[name], tensors, weights='int8')

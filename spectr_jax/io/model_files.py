@@ -1,6 +1,6 @@
 """`load_model`: models of every format that is read.
 
-A folder: `hub.load.read_folder` checks `config.json` (`hub.families.read_spec`), opens tensors; `hub.load.make_model`
+A folder: `hub.hub_model.read_folder` checks `config.json` (`hub.families.read_spec`), opens tensors; `make_model` there
 compares names and shapes (`hub.tensors.check_tensors`) before it reads one. A `.gguf` file: `hub.gguf_header`, then
 `hub.gguf_config` says what a `config.json` would, and `make_model` goes on. `untrusted` has what all stages use. Heads
 come by `heads.load.open_head`, tokenizers by `hub.hub_tokenizer`. Weights that are not finite end decoding, not loading.
@@ -29,8 +29,8 @@ from spectr_jax.io.hub.gguf_header import read_header
 from spectr_jax.io.hub.gguf_metadata import architecture_of
 from spectr_jax.io.hub.gguf_tensors import GgufTensors
 from spectr_jax.io.hub.gguf_tokenizer import adds_bos, build_tokenizer
+from spectr_jax.io.hub.hub_model import load_hub_model, make_model, read_folder, read_hub_config, read_json
 from spectr_jax.io.hub.hub_tokenizer import HubTokenizer, load_hub_tokenizer
-from spectr_jax.io.hub.load import load_hub_model, make_model, read_folder, read_hub_config, read_json
 from spectr_jax.io.hub.redundant import settle_head
 from spectr_jax.io.hub.tensors import read_index
 from spectr_jax.io.tokenizer import Tokenizer, TokenizerBase
