@@ -116,6 +116,7 @@ class Guesses:
   has_mixed_positions: bool = False
   has_grown_trees: bool = False
   feature_layers: tuple[int, ...] = ()
+  kv_layers: tuple[int, ...] = ()
   max_depth: int | None = None
 
 
@@ -157,7 +158,7 @@ def why_not(method: Method, tree: TokenTree | None = None, drafter: Drafter | Gu
     return f'{name} takes drawn candidates only, and this draft gives some that are not drawn'
   if drafter.has_mixed_positions and not method.takes_mixed:
     return f'{name} takes positions with given candidates or with drawn ones, and this draft mixes them'
-  if drafter.feature_layers and method.needs_constant_draft:
+  if (drafter.feature_layers or drafter.kv_layers) and method.needs_constant_draft:
     return (
       f"{name} needs the draft's distribution after a text to be the same in every round, and this draft's changes with"
       " the target's hidden states"

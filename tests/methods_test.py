@@ -125,6 +125,7 @@ _MIXED = {'race', 'race_block', 'race_traversal'}
       _MIXED | {'spectr', 'specinfer', 'batch', 'gsd', 'ersd'},
     ),
     (None, Guesses(feature_layers=(1,)), _DRAFTING - {'greedy_block', 'spectr_gbv'}),
+    (None, Guesses(kv_layers=(1,)), _DRAFTING - {'greedy_block', 'spectr_gbv'}),
   ],
 )
 def test_why_not(tree, guesses, taken_by):

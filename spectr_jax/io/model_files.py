@@ -3,7 +3,7 @@
 A folder: `hub.hub_model.read_folder` checks `config.json` (`hub.families.read_spec`), opens tensors; `make_model` there
 compares names and shapes (`hub.tensors.check_tensors`) before it reads one. A `.gguf` file: `hub.gguf_header`, then
 `hub.gguf_config` says what a `config.json` would, and `make_model` goes on. `untrusted` has what all stages use. Heads
-come by `heads.load.open_head`, tokenizers by `hub.hub_tokenizer`. Weights that are not finite end decoding, not loading.
+come by `heads.head_files.open_head`, tokenizers by `hub.hub_tokenizer`. Weights that are not finite end decoding.
 """
 
 from __future__ import annotations
