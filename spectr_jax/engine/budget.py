@@ -66,10 +66,17 @@ class _Kept:
   tried: np.ndarray
   kept: np.ndarray
 
-  def rates(self, hope: float) -> np.ndarray:
-    """The shares `[L]` kept of the guesses of each depth, once that above them is kept; `hope` is that of depth 1."""
-    rates = []
-    for tried, kept in zip(self.tried, self.kept):
+  def rates(self, *others: tuple[float, _Kept]) -> np.ndarray:
+    """The shares `[L]` kept of the guesses of each depth, once that above them is kept.
+
+    What was not tried is as at the depth above, and as in others, given with how much wider than those the trees are:
+    at best more branches fail independently, and fewer keep as much.
+    """
+    rates, hope = [], _HOPE
+    for depth, (tried, kept) in enumerate(zip(self.tried, self.kept)):
+      for wider, other in others:
+        rate = 1 - (1 - other.kept[depth] / max(1.0, other.tried[depth])) ** max(1.0, wider)
+        hope = (other.tried[depth] * rate + _WEIGHT * hope) / (other.tried[depth] + _WEIGHT)
       hope = (kept + _WEIGHT * hope) / (tried + _WEIGHT)
       rates.append(hope)
     return np.array(rates)
@@ -295,11 +302,9 @@ class Budget:
     """The tokens of a row and round that are to be expected."""
     if not tree.num_nodes:
       return 1.0
-    width, hope = int(tree.num_children[0]), _HOPE
-    for other, kept in self._kept.items():
-      if other != width:  # at best more branches fail independently, and fewer keep as much
-        hope = 1 - (1 - kept.rates(hope)[0]) ** max(1.0, width / other)
-    return 1 + float(np.cumprod(self._kept[width].rates(hope)[: tree.max_depth]).sum())
+    width = int(tree.num_children[0])
+    others = [(width / other, kept) for other, kept in self._kept.items() if other != width]
+    return 1 + float(np.cumprod(self._kept[width].rates(*others)[: tree.max_depth]).sum())
 
   def _may_pay(self, size: int, place: int) -> bool:
     """False for trees that would cost more than they can give, if a guess costs half of what the ones before did."""
@@ -325,12 +330,13 @@ class Budget:
       own.kept[:depth] += kept
 
   def _learn_seconds(self, own: tuple[int, int], seconds: float) -> None:
-    if own not in self.seconds:
+    if self.forced is not None or own not in self.seconds:
       times = self._times.setdefault(own, [])
       times.append(seconds)
-      if len(times) == _MEASURED:
+      if len(times) >= _MEASURED:
+        if own not in self.seconds:
+          self.credit = max(0, self.credit - 1)
         self.seconds[own] = float(np.quantile(times, 0.3))  # others on the machine can only make it slower
-        self.credit = max(0, self.credit - 1)
       return
     # What else the machine does slows all calls alike. Right after a change of trees, what differs is the trees'.
     change = float(np.clip(np.log(seconds / self.seconds[own]), -0.5, 0.5)) - self._drift

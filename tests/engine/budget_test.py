@@ -360,6 +360,22 @@ def test_it_follows_what_is_kept(tables):
   assert found > 0.9 * best
 
 
+def test_trees_that_were_not_tried_keep_what_others_do(tables):
+  """At each depth; of two drafts at most one fails where both would."""
+  kept = np.array([8000, 5600, 4480, 4032])
+  wide, narrow = (_bound(tables, 1, TokenTree.chains(num_drafts, 4)) for num_drafts in (2, 1))
+  for budget in (wide, narrow):
+    budget.note(1.0, 1, 10_000, kept)
+  assert wide.tokens(TokenTree.chains(1, 4)) == pytest.approx(1 + kept.sum() / 10_000, rel=0.003)
+  assert narrow.tokens(TokenTree.chains(1, 2)) == pytest.approx(1 + kept[:2].sum() / 10_000, rel=0.003)
+  wide = _bound(tables, 1, TokenTree.chains(2, 4))
+  wide.place = 3
+  wide.note(1.0, 1, 10_000, kept)
+  assert wide.tree == TokenTree.chains(1, 4)
+  expected = 1 + np.cumprod(1 - (1 - np.array([0.8, 0.7, 0.8, 0.9])) ** 2).sum()
+  assert wide.tokens(TokenTree.chains(2, 4)) == pytest.approx(expected, rel=0.003)
+
+
 def test_what_a_draft_reads_of_prompts_counts(tables):
   """A draft that saves half a second of a new token does not pay where reading a prompt's token takes it two."""
   budget = _bound(tables, 4, TokenTree.chains(1, 4))
