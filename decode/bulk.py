@@ -27,7 +27,7 @@ from common.printable import printable
 from decode.experiment.auto_choice import speeds_of
 from decode.experiment.console import show_progress
 from decode.experiment.drafting import budget_of, define_budget
-from decode.experiment.generation_file import GenerationFile, check_parts, part_path, write_index
+from decode.experiment.generation_file import GenerationFile, check_parts, part_path
 from decode.experiment.latency import CompilingClock
 from decode.experiment.options import DecodeOptions
 from decode.experiment.records import OPTIONS, describe_continuation, describe_prompt, describe_run
@@ -96,8 +96,6 @@ def decode_bulk(
     prompts, stop = work.prompts, work.stop
     # By index, so that a prompt stays in its part whatever others are left out.
     own = [row for row, prompt in enumerate(prompts) if prompt.index % num_processes == process]
-    if process == 0:
-      write_index(path, num_processes)
     described = {prompts[row].index: describe_prompt(prompts[row]) for row in own}
     settings = describe_run(work, setting)
     settings['run'] |= {'choice_probs': True} if choice_probs else {}
