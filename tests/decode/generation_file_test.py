@@ -193,9 +193,7 @@ def test_parts_are_of_one_number_of_processes(tmp_path):
   part_path(path, 1, 2).write_text(line_of(0))
   check_parts(path, 2)
   for count in (1, 3):
-    with pytest.raises(
-      ValueError, match=f'00002.jsonl is of another number of processes, and this run has {count}$'
-    ):
+    with pytest.raises(ValueError, match=f'00002.jsonl is of another number of processes, and this run has {count}$'):
       check_parts(path, count)
   part_path(path, 1, 2).unlink()
   path.write_text(line_of(0))
