@@ -192,8 +192,7 @@ if __name__ == '__main__':
   # A comparison takes a sample of the prompts; this command takes all.
   flags.FLAGS.set_default('num_prompts', 2**31 - 1)
 
-  def main(argv):
-    del argv
+  def main():
     processes.run_together(decode)
 
   def decode():

@@ -241,8 +241,7 @@ def picture_of(paths: Sequence[str], kind: str) -> bytes:
 if __name__ == '__main__':
   _OUTPUT = flags.DEFINE_string('output', None, f'The picture, {" or ".join(_KINDS)}.', required=True)
 
-  def main(argv):
-    paths = argv[1:]
+  def main(*paths):
     if not 1 <= len(paths) <= _MOST_FILES:
       raise ValueError(f'from 1 to {_MOST_FILES} files, {len(paths)} were given; {_ADVICE}')
     kind = pathlib.PurePath(_OUTPUT.value).suffix

@@ -174,14 +174,13 @@ if __name__ == '__main__':
   describe_in_help(without_draft='autoregressive')
   help_text.leave_out(*_UNUSED, 'calibration_prompts')
 
-  def main(argv):
+  def main():
     from decode.serving.answer import Served
     from decode.serving.app import Front, make_app
     from decode.serving.gate import is_loopback
     from decode.serving.server import Server, address_of, listen
     from decode.serving.tools import format_named
 
-    del argv
     budget = budget_of(_BUDGET.value, is_resized=True)
     options, key = DecodeOptions.of(**with_default_drafting(read_values())), read_key(_KEY.value, _KEY_FILE.value)
     options.check_unused(_UNUSED, 'decode.serve, where requests say what they want')
