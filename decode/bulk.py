@@ -26,7 +26,7 @@ from common.output_files import check_apart
 from common.printable import printable
 from decode.experiment.auto_choice import speeds_of
 from decode.experiment.console import show_progress
-from decode.experiment.drafting import budget_of, define_budget
+from decode.experiment.drafting import budget_of, define_row_flags
 from decode.experiment.generation_file import GenerationFile, check_parts, part_path
 from decode.experiment.latency import CompilingClock
 from decode.experiment.options import DecodeOptions
@@ -182,13 +182,7 @@ if __name__ == '__main__':
     'rounds_at_a_time', 4, 'Rounds between two looks at which rows are done.', lower_bound=1
   )
   _PROBS = flags.DEFINE_bool('choice_probs', False, 'Write how likely each --choice is behind the prompt.')
-  _PREFIXES = flags.DEFINE_integer(
-    'prefix_cache_bytes',
-    2**30,
-    'Bytes of texts that are kept, so that prompts that begin like them read the rest; with 0 prompts are read whole.',
-    lower_bound=0,
-  )
-  _BUDGET = define_budget('off', ' in every round')
+  _BUDGET, _PREFIXES = define_row_flags('off')
   # A comparison takes a sample of the prompts; this command takes all.
   flags.FLAGS.set_default('num_prompts', 2**31 - 1)
 
