@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import hashlib
 import os
 import secrets
 import shutil
@@ -43,10 +42,7 @@ def is_same_file(one: epath.PathLike, other: epath.PathLike) -> bool:
 
 def _beside(path: epath.Path) -> epath.Path:
   """A new hidden path beside another one; its name is not too long where that of the path is not."""
-  name = path.name
-  if len(os.fsencode(name)) > 200:
-    name = hashlib.sha256(os.fsencode(name)).hexdigest()
-  return path.parent / f'.{name}.{secrets.token_hex(8)}.unfinished'
+  return path.parent / f'.{path.name[:50]}.{secrets.token_hex(8)}.unfinished'
 
 
 @contextlib.contextmanager
