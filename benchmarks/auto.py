@@ -100,8 +100,7 @@ if __name__ == '__main__':
   _OUTPUT = flags.DEFINE_string('output', None, 'JSON file for the results.')
   _SHAPES = flags.DEFINE_bool('shapes', False, 'Random weights in the shapes A and B in place of --target and --draft.')
 
-  def main(argv):
-    del argv
+  def main():
     options = read_options(method=(AUTO,))
     if _SHAPES.value and options.models.mesh:
       raise ValueError('shapes are for one device, without a mesh')

@@ -118,8 +118,7 @@ if __name__ == '__main__':
   _COUNT = flags.DEFINE_integer('count', 400, 'Values of each format.', lower_bound=1)
   _NUM_PATTERNS = flags.DEFINE_integer('num_patterns', 300, 'Patterns.', lower_bound=1)
 
-  def main(argv):
-    del argv
+  def main():
     compare(_COUNT.value, _NUM_PATTERNS.value)
 
   command_line.run(main)

@@ -133,8 +133,7 @@ if __name__ == '__main__':
   _REPEATS = flags.DEFINE_integer('repeats', 15, 'Turns of the rounds.', lower_bound=1)
   _PROMPTS = flags.DEFINE_integer('num_prompts', 16, 'Prompts of the calls; 0 leaves them out.', lower_bound=0)
 
-  def main(argv):
-    del argv
+  def main():
     with OutputFiles(output=_OUTPUT.value) as outputs:
       folder = ROOT / 'pretrained'
       (target, tokenizer), (draft, _) = (spectr_jax.load_model(folder / name) for name in ('target', 'draft'))

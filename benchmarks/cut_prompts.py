@@ -44,8 +44,7 @@ if __name__ == '__main__':
   _NUM_PROMPTS = flags.DEFINE_integer('num_prompts', 96, 'Prompts.', lower_bound=1)
   _NUM_WORDS = flags.DEFINE_integer('num_words', 24, 'Words of each.', lower_bound=1)
 
-  def main(argv):
-    del argv
+  def main():
     with OutputFiles(output=_OUTPUT.value).apart_from({'text': [_TEXT.value]}) as files:
       prompts = cut(read_text(epath.Path(_TEXT.value)), _NUM_PROMPTS.value, _NUM_WORDS.value)
       lines = [json.dumps({'id': i, 'prompt': prompt}, ensure_ascii=False) for i, prompt in enumerate(prompts)]

@@ -162,8 +162,7 @@ if __name__ == '__main__':
   _PEER_DEVICE = flags.DEFINE_enum('peer_device', 'cpu', ['cuda', 'cpu'], 'Where transformers run.')
   _OUTPUT = command.define_output()
 
-  def main(argv):
-    del argv
+  def main():
     with OutputFiles(output=_OUTPUT.value) as files:
       workloads = load(read_values(), _DRAFTERS.value)
       ways, one = own_ways(workloads), next(iter(workloads.values()))

@@ -87,8 +87,7 @@ if __name__ == '__main__':
   _FORMS_FLAG = flags.DEFINE_multi_enum('forms', ['float32'], list(_FORMS), 'Weights, more than one by repeating it.')
   _OUTPUT = command.define_output()
 
-  def main(argv):
-    del argv
+  def main():
     rows, info = [], {}
     with OutputFiles(output=_OUTPUT.value) as files:
       for form in _FORMS_FLAG.value:

@@ -90,8 +90,7 @@ if __name__ == '__main__':
   _SIZES = flags.DEFINE_list('sizes', ['1', '2', '5', '9', '17', '65'], 'Numbers of tokens, the first for one step.')
   _NUM_RUNS = flags.DEFINE_integer('num_runs', 15, 'Runs of which the median is taken.', lower_bound=1)
 
-  def main(argv):
-    del argv
+  def main():
     experts = Experts(_NUM_EXPERTS.value, _NUM_CHOSEN.value, _HIDDEN_DIM.value)
     sizes = [int(size) for size in _SIZES.value]
     print(timing.line(COLUMNS))

@@ -124,8 +124,7 @@ if __name__ == '__main__':
   _TEMPERATURES = define_numbers('temperatures', '0,1', 'Temperatures.', float, least=0)
   _OUTPUT = flags.DEFINE_string('output', None, 'JSON file for the results.')
 
-  def main(argv):
-    del argv
+  def main():
     more = {'dtype': _DTYPE.value, 'weights': _WEIGHTS.value}
     method = _METHOD.value or 'race_traversal'
     options = DecodeOptions.of(

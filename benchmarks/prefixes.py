@@ -115,8 +115,7 @@ if __name__ == '__main__':
   _NUM_RUNS = flags.DEFINE_integer('num_runs', 15, 'Runs of which the median is taken.', lower_bound=1)
   _OUTPUT = define_output()
 
-  def main(argv):
-    del argv
+  def main():
     target = load_model(_TARGET.value, weights=_WEIGHTS.value)[0]
     draft = load_drafter(_HEAD.value, target) if _HEAD.value else None
     if _DRAFT.value:

@@ -232,8 +232,7 @@ if __name__ == '__main__':
   _CHILDREN = flags.DEFINE_enum('children', None, ('independent', 'given'), 'How guesses are drawn, if not as usual.')
   _NUM_SAMPLES = flags.DEFINE_integer('num_samples', 20_000, 'Rows of every kind.', lower_bound=1)
 
-  def main(argv):
-    del argv
+  def main():
     function = _BY_NAME[_VERIFIER.value]
     options = _OPTIONS[function] | ({'children': _CHILDREN.value} if _CHILDREN.value else {})
     print(check_verifier(function, tree=TokenTree.chains(1, 2), num_samples=_NUM_SAMPLES.value, **options))

@@ -134,8 +134,7 @@ if __name__ == '__main__':
   _SIZES = flags.DEFINE_list('sizes', ['1', '5', '17', '65'], 'Tokens of a call.')
   _NUM_RUNS = flags.DEFINE_integer('num_runs', 9, 'Runs of which the median is taken.', lower_bound=1)
 
-  def main(argv):
-    del argv
+  def main():
     config = config_of(_NUM_LAYERS.value, _VOCAB_SIZE.value, _DTYPE.value)
     sizes = [int(size) for size in _SIZES.value]
     print(timing.line(COLUMNS))

@@ -81,8 +81,7 @@ if __name__ == '__main__':
   _DRAFT_LENGTH = flags.DEFINE_integer('draft_length', 4, 'Tokens of a draft.', lower_bound=1)
   _NUM_RUNS = flags.DEFINE_integer('num_runs', 15, 'Runs of which the median is taken.', lower_bound=1)
 
-  def main(argv):
-    del argv
+  def main():
     target, _ = load_model(_TARGET.value, dtype='bfloat16', weights=_WEIGHTS.value)
     draft = load_drafter(_HEAD.value, target) if _HEAD.value else load_model(_DRAFT.value, dtype='bfloat16')[0]
     models = target.for_decoding(), draft.for_decoding()

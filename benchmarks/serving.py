@@ -251,8 +251,7 @@ if __name__ == '__main__':
   _PROMPTS = flags.DEFINE_string('prompts', str(SHIPPED_PROMPTS), 'File of prompts.')
   _OUTPUT = flags.DEFINE_string('output', None, 'JSON file for the results.')
 
-  def main(argv):
-    del argv
+  def main():
     texts = [prompt.text for prompt in read_prompts(_PROMPTS.value)]
     sizes = {'num_clients': _CLIENTS.value, 'seconds': _SECONDS.value, 'max_tokens': _MAX_TOKENS.value}
     if _TURNS.value is not None and any(flag.present for flag in (_LEAVE, _MIXED_KINDS, _PID)):

@@ -296,8 +296,7 @@ if __name__ == '__main__':
   _PEER_DEVICE = flags.DEFINE_enum('peer_device', None, ['cuda', 'cpu'], 'Where transformers run; default as JAX.')
   _OUTPUT = flags.DEFINE_string('output', None, 'JSON file for the results.', required=True)
 
-  def main(argv):
-    del argv
+  def main():
     shapes, device = parse_shapes(_SHAPES.value), 'cuda' if jax.default_backend() == 'gpu' else 'cpu'
     draft, parts = 'configs/hub/draft_160m_of_llama_3', ('peer', 'steps', 'rounds', 'profile')
     draft = _DRAFT_CONFIG.value or ('B' if _TARGET_CONFIG.value in SHAPES else draft)

@@ -210,8 +210,7 @@ if __name__ == '__main__':
   _NODES = flags.DEFINE_integer('nodes', None, 'Also compare best shapes of at most so many nodes.', lower_bound=1)
   _OUTPUT = flags.DEFINE_string('output', None, 'Write counts by prompt to this file, as JSON.')
 
-  def main(argv):
-    del argv
+  def main():
     outputs = OutputFiles(output=_OUTPUT.value).apart_from({'files': _FILES.value})
     by_setting = read(_FILES.value)
     if not by_setting:

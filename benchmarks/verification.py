@@ -292,8 +292,7 @@ if __name__ == '__main__':
   _METHODS = flags.DEFINE_list('methods', list(METHODS), 'Methods.')
   _OUTPUT = command.define_output()
 
-  def main(argv):
-    del argv
+  def main():
     grid = _VOCAB_SIZE.value, _NUM_DRAFTS.value, _DRAFT_LENGTH.value
     sizes = Sizes(*grid, _ROWS(), _REPEATS.value, _NUM_PROPOSALS.value)
     with OutputFiles(output=_OUTPUT.value) as files:

@@ -122,7 +122,7 @@ def _collect_rarely() -> None:
 
 
 def run(
-  main: Callable[[list[str]], None],
+  main: Callable[..., None],
   examples: Sequence[str] = (),
   *,
   files: str = '',
@@ -133,7 +133,7 @@ def run(
   Errors end the process with one line and exit code 1, see `message_of`.
 
   Args:
-    main: Called with the arguments that are not flags: the program's name, and files if there may be some.
+    main: Called with the arguments that are not flags: files, if there may be some.
     examples: Arguments that `--help` shows, a line each.
     files: What stands for each of the files that may be named beside flags; empty if none may.
     sections: Makes what `--help` says of options that are no flags.
@@ -158,7 +158,7 @@ def run(
     try:
       _collect_rarely()
       cache_programs(cache_dir.value)
-      main(argv)
+      main(*argv[1:])
       sys.stdout.flush()
     except KeyboardInterrupt:
       _end_interrupted()

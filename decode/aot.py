@@ -264,8 +264,7 @@ if __name__ == '__main__':
   )
   _OUTPUT = flags.DEFINE_string('output', None, 'Write the report to this file, as JSON.')
 
-  def main(argv):
-    del argv
+  def main():
     jax.config.update('jax_platforms', 'cpu')  # constants need a device; an attached TPU stays free
     method = get_method(_METHOD.value)
     efficiencies = command_line.parse_numbers('block_efficiency', _EFFICIENCY.value, float)

@@ -26,9 +26,9 @@ from common.output_files import check_apart
 from common.printable import printable
 from decode.experiment.auto_choice import speeds_of
 from decode.experiment.console import show_progress
-from decode.experiment.drafting import budget_of, define_budget
+from decode.experiment.drafting import budget_of, define_row_flags
 from decode.experiment.exports import OPTIONS, describe_continuation, describe_prompt, describe_run
-from decode.experiment.generation_file import GenerationFile, check_parts, part_path, write_index
+from decode.experiment.generation_file import GenerationFile, check_parts, part_path
 from decode.experiment.latency import CompilingClock
 from decode.experiment.options import DecodeOptions
 from decode.experiment.settings import only_setting
@@ -96,8 +96,6 @@ def decode_bulk(
     prompts, stop = work.prompts, work.stop
     # By index, so that a prompt stays in its part whatever others are left out.
     own = [row for row, prompt in enumerate(prompts) if prompt.index % num_processes == process]
-    if process == 0:
-      write_index(path, num_processes)
     described = {prompts[row].index: describe_prompt(prompts[row]) for row in own}
     settings = describe_run(work, setting)
     settings['run'] |= {'choice_probs': True} if choice_probs else {}
@@ -184,18 +182,11 @@ if __name__ == '__main__':
     'rounds_at_a_time', 4, 'Rounds between two looks at which rows are done.', lower_bound=1
   )
   _PROBS = flags.DEFINE_bool('choice_probs', False, 'Write how likely each --choice is behind the prompt.')
-  _PREFIXES = flags.DEFINE_integer(
-    'prefix_cache_bytes',
-    2**30,
-    'Bytes of texts that are kept, so that prompts that begin like them read the rest; with 0 prompts are read whole.',
-    lower_bound=0,
-  )
-  _BUDGET = define_budget('off', ' in every round')
+  _BUDGET, _PREFIXES = define_row_flags('off')
   # A comparison takes a sample of the prompts; this command takes all.
   flags.FLAGS.set_default('num_prompts', 2**31 - 1)
 
-  def main(argv):
-    del argv
+  def main():
     processes.run_together(decode)
 
   def decode():

@@ -230,8 +230,7 @@ if __name__ == '__main__':
   describe_in_help(without_draft='autoregressive', takes_auto=True)
   help_text.leave_out(*_UNUSED, 'chat')
 
-  def main(argv):
-    del argv
+  def main():
     options = options_of(read_values())
     is_shown = options.methods.is_auto or sys.stderr.isatty()
     with show_progress() if is_shown else contextlib.nullcontext(lambda *_: None) as notify:

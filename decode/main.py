@@ -34,8 +34,7 @@ _MORE = (
 )
 
 
-def main(argv):
-  del argv
+def main():
   processes.run_together(decode)
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import csv
 import itertools
-import math
 import pathlib
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -27,13 +26,12 @@ from decode import plots, study
 from spectr_jax.io import untrusted
 
 _KINDS = '.png', '.svg'
-_MOST_RESULTS, _MOST_FILES = 10_000, 12
+_MOST_FILES = 12
 _ADVICE = 'name files that decode.main --output=FILE.json or FILE.csv wrote'
-_NUMBERS = 'tokens', 'target_calls', 'tokens_per_second'
 _LONGEST = 40  # characters of a name
 _ROLES = 'target', 'draft'
 _LOG_ADVICE = 'name files metrics.jsonl of a training'
-_MOST_LOG, _MOST_LINE = 2**27, 2**20
+_MOST_LOG = 2**27  # bytes
 # Shares of guesses that the target keeps: of a model, and by depth of a head.
 _SHARES = 'held_out_overlap', 'held_out_acceptance_'
 
@@ -46,14 +44,15 @@ def read_results(path: str) -> tuple[str, list[dict[str, Any]]]:
   interval is wide enough.
   """
   if pathlib.PurePath(path).suffix == '.csv':
-    rows = [_unflattened(row) for row in _read_rows(path)]
-    return _names_of({role: {'path': rows[0].get(role)} for role in _ROLES}), _points_of(path, rows)
-  content = read_json(path, 'the results', _ADVICE)
-  results = content.get('results') if isinstance(content, dict) else None
-  if not isinstance(results, list) or not 1 <= len(results) <= _MOST_RESULTS:
-    raise ValueError(f'{path} holds no results; {_ADVICE}')
-  run = content.get('run')
-  return _names_of(run.get('models') if isinstance(run, dict) else None), _points_of(path, results)
+    rows = _read_rows(path)
+    models = {role: {'path': rows[0].get(role)} for role in _ROLES}
+    content = {'results': [_unflattened(row) for row in rows], 'run': {'models': models}}
+  else:
+    content = read_json(path, 'the results', _ADVICE)
+  try:
+    return _names_of(content.get('run', {}).get('models', {})), _points_of(content['results'])
+  except (AttributeError, LookupError, TypeError, ValueError, ArithmeticError) as error:
+    raise ValueError(f'{path} holds no results ({type(error).__name__}: {error}); {_ADVICE}') from error
 
 
 def _read_rows(path: str) -> list[dict[str, Any]]:
@@ -64,69 +63,61 @@ def _read_rows(path: str) -> list[dict[str, Any]]:
     raise ValueError(f'cannot read the results: {error}') from error
   except (csv.Error, TypeError) as error:  # a line has more or fewer cells than the first
     raise ValueError(f'{path} holds no table of results ({error}); {_ADVICE}') from error
-  if not 1 <= len(rows) <= _MOST_RESULTS:
+  if not rows:
     raise ValueError(f'{path} holds no table of results; {_ADVICE}')
   return rows
 
 
 def _unflattened(row: Mapping[str, Any]) -> dict[str, Any]:
   pairs = {name.removesuffix('_low'): name for name in row if name.endswith('_ci95_low')}
-  return {**row, **{name: [row[low], row.get(f'{name}_high')] for name, low in pairs.items()}}
+  return {**row, **{name: [row[low], row[f'{name}_high']] for name, low in pairs.items() if row[low] is not None}}
 
 
-def _names_of(models: Any) -> str:
+def _names_of(models: Mapping[str, Mapping[str, Any]]) -> str:
   """The names of models, as a run describes them, with their sizes; empty if it does not."""
   parts = []
   for role in _ROLES:
-    model = models.get(role) if isinstance(models, dict) else None
-    if isinstance(model, dict) and isinstance(model.get('path'), str):
-      size = f' ({model["num_params"] / 1e6:.1f}M)' if _is_positive(model.get('num_params')) else ''
-      parts.append(f'{role} {printable(model["path"])[-_LONGEST:]}{size}')
+    model = models.get(role, {})
+    if model.get('path') is not None:
+      size = f' ({model["num_params"] / 1e6:.1f}M)' if model.get('num_params') else ''
+      parts.append(f'{role} {printable(str(model["path"]))[-_LONGEST:]}{size}')
   return ', '.join(parts)
 
 
-def _points_of(path: str, results: Sequence[Any]) -> list[dict[str, Any]]:
-  by_setting: dict[tuple[str, str], list[dict[str, Any]]] = {}
-  for number, result in enumerate(results, 1):
-    if not isinstance(result, dict) or not all(_is_positive(result.get(name)) for name in _NUMBERS):
-      raise ValueError(f'{path}: result {number} lacks {", ".join(_NUMBERS)}; {_ADVICE}')
-    if not isinstance(result.get('method'), str):
-      raise ValueError(f'{path}: result {number} names no method; {_ADVICE}')
+def _points_of(results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+  by_setting: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+  for result in results:
     by_setting.setdefault((printable(result['method'])[:_LONGEST], _shape_of(result)), []).append(result)
+  if not by_setting:
+    raise ValueError('there are none')
   return [_point(*setting, group) for setting, group in by_setting.items()]
 
 
-def _is_positive(value: Any) -> bool:
-  return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
-
-
 def _shape_of(result: Mapping[str, Any]) -> str:
-  drafts, length = result.get('num_drafts'), result.get('draft_length')
-  if _is_positive(drafts):
-    return f'{drafts}x{length}'
-  return printable(str(result.get('tree', '')))[:30] if _is_positive(length) else ''
+  if result.get('num_drafts'):
+    return f'{result["num_drafts"]}x{result["draft_length"]}'
+  return printable(result['tree'])[:30] if result.get('draft_length') else ''
 
 
 def _point(method: str, shape: str, results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-  tokens = sum(result['tokens'] for result in results)
-  speeds = [result.get('speedup') for result in results]
+  tokens, speeds = sum(result['tokens'] for result in results), [result.get('speedup') for result in results]
   return {
     'method': method,
     'shape': shape,
     'tokens_per_call': tokens / sum(result['target_calls'] for result in results),
     'tokens_per_call_ci95': _interval([result.get('block_efficiency_ci95') for result in results]),
     'tokens_per_second': tokens / sum(result['tokens'] / result['tokens_per_second'] for result in results),
-    'speedup': sum(speeds) / len(speeds) if all(map(_is_positive, speeds)) else None,
+    'speedup': None if None in speeds else sum(speeds) / len(speeds),
     'speedup_ci95': _interval([result.get('speedup_ci95') for result in results]),
   }
 
 
-def _interval(intervals: Sequence[Any]) -> tuple[float, float] | None:
-  """The means of the ends of intervals; None if any of them is not one."""
-  if not all(isinstance(ends, list) and len(ends) == 2 and all(map(_is_positive, ends)) for ends in intervals):
+def _interval(intervals: Sequence[list[float] | None]) -> tuple[float, float] | None:
+  """The means of the ends of intervals; None if any of them is missing."""
+  if not all(intervals):
     return None
-  low, high = (sum(ends) / len(intervals) for ends in zip(*intervals))
-  return (low, high) if low <= high else None
+  low, high = (sum(ends) / len(ends) for ends in zip(*filter(None, intervals)))
+  return low, high
 
 
 def _with_bars(point: Mapping[str, Any], y: str) -> dict[str, Any]:
@@ -168,7 +159,7 @@ def draw(
 def _draw_figure(path: str, kind: str) -> bytes | None:
   """The picture of a figure of `decode.reproduce` from its data; None if the file holds results."""
   rows = _read_rows(path)
-  if set(_NUMBERS) <= rows[0].keys():
+  if 'target_calls' in rows[0]:
     return None
   from decode.papers.exhibits import FIGURES
 
@@ -188,34 +179,17 @@ def _draw_figure(path: str, kind: str) -> bytes | None:
 def read_steps(path: str) -> list[dict[str, float]]:
   """The metrics of the steps of a log of at most 128 MiB: `step`, and of the others those that are finite numbers.
 
-  An incomplete last line, as of a run that was killed, is left out. A log without a loss is a `ValueError`.
+  An incomplete last line, as of a run that was killed, is left out. A file without steps or a loss is a `ValueError`.
   """
-  steps, size = [], 0
-  with untrusted.open_file(path) as file:
-    while line := file.readline(_MOST_LINE):
-      size += len(line)
-      if size > _MOST_LOG:
-        raise ValueError(f'{path} is larger than {_MOST_LOG:,} bytes; {_LOG_ADVICE}')
-      if not line.endswith(b'\n') and len(line) < _MOST_LINE:
-        break
-      steps.append(_metrics_of(line, f'line {len(steps) + 1} of {path}'))
-  if not any('train_loss' in metrics for metrics in steps):
-    raise ValueError(f'{path} holds no loss; {_LOG_ADVICE}')
-  return steps
-
-
-def _metrics_of(line: bytes, where: str) -> dict[str, float]:
+  lines = untrusted.read_text(path, _MOST_LOG).split('\n')[:-1]
   try:
-    metrics = untrusted.parse_json(line.decode(), where)
-  except ValueError as error:
-    raise ValueError(f'{where} is not of a training log; {_LOG_ADVICE}') from error
-  if not isinstance(metrics, dict) or not _is_finite(metrics.get('step')):
-    raise ValueError(f'{where} has no step; {_LOG_ADVICE}')
-  return {name: value for name, value in metrics.items() if _is_finite(value)}
-
-
-def _is_finite(value: Any) -> bool:
-  return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300 and not math.isnan(value)
+    every = [untrusted.parse_json(line, f'line {number} of {path}').items() for number, line in enumerate(lines, 1)]
+    steps = [{name: x for name, x in metrics if type(x) in (int, float) and abs(x) < 1e300} for metrics in every]
+  except (AttributeError, ValueError) as error:
+    raise ValueError(f'{path} is not of a training ({error}); {_LOG_ADVICE}') from error
+  if not any('train_loss' in metrics for metrics in steps) or not all('step' in metrics for metrics in steps):
+    raise ValueError(f'{path} holds no loss, or lines without a step; {_LOG_ADVICE}')
+  return steps
 
 
 def name_of(path: str) -> str:
@@ -267,8 +241,7 @@ def picture_of(paths: Sequence[str], kind: str) -> bytes:
 if __name__ == '__main__':
   _OUTPUT = flags.DEFINE_string('output', None, f'The picture, {" or ".join(_KINDS)}.', required=True)
 
-  def main(argv):
-    paths = argv[1:]
+  def main(*paths):
     if not 1 <= len(paths) <= _MOST_FILES:
       raise ValueError(f'from 1 to {_MOST_FILES} files, {len(paths)} were given; {_ADVICE}')
     kind = pathlib.PurePath(_OUTPUT.value).suffix

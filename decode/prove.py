@@ -121,8 +121,7 @@ def _check_callable() -> None:
     sys.exit(1)
 
 
-def main(argv):
-  del argv
+def main():
   if _CALLABLE.value is not None:
     if _METHOD.value or _MODULE.value:
       raise ValueError('callable tests one function: it goes without --method and --module')

@@ -195,8 +195,7 @@ def _names() -> list[str]:
   return list(FIGURES) if _ALL in names else names
 
 
-def main(argv):
-  del argv
+def main():
   _reproduce(_names())
 
 

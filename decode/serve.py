@@ -127,7 +127,7 @@ def read_hosts(names: list[str]) -> frozenset[str]:
 
 if __name__ == '__main__':
   extras.need('serve', 'starlette', 'uvicorn')
-  from decode.experiment.drafting import budget_of, define_budget, describe_in_help, with_default_drafting
+  from decode.experiment.drafting import budget_of, define_row_flags, describe_in_help, with_default_drafting
   from decode.experiment.option_flags import read_values  # defines flags
 
   _HOST = flags.DEFINE_string('host', '127.0.0.1', 'Address to listen on; 0.0.0.0 for all of this machine.')
@@ -145,12 +145,6 @@ if __name__ == '__main__':
     'Let requests ask for presence_penalty, frequency_penalty, repetition_penalty, logit_bias and min_tokens: every row'
     ' keeps counts of all tokens.',
   )
-  _PREFIXES = flags.DEFINE_integer(
-    'prefix_cache_bytes',
-    2**30,
-    'Bytes of texts that are kept, so that prompts that begin like them read the rest; with 0 prompts are read whole.',
-    lower_bound=0,
-  )
   _ALLOWED = flags.DEFINE_list(
     'allowed_hosts',
     None,
@@ -165,7 +159,7 @@ if __name__ == '__main__':
     None,
     "How the model writes calls of tools: hermes, llama3_json or gemma4. Default the chat template's.",
   )
-  _BUDGET = define_budget('auto', ' in every round')
+  _BUDGET, _PREFIXES = define_row_flags('auto')
   own = _HOST, _PORT, _NAME, _KEY, _KEY_FILE, _LONGEST, _WAITING, _PREFIXES, _PENALTIES, _ALLOWED, _KEEP, _TOOLS
   help_text.in_group('Options', _BUDGET, *own)
   flags.FLAGS.set_default('max_new_tokens', _MOST_NEW)
@@ -174,14 +168,13 @@ if __name__ == '__main__':
   describe_in_help(without_draft='autoregressive')
   help_text.leave_out(*_UNUSED, 'calibration_prompts')
 
-  def main(argv):
+  def main():
     from decode.serving.answer import Served
     from decode.serving.app import Front, make_app
     from decode.serving.gate import is_loopback
     from decode.serving.server import Server, address_of, listen
     from decode.serving.tools import format_named
 
-    del argv
     budget = budget_of(_BUDGET.value, is_resized=True)
     options, key = DecodeOptions.of(**with_default_drafting(read_values())), read_key(_KEY.value, _KEY_FILE.value)
     options.check_unused(_UNUSED, 'decode.serve, where requests say what they want')

@@ -153,8 +153,7 @@ if __name__ == '__main__':
   flags.FLAGS.set_default('method', ['race_block'])
   flags.FLAGS.set_default('draft_length', ['6'])
 
-  def main(argv):
-    del argv
+  def main():
     options = read_options()
     with OutputFiles(output=_OUTPUT.value).apart_from(options.inputs()) as outputs:
       with show_progress() as notify:

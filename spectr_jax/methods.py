@@ -116,8 +116,8 @@ class Guesses:
   has_mixed_positions: bool = False
   has_grown_trees: bool = False
   feature_layers: tuple[int, ...] = ()
-  kv_layers: tuple[int, ...] = ()
   max_depth: int | None = None
+  kv_layers: tuple[int, ...] = ()
 
 
 def why_not(method: Method, tree: TokenTree | None = None, drafter: Drafter | Guesses | None = None) -> str:

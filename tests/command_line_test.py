@@ -79,7 +79,7 @@ from common import command_line, processes
 WHAT = flags.DEFINE_string('what', '', 'Python to run.')
 class PanicException(BaseException):
   pass
-def main(argv):
+def main():
   print('table')
   processes.run_together(lambda: exec(WHAT.value, globals()))
 command_line.run(main)

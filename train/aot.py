@@ -140,8 +140,7 @@ if __name__ == '__main__':
   )  # fmt: skip
   _OUTPUT = flags.DEFINE_string('output', None, 'Write the report to this file, as JSON.')
 
-  def main(argv):
-    del argv
+  def main():
     jax.config.update('jax_platforms', 'cpu')  # constants need a device; an attached TPU stays free
     config = _CONFIG.value
     if _MESH.value:

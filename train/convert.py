@@ -51,8 +51,7 @@ def convert(old: epath.PathLike, new: epath.PathLike) -> None:
   save_model(new, model, tokenizer, info=spec['info'], param_dtype=spec['param_dtype'])
 
 
-def main(argv):
-  del argv
+def main():
   convert(_MODEL.value, _OUTPUT.value)
 
 

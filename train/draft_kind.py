@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -13,9 +13,8 @@ from etils import epath
 
 from spectr_jax import Drafter, Model, load_drafter, save_drafter
 from spectr_jax.io.model_files import ModelFiles
-from spectr_jax.io.new_files import check_new_folder
 from spectr_jax.io.tokenizer import TokenizerBase
-from spectr_jax.io.untrusted import LARGE, Kind, object_of, read_object
+from spectr_jax.io.untrusted import Kind
 from spectr_jax.models.causal_lm_config import CausalLMConfig
 from spectr_jax.models.head import random_params
 from train.head_step import Guesses, HeadBatch
@@ -30,7 +29,6 @@ class DraftKind(abc.ABC):
 
   fields: ClassVar[Mapping[str, Kind]]  # values of the experiment's fields that only this kind has
   folder: ClassVar[str]  # below WORKDIR, where it is written to
-  files: ClassVar[Collection[str]]  # their names in it
   num_ids: int | None = None  # Vd, the tokens that it guesses; None for all
   num_depths: int  # how many tokens ahead of what it reads of the target it learns to guess
   # The target's layers whose hidden states it learns from, numbered as in `Model.features_fn`. The last one is -1,
@@ -70,16 +68,6 @@ class DraftKind(abc.ABC):
   ) -> Drafter:
     """The draft as a drafter for a target of V tokens, of which it guesses the Vd `target_ids`, or all if None."""
 
-  def check_folder(self, path: epath.Path) -> bool:
-    """True if a folder, which need not exist, holds a draft that `save` has written; a `ValueError` if `save` could not
-    write there, or would replace what it has not written.
-    """
-    config, is_ours = path / 'config.json', False
-    if config.exists():
-      is_ours = 'steps' in (read_object(config, {'info': object_of({})}, LARGE).get('info') or {})
-    check_new_folder(path, self.files, owned=lambda folder: self.files if is_ours else ())
-    return is_ours
-
   @abc.abstractmethod
   def save(self, path: epath.PathLike, drafter: Drafter, tokenizer: TokenizerBase, info: Mapping[str, Any]) -> None:
     """Writes the draft and the JSON values `info` in the published format of its kind, in place of one that is
@@ -99,7 +87,6 @@ class Head(DraftKind):
   """Common part of all kinds of heads."""
 
   folder = 'head'
-  files = 'config.json', 'model.safetensors', 'medusa_lm_head.safetensors'
   config: Any  # the sizes, `has_unembedding` among them
   config_of: ClassVar[Callable[[Drafter], Any]]  # a `ValueError` if the drafter is of another kind
 

@@ -15,7 +15,7 @@ from spectr_jax import Drafter, Model
 from spectr_jax.draft import model_drafter
 from spectr_jax.io.hub.families import read_spec, spec_of_layers
 from spectr_jax.io.hub.hub_tokenizer import HubTokenizer
-from spectr_jax.io.hub.save import FILES, save_hub_model
+from spectr_jax.io.hub.save import save_hub_model
 from spectr_jax.io.model_files import ModelFiles, open_model
 from spectr_jax.io.tokenizer import TokenizerBase, check_same_tokens
 from spectr_jax.io.untrusted import whole
@@ -39,7 +39,7 @@ class ModelKind(DraftKind):
   """
 
   fields = {'num_layers': whole(1)}
-  folder, files, num_depths = 'model', FILES, 1
+  folder, num_depths = 'model', 1
 
   config: CausalLMConfig
   spec: Mapping[str, Any]  # the content of its `config.json`

@@ -80,8 +80,7 @@ def evaluate_files(
   return {**metrics, 'tokens': len(packed.tokens), 'bytes': packed.num_bytes}
 
 
-def main(argv):
-  del argv
+def main():
   patterns = tuple(filter(None, _FILES.value))
   held_out = evaluate_files(
     _MODEL.value, patterns, seq_len=_SEQ_LEN.value, batch_size=_BATCH_SIZE.value, dtype=_DTYPE.value

@@ -267,9 +267,6 @@ class HeadTraining(Run):
   def result(self) -> epath.Path:
     return self.workdir / self.draft.folder
 
-  def check_result(self) -> bool:
-    return self.draft.check_folder(self.result)
-
   def _loss(self, params, frozen, batch):
     guesses, weights = self.draft.guesses(params, frozen, batch), LossWeights.of(self.config)
     return head_loss(guesses, frozen['unembedding'], batch, num_depths=self.draft.num_depths, weights=weights)

@@ -17,23 +17,21 @@ from tensorboardX.summary import scalar
 
 from spectr_jax.io.new_files import write_file
 
+LOG = 'metrics.jsonl'  # below WORKDIR
 _FLUSH_SECONDS = 60
 
 
 def _lines(path: epath.Path, last_step: int) -> bytes:
-  """The lines of a log up to a step, without an incomplete last line and final metrics; a `ValueError` if a line is not
-  of a log.
-  """
-  kept, lines = [], path.read_bytes().splitlines(keepends=True)
-  for number, line in enumerate(lines, 1):
-    if number == len(lines) and not line.endswith(b'\n'):
-      break  # a process was killed while it wrote this line
-    try:
-      values = json.loads(line)
-      if values['step'] <= last_step and not any(name.startswith('final_') for name in values):
-        kept.append(line)
-    except (ValueError, LookupError, TypeError) as error:
-      raise ValueError(f'line {number} of {path} is not of a training log: move the file to another place') from error
+  """The lines of a log up to a step, without final metrics; a `ValueError` if it is damaged."""
+  kept = []
+  try:
+    for line in path.read_bytes().splitlines(keepends=True):
+      if line.endswith(b'\n'):  # else a process was killed while it wrote this one, the last
+        values = json.loads(line)
+        if values['step'] <= last_step and not any(name.startswith('final_') for name in values):
+          kept.append(line)
+  except (ValueError, LookupError, TypeError, OSError) as error:
+    raise ValueError(f'{path} is not the log of a training: move it to another place') from error
   return b''.join(kept)
 
 
@@ -42,11 +40,11 @@ class MetricWriter:
 
   It first removes the lines that an interrupted run may have left: those of steps beyond `first_step`, from which the
   run continues, an incomplete last line, and final metrics, which are written again. A `ValueError` if a file cannot be
-  written, or the log is none.
+  written, or the log is damaged.
   """
 
   def __init__(self, workdir: epath.Path, first_step: int):
-    self._path = workdir / 'metrics.jsonl'
+    self._path = workdir / LOG
     write_file(self._path, _lines(self._path, first_step) if self._path.exists() else b'')
     self._flushed = time.monotonic()
     with self._writing():
@@ -55,15 +53,6 @@ class MetricWriter:
       # Events of steps from this one on, of a run that was interrupted, are not shown.
       for begin in ({'file_version': 'brain.Event:2'}, {'session_log': SessionLog(status=SessionLog.START)}):
         self._events.write_event(Event(step=first_step + 1, **begin))
-
-  @staticmethod
-  def check(workdir: epath.Path, *, is_ours: bool) -> None:
-    """Refuses a log that is none of training, or that no run has written (`is_ours`), with a `ValueError`."""
-    path = workdir / 'metrics.jsonl'
-    if path.exists() and not is_ours:
-      raise ValueError(f'{path} is there before the first training in {workdir}: move it to another place')
-    if path.exists():
-      _lines(path, 0)
 
   @contextlib.contextmanager
   def _writing(self) -> Iterator[None]:

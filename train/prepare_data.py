@@ -15,8 +15,7 @@ _DATA_DIR = flags.DEFINE_string('data_dir', '~/tensorflow_datasets', 'Where lm1b
 _SHA256 = flags.DEFINE_string('sha256', lm1b.SHA256, "The archive's checksum.")
 
 
-def main(argv):
-  del argv
+def main():
   archive = epath.Path(_MANUAL_DIR.value).expanduser() / lm1b.ARCHIVE
   stderr = console.Console(stderr=True)
   with ProgressBar(stderr, disable=not stderr.is_terminal) as bar:

@@ -19,10 +19,10 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from common.command_line import parse_sizes
-from spectr_jax.io.new_files import check_writable, only_writer, writing
+from spectr_jax.io.new_files import check_new_folder, check_writable, only_writer, writing
 from spectr_jax.sharding import DATA, is_primary, make_mesh
 from train.checkpoint import Checkpoints, is_finite, steps_in
-from train.metric_writer import MetricWriter
+from train.metric_writer import LOG, MetricWriter
 from train.run_record import RunRecord
 
 # Shows the metrics of a step, and the held-out ones where the step was evaluated.
@@ -102,7 +102,7 @@ class Run(abc.ABC):
   def opened(self, trains: str, content: Mapping[str, Any]) -> Iterator[None]:
     """Takes the WORKDIR for the run of the command `trains`, until `run` has ended or what follows here fails;
     `content` is that of `RunRecord`. Raises a `ValueError` if another run writes there, it was begun with other
-    settings, or something stands there that the run would have to replace and must not.
+    settings, or something stands there that it would have to replace, without the record of a run that wrote it.
     """
     with writing(self.workdir):
       self.workdir.mkdir(parents=True, exist_ok=True)
@@ -112,13 +112,13 @@ class Run(abc.ABC):
         self._lock.enter_context(only_writer(self.workdir))
         if checkpoints.is_dir():
           check_writable(checkpoints / 'checkpoint')  # said now and not after hours
-      steps, has_result = steps_in(checkpoints), self.check_result()
-      self.record = RunRecord(self.workdir, self.config, trains, content)
-      if (steps or has_result) and not self.record.is_there:
-        what, it = ('checkpoints', 'them') if steps else ('a result', 'it')
-        raise ValueError(f'{self.workdir} has {what}, and no training wrote {it} there: take another --workdir')
-      MetricWriter.check(self.workdir, is_ours=self.record.is_there)
-      if not (steps or has_result or self.has_data):
+      check_new_folder(self.result)
+      has_result = self.result.is_dir() and any(self.result.iterdir())
+      saved = [path for path, is_there in ((checkpoints, steps_in(checkpoints)), (self.result, has_result)) if is_there]
+      self.record, log = RunRecord(self.workdir, self.config, trains, content), self.workdir / LOG
+      if not self.record.is_there and (saved or log.exists()):
+        raise ValueError(f'{[*saved, log][0]} is there, and no training has written it: take another --workdir')
+      if not (saved or self.has_data):
         self.record.forget()
       self.record.check()
       yield
@@ -130,10 +130,6 @@ class Run(abc.ABC):
   @abc.abstractmethod
   def result(self) -> epath.Path:
     """The folder of what is trained."""
-
-  @abc.abstractmethod
-  def check_result(self) -> bool:
-    """True if WORKDIR has the result of a run already; a `ValueError` if what is trained could not be written."""
 
   def begin(self, make_state: Callable[[], Any], sharding: Any, init: Callable[[], Any] | None = None) -> None:
     """Takes the state of the newest checkpoint, or makes one: `init` makes it with `sharding`, a tree of shardings, by

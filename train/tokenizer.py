@@ -18,8 +18,7 @@ def _check_absent(output: epath.Path) -> None:
     raise ValueError(f'{output} exists and is not overwritten')
 
 
-def main(argv):
-  del argv
+def main():
   config = _CONFIG.value
   output = epath.Path(_OUTPUT.value or config.tokenizer)
   _check_absent(output)

@@ -18,9 +18,7 @@ from rich import console
 from common.progress_bar import ProgressBar
 from spectr_jax import Model, Tokenizer, load_model, save_model
 from spectr_jax.io.checksums import content_hash
-from spectr_jax.io.hub.save import FILES
 from spectr_jax.io.model_files import load_own
-from spectr_jax.io.new_files import check_new_folder
 from spectr_jax.io.tokenizer import first_difference
 from spectr_jax.io.untrusted import Kind, whole
 from spectr_jax.models.causal_lm import causal_lm, config_of
@@ -165,11 +163,6 @@ class _Training(Run):
   @property
   def result(self) -> epath.Path:
     return self.workdir / 'model'
-
-  def check_result(self) -> bool:
-    is_ours = (self.result / 'config.json').exists()  # others' folders are theirs
-    check_new_folder(self.result, FILES, owned=lambda folder: FILES if is_ours else ())
-    return (self.result / 'config.json').exists()
 
   @property
   def is_over(self) -> bool:

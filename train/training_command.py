@@ -37,8 +37,7 @@ def run(
   `next_flags` are those with which `decode.main` takes the folder of what was trained.
   """
 
-  def main(argv):
-    del argv
+  def main():
     processes.initialize()
     try:
       outcome = train()

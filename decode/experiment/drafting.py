@@ -66,10 +66,12 @@ def with_default_drafting(values: Mapping[str, Any], platform: str | None = None
   return defaults | values
 
 
-def define_budget(default: str, more: str) -> flags.FlagHolder:
-  """Defines `--budget`; `budget_of` reads it."""
-  text = f'Guesses of all rows of a call together: auto for the fastest, a number for the most, off for the tree{more}.'
-  return flags.DEFINE_string('budget', default, text)
+def define_row_flags(budget: str) -> tuple[flags.FlagHolder, flags.FlagHolder]:
+  """Defines flags of rows that take new prompts: `--budget`, which `budget_of` reads, and `--prefix_cache_bytes`."""
+  text = 'Guesses of all rows of a call together: auto for the fastest, a number for the most, off for the tree'
+  kept = 'Bytes of texts that are kept, so that prompts that begin like them read the rest; with 0 prompts are read'
+  cache = flags.DEFINE_integer('prefix_cache_bytes', 2**30, f'{kept} whole.', lower_bound=0)
+  return flags.DEFINE_string('budget', budget, f'{text} in every round.'), cache
 
 
 def budget_of(value: str, *, is_resized: bool = False) -> Budget | None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import glob
 import json
 import os
 import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from common.json_file import load_ours, save_ours, typed
+from common.json_file import typed
 from decode.experiment.exports import OPTIONS
 from spectr_jax.io.new_files import check_writable, lock, resolved, writing
 from spectr_jax.io.untrusted import is_remote, parse_json, shown
@@ -22,47 +23,19 @@ class _Place:
   sample: int
 
 
-@dataclasses.dataclass(frozen=True)
-class _Index:
-  parts: list[str]
-
-
 def part_path(path: str | os.PathLike, index: int, count: int) -> pathlib.Path:
   """The file of one process: `path` itself for a single one, else `name-00000-of-00002.jsonl` beside it."""
   path = pathlib.Path(path)
   return path if count == 1 else path.with_name(f'{path.stem}-{index:05}-of-{count:05}{path.suffix}')
 
 
-def index_path(path: str | os.PathLike) -> pathlib.Path:
-  """The index of the parts of `path`, `name.index.json` beside it."""
-  path = pathlib.Path(path)
-  return path.with_name(f'{path.stem}.index.json')
-
-
 def check_parts(path: str | os.PathLike, count: int) -> None:
   """Refuses continuations of another number of processes, which would be decoded again."""
-  path, index, names = pathlib.Path(path), index_path(path), _part_names(path, count)
-  try:
-    written = load_ours(index, _Index, 'index of parts', 'move it away').parts if index.exists() else names
-  except ValueError as error:
-    if count > 1:
-      raise ValueError(f'generations: {error}') from error
-    written = names
-  if written != names:
-    raise ValueError(f'generations: {index} is of {len(written)} parts, and this run has {count} processes')
-  if count > 1 and path.exists() and path.stat().st_size:
-    raise ValueError(f'generations: {path} is of one process, and this run has {count} processes')
-
-
-def write_index(path: str | os.PathLike, count: int) -> None:
-  """Writes the index that names the parts of `path`, if there are several; see `check_parts`."""
-  check_parts(path, count)
-  if count > 1 and not index_path(path).exists():
-    save_ours(index_path(path), _Index(_part_names(path, count)))
-
-
-def _part_names(path: str | os.PathLike, count: int) -> list[str]:
-  return [part_path(path, part, count).name for part in range(count)]
+  path, digits = pathlib.Path(path), 5 * '[0-9]'
+  others = path.parent.glob(f'{glob.escape(path.stem)}-{digits}-of-{digits}{glob.escape(path.suffix)}')
+  for other in {path, *others} - {part_path(path, part, count) for part in range(count)}:
+    if other.exists() and other.stat().st_size:
+      raise ValueError(f'generations: {other} is of another number of processes, and this run has {count}')
 
 
 def _is_same(one: Any, other: Any) -> bool:

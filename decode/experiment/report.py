@@ -149,22 +149,6 @@ def explain_missing_baseline(run: DecodeRun) -> Iterator[str]:
     yield 'speed-up is relative to autoregressive, which is not among the methods; add it to --method to compare.'
 
 
-def explain_ranges(run: DecodeRun) -> Iterator[str]:
-  """A line where speed-ups or tokens per call have no interval, and why."""
-  summaries = [summary for setting, summary in run.summaries.items() if setting.tree.num_nodes]
-  enough = f'and it takes {metrics.MIN_UNITS}'
-  if any(each['speedup'] is not None and each['speedup_ci95'] is None for each in summaries):
-    yield (
-      f'speed-ups have no 95% range: it is over batches, of which this run has {run.num_batches}, {enough}; a smaller'
-      ' --batch_size or more --num_prompts make more.'
-    )
-  if any(each['block_efficiency_ci95'] is None for each in summaries):
-    yield (
-      f'tokens per target call have no interval: it is over prompts, of which this run has {len(run.prompts)},'
-      f' {enough}.'
-    )
-
-
 def explain_hidden_ranges(run: DecodeRun) -> Iterator[str]:
   """One line for each speed-up with an interval, for tables without a column of them."""
   for setting, each in run.summaries.items():
@@ -304,7 +288,7 @@ def print_report(run: DecodeRun, console: Console | None = None, *, more: str = 
   console.print(table)
   console.print()
   is_hidden = _RANGE not in [column.header for column in table.columns]
-  explanations = explain_bias, explain_missing_baseline, explain_ranges, explain_slow, explain_parts, explain_seconds
+  explanations = explain_bias, explain_missing_baseline, explain_slow, explain_parts, explain_seconds
   for explain in (*[explain_hidden_ranges] * is_hidden, *explanations):
     for line in explain(run):
       console.print(line + '\n', **print_options)

@@ -9,12 +9,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import hashlib
 import os
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from typing import BinaryIO, cast
 
 from etils import epath
@@ -43,10 +42,7 @@ def is_same_file(one: epath.PathLike, other: epath.PathLike) -> bool:
 
 def _beside(path: epath.Path) -> epath.Path:
   """A new hidden path beside another one; its name is not too long where that of the path is not."""
-  name = path.name
-  if len(os.fsencode(name)) > 200:
-    name = hashlib.sha256(os.fsencode(name)).hexdigest()
-  return path.parent / f'.{name}.{secrets.token_hex(8)}.unfinished'
+  return path.parent / f'.{path.name[:50]}.{secrets.token_hex(8)}.unfinished'
 
 
 @contextlib.contextmanager
@@ -146,16 +142,14 @@ def write_file(path: epath.PathLike, content: bytes) -> None:
 
 
 @contextlib.contextmanager
-def new_folder(
-  path: epath.PathLike, *, overwrite: bool, owned: Callable[[epath.Path], Collection[str]] = lambda folder: ()
-) -> Iterator[epath.Path]:
+def new_folder(path: epath.PathLike, *, overwrite: bool, owned: Collection[str] = ()) -> Iterator[epath.Path]:
   """A folder to write to, which stands at `path` once all is written; one that was there is replaced only then.
 
-  `owned` gives the relative paths of the files in an existing folder that belong to what is replaced; others stay where
-  they are. The path may be remote.
+  `owned` are all names of files that are written; others in an existing folder stay where they are. The path may be
+  remote.
 
-  Raises `ValueError` where there is a folder and `overwrite` is False, where something else stands at the path or under
-  a name that the new folder has, or where the folder cannot be created.
+  Raises `ValueError` where there is a folder and `overwrite` is False, where something else stands at the path, or
+  where the folder cannot be created.
   """
   path = resolved(path)
   if path.exists() and not overwrite:
@@ -168,9 +162,9 @@ def new_folder(
   try:
     yield unfinished
     if path.exists():
-      others = _others(path, owned, [entry.name for entry in unfinished.iterdir()])
-      for entry in others:
-        _copy(entry, unfinished / entry.name)
+      for entry in path.iterdir():
+        if entry.name not in owned:
+          _copy(entry, unfinished / entry.name)
       _exchange(unfinished, path)
     else:
       unfinished.rename(path)
@@ -179,31 +173,16 @@ def new_folder(
       unfinished.rmtree()
 
 
-def check_new_folder(
-  path: epath.PathLike, names: Collection[str], *, owned: Callable[[epath.Path], Collection[str]] = lambda folder: ()
-) -> None:
-  """Raises at once the `ValueError` that `new_folder` with `overwrite` would raise in the end, for files of these
-  names.
-  """
+def check_new_folder(path: epath.PathLike) -> None:
+  """Raises at once the `ValueError` that `new_folder` with `overwrite` would raise in the end."""
   path = resolved(path)
-  if path.exists() or (not is_remote(path) and os.path.lexists(path)):
-    if not path.is_dir() or (not is_remote(path) and os.path.ismount(path)):
-      raise ValueError(f'{path} exists and is not a folder that can be replaced')
-    _others(path, owned, names)
+  is_there = path.exists() if is_remote(path) else os.path.lexists(path)
+  if is_there and (not path.is_dir() or (not is_remote(path) and os.path.ismount(path))):
+    raise ValueError(f'{path} exists and is not a folder that can be replaced')
   trial = _beside(path)
   with writing(path):
     trial.mkdir(parents=True)
     trial.rmdir()
-
-
-def _others(folder: epath.Path, owned: Callable[[epath.Path], Collection[str]], names: Collection[str]):
-  """What stands in a folder and does not belong to what is replaced by files of these names."""
-  replaced = {name.split('/')[0] for name in owned(folder)}
-  others = [entry for entry in folder.iterdir() if entry.name not in replaced]
-  for entry in others:
-    if entry.name in names:
-      raise ValueError(f'{entry} is not replaced: it is no file of what is overwritten')
-  return others
 
 
 def _copy(source: epath.Path, target: epath.Path) -> None:

@@ -192,7 +192,6 @@ def _is_text(x: Any) -> bool:
 
 TEXT = Kind('a text', _is_text)
 FLAG = Kind('true or false', lambda x: type(x) is bool)
-NOTHING = Kind('null', lambda x: x is None)
 ANYTHING = Kind('anything', lambda x: True)
 
 

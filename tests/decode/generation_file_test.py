@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from decode.experiment.generation_file import GenerationFile, check_parts, part_path, write_index
+from decode.experiment.generation_file import GenerationFile, check_parts, part_path
 from tests.hostile import refusal
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -184,23 +184,19 @@ def test_a_full_disk_leaves_whole_lines(tmp_path):
 
 
 def test_parts_are_of_one_number_of_processes(tmp_path):
-  path, index = tmp_path / 'out.jsonl', tmp_path / 'out.index.json'
+  path = tmp_path / 'out[1].jsonl'
   assert part_path(path, 0, 1) == path
-  write_index(path, 1)
-  assert not index.exists()
-  write_index(path, 2)
-  write_index(path, 2)
+  part_path(path, 1, 2).touch()  # empty
+  (tmp_path / 'out[1]-1-of-2.jsonl').write_text('mine')
+  for count in (1, 2, 3):
+    check_parts(path, count)
+  part_path(path, 1, 2).write_text(line_of(0))
+  check_parts(path, 2)
   for count in (1, 3):
-    with pytest.raises(ValueError, match=f'is of 2 parts, and this run has {count} processes'):
+    with pytest.raises(ValueError, match=f'00002.jsonl is of another number of processes, and this run has {count}$'):
       check_parts(path, count)
-  for content in ('{}', '', '{"parts": [2]}'):
-    index.write_text(content)
-    with pytest.raises(ValueError, match='^generations: .*index.json is (no index of parts|not JSON).*; move it away'):
-      write_index(path, 2)
-    check_parts(path, 1)
-    assert index.read_text() == content
-  index.unlink()
+  part_path(path, 1, 2).unlink()
   path.write_text(line_of(0))
-  with pytest.raises(ValueError, match='is of one process, and this run has 2 processes'):
-    write_index(path, 2)
-  assert not index.exists()
+  check_parts(path, 1)
+  with pytest.raises(ValueError, match=r'out\[1\].jsonl is of another number of processes, and this run has 2$'):
+    check_parts(path, 2)

@@ -216,7 +216,7 @@ def save_drafter(
   files, dtype = ('model.safetensors', 'medusa_lm_head.safetensors'), jnp.dtype(param_dtype)
   name = files[isinstance(drafter, MedusaDrafter)]
   spec, arrays = _medusa_content(drafter, dtype) if isinstance(drafter, MedusaDrafter) else _content(drafter, dtype)
-  with new_folder(path, overwrite=overwrite, owned=lambda _: ('config.json', *files)) as folder:
+  with new_folder(path, overwrite=overwrite, owned=('config.json', *files)) as folder:
     # `save_file` would let no one else read the file.
     (folder / name).write_bytes(save({key: np.ascontiguousarray(array) for key, array in arrays.items()}))
     (folder / 'config.json').write_text(json.dumps(spec | {'info': dict(info or {})}, indent=2) + '\n')

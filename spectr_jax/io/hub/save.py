@@ -27,7 +27,7 @@ from spectr_jax.models.causal_lm_config import CausalLMConfig, is_lm1b
 from spectr_jax.models.param_shapes import param_shapes
 
 OWN_FILES = ('model.safetensors', 'tokenizer.json')  # whose checksums a model that is trained here has
-FILES = ('config.json', 'generation_config.json', 'model.safetensors', 'tokenizer.json', 'tokenizer_config.json')
+_FILES = ('config.json', 'generation_config.json', 'model.safetensors', 'tokenizer.json', 'tokenizer_config.json')
 
 
 def _tensors(params: Mapping[str, Any], family: Family, config: CausalLMConfig, dtype: np.dtype):
@@ -139,7 +139,7 @@ def save_hub_model(
     'bos_token_id': tokenizer.bos_id,
     'eos_token_id': list(tokenizer.eos_ids),
   }
-  with new_folder(path, overwrite=overwrite, owned=lambda folder: FILES) as folder:
+  with new_folder(path, overwrite=overwrite, owned=_FILES) as folder:
     tensors = _tensors(model.params, family, config, jnp.dtype(param_dtype))
     # `save_file` would let no one else read the file.
     (folder / 'model.safetensors').write_bytes(save(tensors, metadata={'format': 'pt'}))
