@@ -73,7 +73,9 @@ class Setting:
     """The kind of guesses that a draft makes on the tree."""
     has_given = draft.has_given_candidates or (self.growth is not None and self.growth.has_given_candidates)
     has_grown = draft.has_grown_trees or self.growth is not None
-    return Guesses(has_given, draft.has_mixed_positions, has_grown, draft.feature_layers, draft.max_depth)
+    return Guesses(
+      has_given, draft.has_mixed_positions, has_grown, draft.feature_layers, draft.max_depth, draft.kv_layers
+    )
 
   def with_threshold(self, threshold: float) -> Self:
     """The setting with another threshold of its growing trees; ValueError if they do not grow."""
