@@ -532,7 +532,7 @@ _NOT_RECORDED = {
   'train.head': 'its run is described beside the head: pretrained/README.md',
   'benchmarks.auto': 'decodes whole grids, for up to an hour',
   **dict.fromkeys(
-    ('benchmarks.experts', 'benchmarks.load', 'benchmarks.prefixes', 'benchmarks.recurrent', '--mixed --pid=PID',
+    ('benchmarks.experts', 'benchmarks.load', 'benchmarks.prefixes', 'benchmarks.recurrent', '--mixed --pid=4321',
      '--seconds=40 --turns=4'),
     'their tables are beside them',
   ),
