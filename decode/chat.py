@@ -227,7 +227,7 @@ if __name__ == '__main__':
   )
   flags.FLAGS.set_default('max_new_tokens', 512)
   flags.FLAGS.set_default('target', None)
-  describe_in_help(without_draft='autoregressive', takes_auto=True)
+  describe_in_help(takes_auto=True)
   help_text.leave_out(*_UNUSED, 'chat')
 
   def main():

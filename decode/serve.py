@@ -165,7 +165,7 @@ if __name__ == '__main__':
   flags.FLAGS.set_default('max_new_tokens', _MOST_NEW)
   flags.FLAGS['max_new_tokens'].help = 'New tokens per prompt, at most (default what the context leaves, up to 1024).'
   flags.FLAGS.set_default('batch_size', 8)
-  describe_in_help(without_draft='autoregressive')
+  describe_in_help()
   help_text.leave_out(*_UNUSED, 'calibration_prompts')
 
   def main():

@@ -92,12 +92,11 @@ def _in_words(name: str) -> str:
   return f'on CPUs {on_cpu if len(kinds) > 1 else next(iter(kinds))}, elsewhere {getattr(ELSEWHERE, name)}'
 
 
-def describe_in_help(*, without_draft: str = '', takes_auto: bool = False) -> None:
+def describe_in_help(*, takes_auto: bool = False) -> None:
   """Lets `--help` say which defaults the flags of `Drafting` get."""
-  first = f'{without_draft} without --draft, else ' if without_draft else ''
   auto = ', or auto, the fastest of some that it times' if takes_auto else ''
   texts = {
-    'method': f'The method, of {", ".join(METHODS)}{auto} [{first}',
+    'method': f'The method, of {", ".join(METHODS)}{auto} [autoregressive without --draft, else ',
     'num_drafts': 'K, drafts per round [',
     'draft_length': 'L, tokens per draft [',
   }
