@@ -38,6 +38,7 @@ def pytest_configure(config):
     'jax_compilation_cache_max_size': 2**30,  # with a limit JAX locks what it writes
     'jax_persistent_cache_min_compile_time_secs': 0.05,
     'jax_persistent_cache_enable_xla_caches': 'none',  # else programs are found in the same directory only
+    'jax_traceback_in_locations_limit': 0,  # writing down where each operation was called takes a tenth of a run
   }
   if 'JAX_COMPILATION_CACHE_DIR' not in os.environ:
     options['jax_compilation_cache_dir'] = _directory_of_programs(config)

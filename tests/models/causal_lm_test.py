@@ -164,15 +164,18 @@ def test_parameters_are_of_one_dtype_but_for_gains():
   assert output.cache.keys[0].dtype == jnp.bfloat16
 
 
-_FORMS = ('float32', 'native'), ('bfloat16', 'units'), *(
-  slow(*each) for each in (('float32', 'xla'), ('bfloat16', 'native'), ('bfloat16', 'xla'))
-)  # fmt: skip
-
-
 # Products in C++, and those of XLA on processors with units for bfloat16 products and on others.
-@pytest.mark.parametrize(('dtype', 'form'), _FORMS)
-# Tied and not, with biases, without gates.
-@pytest.mark.parametrize('name', slow_but(['llama', 'gpt2'], ['llama', 'gemma2', 'qwen2', 'gpt2']))
+_FORMS = [('float32', 'native'), ('float32', 'xla'), *(('bfloat16', form) for form in ('native', 'xla', 'units'))]
+_FAST = ('llama', 'float32', 'native'), ('gpt2', 'bfloat16', 'units')
+
+
+@pytest.mark.parametrize(
+  ('name', 'dtype', 'form'),
+  [  # of models that are tied and not, with biases, without gates
+    each if each in _FAST else slow(*each)
+    for each in ((name, *form) for name in ('llama', 'gemma2', 'qwen2', 'gpt2') for form in _FORMS)
+  ],
+)
 def test_a_model_for_decoding_has_the_same_logits(name, dtype, form, monkeypatch):
   monkeypatch.setattr(products, 'LARGE', 1)
   monkeypatch.setattr(products, 'multiplies_bfloat16', lambda: form == 'units')

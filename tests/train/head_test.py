@@ -26,6 +26,7 @@ from spectr_jax.models import causal_lm, head, one_pass
 from spectr_jax.proposal import Independent
 from spectr_jax.sampling import SamplingParams
 from tests.draft.prompts import read as read_prompts
+from tests.slow import slow
 from tests.train.train_test import lines_of
 from train import head_data, head_step
 from train.eagle3_head import head_config, unrolled_outputs
@@ -178,8 +179,8 @@ def test_medusa_training_sees_what_drafting_sees(target, shard, batch, make_draf
 
 
 @pytest.mark.parametrize(('kind', 'markov_kind', 'rank'), [
-  ('dspark', 'vanilla', 4), ('dspark', 'gated', 4), ('dspark', 'rnn', 4), ('dflash', 'vanilla', 0),
-  ('dflash', 'rnn', 4),
+  slow('dspark', 'vanilla', 4), slow('dspark', 'gated', 4), ('dspark', 'rnn', 4), ('dflash', 'vanilla', 0),
+  slow('dflash', 'rnn', 4),
 ])  # fmt: skip
 def test_one_pass_training_sees_what_drafting_sees(target, shard, batch, make_draft, kind, markov_kind, rank):
   """A block's guesses after tokens of the text are those of the drafter after the text up to the block's anchor."""
