@@ -216,7 +216,7 @@ def test_trees_chosen_by_the_texts_of_all_rows_are_exact(name):
   np.testing.assert_allclose(_pair_law(method, choose, tables, 3), np.outer(wanted, wanted), atol=1e-10)
 
 
-_NUM_ROWS, _END = 1024, 0
+_NUM_ROWS, _END = 256, 0
 
 
 def _text_law(law, start, num_tokens):
@@ -238,7 +238,7 @@ def test_rows_that_compete_have_the_target_s_distribution(tables, name):
     *tables, method=coarse(METHODS[name]), tree=tree, max_new_tokens=4, cache_size=8, eos_id=_END
   )  # fmt: skip
   budget, counts = Budget(_NUM_ROWS), np.zeros((6,) * 4)
-  for turn in range(4):
+  for turn in range(16):
     rows = Rows(decoder, batch_size=_NUM_ROWS, budget=budget)
     keys = jax.random.split(jax.random.key(turn), _NUM_ROWS)
     rows.put([Request(i, [3], keys[i]) for i in range(_NUM_ROWS)])
