@@ -18,7 +18,7 @@ from spectr_jax.methods import with_gumbel
 from spectr_jax.testing import chi_square, enumeration, random_tables
 from tests.draft.tiny_heads import tiny_head
 from tests.models import recurrent_test
-from tests.slow import slow_but
+from tests.slow import slow, slow_but
 
 pytestmark = pytest.mark.usefixtures('highest')
 _TREE, _NEW, _SIZE, _VOCAB = TokenTree.chains(2, 3), 24, 48, 17
@@ -271,7 +271,7 @@ class _Peeking(Budget):
 _propose = jax.jit(lambda decoder, state: loop.propose(decoder, state, loop.noise_keys(decoder, state)[0]))
 
 
-@pytest.mark.parametrize('sees', [False, True])
+@pytest.mark.parametrize('sees', [slow(False), True])
 def test_a_score_that_reads_the_guess_is_caught(tables, sees):
   """The negative control: guesses that are dropped for what they are leave other tokens too likely."""
   decoder = Decoder.make(*tables, method='spectr', tree=TokenTree.chains(1, 1), max_new_tokens=2, cache_size=4)

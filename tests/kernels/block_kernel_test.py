@@ -20,7 +20,7 @@ from spectr_jax.kernels.block_kernel import (
   rounded_to_blocks,
   side_by_side,
 )
-from tests.slow import slow
+from tests.slow import slow, slow_but
 
 _HALVES = {
   'MXFP4': (),
@@ -106,7 +106,7 @@ def test_products_are_those_of_rounded_inputs(kind):
 
 
 @pytest.mark.skipif(native.form() is None, reason=f'no products in C++: {native.why_not()}')
-@pytest.mark.parametrize('kind', KINDS)
+@pytest.mark.parametrize('kind', slow_but(['MXFP4', 'Q4_1', 'Q4_K'], KINDS))
 def test_every_form_is_the_plain_one(kind, forms):
   """For blocks of every size and many rows, in both types of inputs; a row does not depend on those beside it."""
   rows, num_forms = _rows(33, 512), 0

@@ -217,7 +217,7 @@ def test_a_float32_cache_holds_the_keys_of_a_bfloat16_model():
   for cache_dtype in (None, 'float32'):
     config = dataclasses.replace(LLAMA, dtype='bfloat16', cache_dtype=cache_dtype)
     model = causal_lm(_model('llama').params, config)
-    cache, _ = model.prefill(jnp.array([[1, 2, 3]]), jnp.array([3]), model.init_cache_fn(1, 4))
+    cache, _ = jax.jit(Model.prefill)(model, jnp.array([[1, 2, 3]]), jnp.array([3]), model.init_cache_fn(1, 4))
     made[cache_dtype] = (
       cache,
       _apply(model, jnp.array([[4]]), jnp.array([[3]]), jnp.ones((1, 1), bool), cache).logits,
@@ -304,7 +304,7 @@ def test_rotary_numbers_are_validated():
       Rope((1.0,), magnitude)
 
 
-@pytest.mark.parametrize('num_devices', [1, 2])
+@pytest.mark.parametrize('num_devices', [slow(1), 2])
 def test_kernels_that_tpus_join(monkeypatch, num_devices):
   """Columns of two devices stand side by side; biases with them."""
   monkeypatch.setattr(matrices, 'automatic_axes', lambda: {'model': num_devices})
