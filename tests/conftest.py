@@ -38,6 +38,7 @@ def pytest_configure(config):
     'jax_compilation_cache_max_size': 2**30,  # with a limit JAX locks what it writes
     'jax_persistent_cache_min_compile_time_secs': 0.05,
     'jax_persistent_cache_enable_xla_caches': 'none',  # else programs are found in the same directory only
+    'jax_traceback_in_locations_limit': 0,  # writing down where each operation was called takes a tenth of a run
   }
   if 'JAX_COMPILATION_CACHE_DIR' not in os.environ:
     options['jax_compilation_cache_dir'] = _directory_of_programs(config)
@@ -79,24 +80,22 @@ _RUN_FOR_LONG = (
 
 
 def pytest_addoption(parser):
-  parser.addoption(
-    '--turn', help='I/N: of the slow tests of each file, of TPUs or of parity, run every N-th, in turn I'
-  )
+  parser.addoption('--turn', help='I/N: of the tests of each file that are selected, run every N-th, in turn I')
   parser.addoption('--cases', type=int, default=150, help='cases of fuzz_test.py')
 
 
 def _in_turn(turn, items):
-  """Of each file's tests that are slow, for TPUs or of parity, every N-th from the turn on; at least one."""
+  """Of each file's tests every N-th from the turn on; at least one."""
   turn, step = map(int, turn.split('/'))
   by_file = collections.defaultdict(list)
   for item in items:
-    if any(map(item.get_closest_marker, ('slow', 'tpu', 'parity'))):
-      by_file[item.path].append(item)
+    by_file[item.path].append(item)
   return {item for each in by_file.values() for item in each[turn % min(step, len(each)) :: step]}
 
 
+@pytest.hookimpl(trylast=True)  # of what is selected
 def pytest_collection_modifyitems(config, items):
-  """Takes slow tests in turn where that is asked for, and optimizes the programs of those that run for long."""
+  """Takes tests in turn where that is asked for, and optimizes the programs of those that run for long."""
   if turn := config.getoption('turn'):
     kept = _in_turn(turn, items)
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])

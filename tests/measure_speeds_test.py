@@ -17,6 +17,7 @@ from spectr_jax.auto.setting import baseline_of
 from spectr_jax.auto.trial import BatchedDecoding
 from spectr_jax.draft.model_drafter import ModelDrafter
 from spectr_jax.models.table import table_model
+from tests.slow import slow
 
 _DRAFT = table_model(jnp.zeros((5, 5)))
 
@@ -101,7 +102,7 @@ class _Machine:
     return found
 
 
-@pytest.mark.parametrize(('is_greedy', 'most'), [(False, 6), (False, 12), (True, 6), (True, 12)])
+@pytest.mark.parametrize(('is_greedy', 'most'), [(False, 6), slow(False, 12), slow(True, 6), (True, 12)])
 def test_the_fastest_of_a_grid_is_found_on_machines_of_many_kinds(is_greedy, most):
   settings, shares, of_first = auto.default_settings(_DRAFT, is_greedy=is_greedy), [], []
   assert len(settings) > most

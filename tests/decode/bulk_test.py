@@ -18,6 +18,7 @@ from decode.experiment.drafting import budget_of
 from decode.experiment.latency import CompilingClock
 from decode.experiment.options import DecodeOptions
 from decode.experiment.run import run_decode
+from tests.slow import slow
 
 ROOT = pathlib.Path(__file__).parents[2]
 _TEXT = 'the quick brown fox jumps over the lazy dog while seven wise owls watch from the old oak tree'
@@ -103,7 +104,7 @@ def _slowly_traced(x):
   return x * 2
 
 
-@pytest.mark.parametrize('more', [{}, {'num_samples': 2, 'batch_size': 3}])
+@pytest.mark.parametrize('more', [slow({}), {'num_samples': 2, 'batch_size': 3}])
 def test_lines_have_the_probabilities_of_all_choices(pair, many_prompts, tmp_path, more):
   pytest.importorskip('outlines_core', reason='needs the extra grammar')
   choices = ('fox', 'ow', 'oww')

@@ -25,6 +25,7 @@ from spectr_jax.models.causal_lm_config import CausalLMConfig, Rope
 from spectr_jax.models.param_shapes import init_params
 from spectr_jax.models.table import table_model
 from spectr_jax.testing import tiny_transformers
+from tests.slow import slow_but
 
 pytestmark = pytest.mark.usefixtures('highest')
 
@@ -153,7 +154,7 @@ _TREES = {
 _GROWTHS = {'likeliest': Likeliest(), 'confident': Confident()}
 
 
-@pytest.mark.parametrize('shape', _TREES)
+@pytest.mark.parametrize('shape', slow_but(['tree', 'confident'], _TREES))
 def test_greedy_text_is_that_without_a_draft(shape):
   drafter = _assistant()
   drafter = growing(drafter, _GROWTHS[shape]) if shape in _GROWTHS else drafter

@@ -61,7 +61,7 @@ def test_a_guess_counted_as_drawn_is_caught():
 
 
 @pytest.mark.parametrize('slots', slow_but([(2, 2)], ((2, 2), (2, 3, 2))), ids=str)
-@pytest.mark.parametrize('method', slow_but(['race_traversal', 'traversal'], _GROWN))
+@pytest.mark.parametrize('method', slow_but(['race_traversal'], _GROWN))
 def test_grown_trees_are_exact(method, slots):
   tree = TokenTree.slots(slots)
   grow_fn = functools.partial(grow, tree=tree)

@@ -112,7 +112,7 @@ _DRAWN = 'spectr', 'specinfer', 'batch', 'race', 'race_block', 'traversal', 'rac
 
 
 @pytest.mark.parametrize('method', slow_but(['race_traversal'], _DRAWN))
-@pytest.mark.parametrize('kind', ['confident', 'estimated'])
+@pytest.mark.parametrize('kind', slow_but(['estimated'], ['confident', 'estimated']))
 def test_allocated_samples_are_exact(method, kind):
   confident = (Confident(0.1), (2, 3)), (Confident(0.5, threshold=0.2), (2, 3))
   estimated = (Estimated(), (2, 3)), (Estimated(0.15), (2, 3)), (Estimated(0.3), (1, 1))

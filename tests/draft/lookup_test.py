@@ -324,7 +324,7 @@ def test_rounds_and_turns_share_programs_and_memory_is_linear():
 
 
 @pytest.mark.parametrize('method', ['spectr', *map(slow, ('race_traversal', 'specinfer', 'race'))])
-@pytest.mark.parametrize('num_chains', [1, 2])
+@pytest.mark.parametrize('num_chains', [slow(1), 2])
 @pytest.mark.parametrize('documents', [None, [[0, 1], [1, 1, 0, 0], [1, 0, 1]]], ids=['text', 'corpus'])
 def test_lookup_is_exact(method, documents, num_chains):
   """Also where a document ends within a chain."""

@@ -26,7 +26,7 @@ from tests.slow import slow, slow_but
 pytestmark = pytest.mark.usefixtures('highest')
 
 
-@pytest.mark.parametrize('method', slow_but(['ersd', 'spectr'], KINDS))
+@pytest.mark.parametrize('method', slow_but(['spectr'], KINDS))
 def test_one_compilation_per_shape_and_method(tables, traces, method):
   def run(*args, models=tables, **options):
     generate(models, method, *args, **options)

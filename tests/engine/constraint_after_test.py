@@ -108,6 +108,7 @@ def test_every_text_is_valid_behind_the_marker(chains, constraint, shape):
   assert num_inside > 10
 
 
+@pytest.mark.usefixtures('optimized')
 @pytest.mark.parametrize('method', slow_but(['race_traversal'], ['race_traversal', 'spectr', 'block', 'ersd']))
 def test_the_loop_samples_the_law_behind_the_marker(chains, constraint, method):
   tree = TokenTree.chains(1 if METHODS[method].max_drafts == 1 else 2, 3)

@@ -22,6 +22,7 @@ from spectr_jax.models.causal_lm import causal_lm, config_of
 from spectr_jax.models.causal_lm_config import CausalLMConfig, Rope
 from spectr_jax.models.head import HeadConfig, init_params
 from spectr_jax.models.param_shapes import init_params as init_decoder
+from tests.slow import slow
 
 pytestmark = [
   pytest.mark.skipif(native.form() is None, reason=f'no products in C++: {native.why_not()}'),
@@ -77,7 +78,9 @@ def _gemma4(dtype):
   return causal_lm(jax.tree.map(lambda x: 2 * x, init_decoder(jax.random.key(0), config)), config).for_decoding()
 
 
-@pytest.mark.parametrize('weights', ['float32', 'bfloat16', 'int8', 'blocks', 'gemma4 float32', 'gemma4 bfloat16'])
+@pytest.mark.parametrize(
+  'weights', ['float32', slow('bfloat16'), 'int8', 'blocks', slow('gemma4 float32'), 'gemma4 bfloat16']
+)
 def test_logits_are_a_function_of_the_text(weights, tmp_path):
   """Whatever the chunks in which it is read, the rows beside it, the cache's size, or the tree that it is part of."""
   if weights.startswith('gemma4'):

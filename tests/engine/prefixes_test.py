@@ -35,7 +35,7 @@ from tests.draft.tiny_heads import tiny_head, tiny_medusa, tiny_one_pass
 from tests.draft.toy_vocabularies import other_vocabulary
 from tests.models.recurrent_test import _model as hybrid
 from tests.models.recurrent_test import _near as near
-from tests.slow import slow
+from tests.slow import slow, slow_but
 
 _NEW, _SIZE, _VOCAB = 5, 60, 17
 _CHAINS = {'method': 'race_traversal', 'tree': TokenTree.chains(2, 3)}
@@ -120,8 +120,7 @@ def _options(name):
 
 
 @pytest.mark.filterwarnings('ignore:the draft reads prompts')
-@pytest.mark.parametrize('name', ['model', 'head', 'lookup', 'vocabulary', *map(slow, ('head at once', 'one pass',
-  'Medusa', 'features', 'none'))])  # fmt: skip
+@pytest.mark.parametrize('name', slow_but(['model', 'lookup'], _DRAFTERS))
 def test_texts_are_the_same_and_less_is_read(target, draft, name):
   models, options = (target, _DRAFTERS[name](draft)), _options(name)
   requests = _requests(_prompts(np.random.default_rng(0)))
@@ -140,7 +139,8 @@ def test_texts_are_the_same_and_less_is_read(target, draft, name):
 
 
 @pytest.mark.skipif(native.form() is None, reason=f'no products in C++: {native.why_not()}')
-@pytest.mark.parametrize('dtype', ['float32', slow('bfloat16')])
+@pytest.mark.slow
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 def test_log_probabilities_are_equal_to_the_bit(optimized, dtype):
   """With products in C++, where they are a function of the text."""
   folder = pathlib.Path(__file__).parents[2] / 'pretrained'

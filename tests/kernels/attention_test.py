@@ -11,6 +11,7 @@ import pytest
 from spectr_jax.kernels import attention, attention_kernel, native
 from spectr_jax.kernels.attention_kernel import attend_by_kernel
 from spectr_jax.kernels.dispatch import tracing_for
+from tests.slow import slow_but
 
 
 def _inputs(
@@ -258,9 +259,10 @@ def test_attention_in_c_is_that_of_every_query(forms, sizes, has_window, soft_ca
   assert num_forms
 
 
-@pytest.mark.parametrize('sizes', _SIZES.values(), ids=_SIZES)
-def test_sinks_count_in_the_softmax_and_mix_nothing(forms, sizes):
+@pytest.mark.parametrize('name', slow_but(['a tree of grouped heads', 'slots divided among programs'], _SIZES))
+def test_sinks_count_in_the_softmax_and_mix_nothing(forms, name):
   """In every form, large ones and small ones; without a prefix too."""
+  sizes = _SIZES[name]
   inputs = _inputs(batch_size=3, dtype='float32', cache_dtype='float32', has_window=True, **sizes)
   sinks = jnp.asarray(np.random.default_rng(1).normal(size=sizes['num_heads']) * 3, jnp.float32)
   expected = _in_float64(*inputs, None, np.asarray(sinks, np.float64))

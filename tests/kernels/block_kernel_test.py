@@ -1,5 +1,7 @@
 """Kernels in blocks: the weights are those of the package `gguf`, products those of rounded inputs, in every form."""
 
+import itertools
+
 import gguf
 import jax
 import jax.numpy as jnp
@@ -18,6 +20,7 @@ from spectr_jax.kernels.block_kernel import (
   rounded_to_blocks,
   side_by_side,
 )
+from tests.slow import slow, slow_but
 
 _HALVES = {
   'MXFP4': (),
@@ -103,7 +106,7 @@ def test_products_are_those_of_rounded_inputs(kind):
 
 
 @pytest.mark.skipif(native.form() is None, reason=f'no products in C++: {native.why_not()}')
-@pytest.mark.parametrize('kind', KINDS)
+@pytest.mark.parametrize('kind', slow_but(['MXFP4', 'Q4_1', 'Q4_K'], KINDS))
 def test_every_form_is_the_plain_one(kind, forms):
   """For blocks of every size and many rows, in both types of inputs; a row does not depend on those beside it."""
   rows, num_forms = _rows(33, 512), 0
@@ -131,8 +134,14 @@ def _experts(kind, num_rows):
   return kernel, [packed(stored, kind) for stored in each], _rows(num_rows, 512), jnp.asarray(chosen)
 
 
-@pytest.mark.parametrize('kind', KINDS)
-@pytest.mark.parametrize('num_rows', [0, 1, 5, 33])
+# Blocks of every size, with and without a least value.
+_TELLING = ('MXFP4', 0), ('Q4_1', 1), ('Q6_K', 5), ('Q4_K', 33)
+
+
+@pytest.mark.parametrize(
+  ('kind', 'num_rows'),
+  [pair if pair in _TELLING else slow(*pair) for pair in itertools.product(KINDS, (0, 1, 5, 33))],
+)
 def test_products_by_experts_are_those_of_single_kernels(kind, num_rows, forms):
   """Bit for bit, in every form and in both types of inputs."""
   kernel, each, rows, chosen = _experts(kind, num_rows)

@@ -16,6 +16,7 @@ from spectr_jax.kernels.matrices import PackedKernel, kernels_for_decoding, matm
 from spectr_jax.models import causal_lm, transformer
 from spectr_jax.models.layers import unembed
 from spectr_jax.sharding import make_mesh, shardings
+from tests.slow import slow
 
 needs_native = pytest.mark.skipif(native.form() is None, reason=f'no products in C++: {native.why_not()}')
 
@@ -47,7 +48,7 @@ def _operands(num_rows, num_in, num_out, dtype, kernel_dtype):
   ('dtype', 'kernel_dtype'),
   [('float32',) * 2, ('bfloat16',) * 2, ('float32', 'bfloat16'), ('float32', 'int8'), ('bfloat16', 'int8')],
 )
-@pytest.mark.parametrize(('num_in', 'num_out'), [(48, 40), (4, 1), (64, 32), (132, 100), (576, 960)])
+@pytest.mark.parametrize(('num_in', 'num_out'), [slow(48, 40), (4, 1), slow(64, 32), (132, 100), slow(576, 960)])
 def test_products(num_in, num_out, dtype, kernel_dtype, forms):
   """Of one row, of blocks of every size, and of many rows."""
   rows, kernel = _operands(100, num_in, num_out, dtype, kernel_dtype)

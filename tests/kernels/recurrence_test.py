@@ -7,6 +7,7 @@ import pytest
 
 from spectr_jax.kernels import recurrence
 from spectr_jax.tree import TokenTree
+from tests.slow import slow
 
 _GROUPS, _HEADS, _KEY, _VALUE, _ROWS = 2, 4, 5, 3, 2
 
@@ -69,7 +70,7 @@ def _apply(state, inputs, mask, has_gate, pending=None, num_before=0):
 
 
 @pytest.mark.parametrize('has_gate', [True, False], ids=['delta', 'plain'])
-@pytest.mark.parametrize('num_nodes', [1, 2, 17, 40])
+@pytest.mark.parametrize('num_nodes', [1, 2, 17, slow(40)])
 def test_outputs_and_states_are_those_of_each_path(float64, has_gate, num_nodes):
   rng = np.random.default_rng(num_nodes)
   for _ in range(4):

@@ -7,6 +7,7 @@ import pytest
 from spectr_jax.kernels import tree_steps
 from spectr_jax.kernels.dispatch import tracing_for
 from spectr_jax.kernels.tpu import recursions
+from tests.slow import slow
 
 
 def _trees(num_rows, num_depths, width):
@@ -44,7 +45,7 @@ def _unrolled(function):
 
 
 # Rows are taken eight at a time, or as many as divide their number.
-@pytest.mark.parametrize('shape', [(3, 4, 5), (2, 1, 8), (1, 6, 1), (16, 3, 4)])
+@pytest.mark.parametrize('shape', [(3, 4, 5), slow((2, 1, 8)), slow((1, 6, 1)), (16, 3, 4)])
 def test_credits_of_the_kernel_are_those_of_the_scan(shape):
   rng, _, is_child, is_before, is_sibling, shares = _trees(*shape)
   log_ratios = np.float32(rng.normal(size=shares.shape))
@@ -57,7 +58,7 @@ def test_credits_of_the_kernel_are_those_of_the_scan(shape):
   np.testing.assert_allclose(_unrolled(tree_steps.race_credits)(*arguments), expected, rtol=2e-6, atol=2e-7)
 
 
-@pytest.mark.parametrize('shape', [(5, 4, 5), (4, 1, 8), (3, 6, 1), (16, 3, 4)])
+@pytest.mark.parametrize('shape', [(5, 4, 5), slow((4, 1, 8)), slow((3, 6, 1)), (16, 3, 4)])
 def test_the_first_kept_node_of_the_kernel_is_that_of_the_scan(shape):
   rng, stands, is_child, is_before, *_ = _trees(*shape)
   for share in (0.0, 0.1, 0.5):

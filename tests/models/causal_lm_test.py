@@ -164,15 +164,18 @@ def test_parameters_are_of_one_dtype_but_for_gains():
   assert output.cache.keys[0].dtype == jnp.bfloat16
 
 
-_FORMS = ('float32', 'native'), ('bfloat16', 'units'), *(
-  slow(*each) for each in (('float32', 'xla'), ('bfloat16', 'native'), ('bfloat16', 'xla'))
-)  # fmt: skip
-
-
 # Products in C++, and those of XLA on processors with units for bfloat16 products and on others.
-@pytest.mark.parametrize(('dtype', 'form'), _FORMS)
-# Tied and not, with biases, without gates.
-@pytest.mark.parametrize('name', slow_but(['llama', 'gpt2'], ['llama', 'gemma2', 'qwen2', 'gpt2']))
+_FORMS = [('float32', 'native'), ('float32', 'xla'), *(('bfloat16', form) for form in ('native', 'xla', 'units'))]
+_FAST = ('llama', 'float32', 'native'), ('gpt2', 'bfloat16', 'units')
+
+
+@pytest.mark.parametrize(
+  ('name', 'dtype', 'form'),
+  [  # of models that are tied and not, with biases, without gates
+    each if each in _FAST else slow(*each)
+    for each in ((name, *form) for name in ('llama', 'gemma2', 'qwen2', 'gpt2') for form in _FORMS)
+  ],
+)
 def test_a_model_for_decoding_has_the_same_logits(name, dtype, form, monkeypatch):
   monkeypatch.setattr(products, 'LARGE', 1)
   monkeypatch.setattr(products, 'multiplies_bfloat16', lambda: form == 'units')
@@ -214,7 +217,7 @@ def test_a_float32_cache_holds_the_keys_of_a_bfloat16_model():
   for cache_dtype in (None, 'float32'):
     config = dataclasses.replace(LLAMA, dtype='bfloat16', cache_dtype=cache_dtype)
     model = causal_lm(_model('llama').params, config)
-    cache, _ = model.prefill(jnp.array([[1, 2, 3]]), jnp.array([3]), model.init_cache_fn(1, 4))
+    cache, _ = jax.jit(Model.prefill)(model, jnp.array([[1, 2, 3]]), jnp.array([3]), model.init_cache_fn(1, 4))
     made[cache_dtype] = (
       cache,
       _apply(model, jnp.array([[4]]), jnp.array([[3]]), jnp.ones((1, 1), bool), cache).logits,
@@ -301,7 +304,7 @@ def test_rotary_numbers_are_validated():
       Rope((1.0,), magnitude)
 
 
-@pytest.mark.parametrize('num_devices', [1, 2])
+@pytest.mark.parametrize('num_devices', [slow(1), 2])
 def test_kernels_that_tpus_join(monkeypatch, num_devices):
   """Columns of two devices stand side by side; biases with them."""
   monkeypatch.setattr(matrices, 'automatic_axes', lambda: {'model': num_devices})

@@ -1,6 +1,7 @@
 """Routing and experts beside plain loops over experts in NumPy, in every form."""
 
 import dataclasses
+import functools
 import itertools
 import pathlib
 
@@ -22,6 +23,7 @@ from spectr_jax.models.causal_lm_config import ACTIVATIONS
 from spectr_jax.models.param_shapes import init_params, param_shapes
 from spectr_jax.models.routing import Experts
 from spectr_jax.tree import TokenTree
+from tests.slow import slow
 
 pytestmark = pytest.mark.usefixtures('highest')
 
@@ -153,7 +155,8 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(form):
 
 @pytest.mark.skipif(native.form() is None, reason='needs products in C++')
 @pytest.mark.parametrize(
-  ('name', 'dtype'), [('qwen3_moe', 'float32'), ('gpt_oss', 'bfloat16'), ('olmoe', 'float32'), ('glm4_moe', 'float32')]
+  ('name', 'dtype'),
+  [slow('qwen3_moe', 'float32'), ('gpt_oss', 'bfloat16'), slow('olmoe', 'float32'), slow('glm4_moe', 'float32')],
 )
 def test_logits_depend_on_the_text_alone_to_the_bit(name, dtype, monkeypatch):
   """Of a prompt in chunks, a ragged batch, and a tree."""
@@ -168,13 +171,12 @@ def test_logits_depend_on_the_text_alone_to_the_bit(name, dtype, monkeypatch):
   tree = TokenTree((0, 0, 1, 1, 2, 4))
   tokens = rng.integers(0, 48, (3, 7))
 
-  @jax.jit
+  @functools.partial(jax.jit, static_argnums=3)
   def of_tree(prompts, lengths, tokens, chunk_size):
     cache, _ = model.prefill(prompts, lengths, model.init_cache_fn(len(prompts), 24), chunk_size=chunk_size)
     positions = lengths[:, None] + tree.depths
     return model.apply(tokens, positions, jnp.asarray(tree.ancestors)[None], cache).logits
 
-  of_tree = jax.jit(of_tree.__wrapped__, static_argnums=3)
   whole = np.asarray(of_tree(prompts, lengths, tokens, 16))
   np.testing.assert_array_equal(of_tree(prompts, lengths, tokens, 3), whole)
   for row in range(3):
@@ -193,8 +195,14 @@ def _plain(model, tokens):
   return jax.jit(Model.apply)(model, tokens, positions, causal, model.init_cache_fn(len(tokens), 16)).logits
 
 
-@pytest.mark.parametrize('weights', [None, 'int8'])
-@pytest.mark.parametrize('name', NAMES)
+@pytest.mark.parametrize(
+  ('name', 'weights'),
+  [
+    ('gpt_oss', None), ('glm4_moe', 'int8'),
+    *(slow(*each) for each in itertools.product(NAMES, (None, 'int8'))
+      if each not in (('gpt_oss', None), ('glm4_moe', 'int8'))),
+  ],
+)  # fmt: skip
 def test_models_for_decoding_have_the_same_logits(name, weights):
   config = dataclasses.replace(read_spec(SPECS[name])[1], weights=weights)
   model = causal_lm(init_params(jax.random.key(0), config), config)

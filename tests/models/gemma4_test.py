@@ -13,6 +13,7 @@ from spectr_jax.io.hub.families import read_spec
 from spectr_jax.io.hub.hub_model import make_model
 from spectr_jax.model import Model
 from spectr_jax.models.param_shapes import param_shapes
+from tests.slow import slow
 
 pytestmark = pytest.mark.usefixtures('highest')
 
@@ -112,7 +113,7 @@ class _Written:
     return cap * np.tanh(self.tensors['model.embed_tokens.weight'] @ self.gain('norm', x) / cap)
 
 
-@pytest.mark.parametrize('name', ['gemma4', 'gemma4_keys', 'gemma4_mixture'])
+@pytest.mark.parametrize('name', ['gemma4', slow('gemma4_keys'), 'gemma4_mixture'])
 def test_logits_are_those_of_the_formulas(name):
   """Of a text longer than the window, read by a prefill and by steps."""
   spec, rng = SPECS[name], np.random.default_rng(1)

@@ -9,6 +9,7 @@ from commands import ROOT
 from spectr_jax import load_model
 from spectr_jax.models.causal_lm import causal_lm, hidden_states, lm1b_config
 from spectr_jax.models.transformer import Transformer, init_params
+from tests.slow import slow
 
 pytestmark = pytest.mark.usefixtures('highest')
 CONFIG = lm1b_config(17, 24, num_layers=2, num_heads=2, mlp_dim=40, context_length=16)
@@ -67,7 +68,7 @@ def test_logits_are_those_of_the_definition():
   np.testing.assert_allclose(found, [_reference(params, text) for text in TOKENS], atol=1e-4)
 
 
-@pytest.mark.parametrize('options', [{}, {'remat': True}])
+@pytest.mark.parametrize('options', [slow({}), {'remat': True}])
 def test_the_module_that_trains_computes_the_same(options):
   params, (positions, causal) = _params(), _causal(9)
   network = Transformer(CONFIG, **options)

@@ -14,6 +14,7 @@ from spectr_jax.io.hub.hub_tokenizer import HubTokenizer
 from tests.serving import stub as stub_module
 from tests.serving.stub import EOS, client_of, running
 from tests.serving.tool_models import ALL, TEMPLATES, TOKENS, make_tool_worker, tokenizer_of
+from tests.slow import slow
 
 
 @pytest.fixture(scope='module')
@@ -332,7 +333,7 @@ def test_free_calls_reach_clients(monkeypatch, name):
 _NEW = 192  # tokens, which are mostly characters here
 
 
-@pytest.fixture(scope='module', params=[1, 2], ids=['1x4', '2x4'])
+@pytest.fixture(scope='module', params=[slow(1), 2], ids=['1x4', '2x4'])
 def worker(request):
   with running(make_tool_worker(request.param, longest=1024, most_new=_NEW)) as worker:
     yield worker

@@ -9,6 +9,7 @@ from commands import ROOT
 from spectr_jax import load_model
 from spectr_jax.io.tokenizer import Tokenizer
 from spectr_jax.models.causal_lm import config_of
+from tests.slow import slow
 from train import config_flag
 from train import main as train_main
 from train.evaluate import evaluate, evaluate_files
@@ -94,7 +95,7 @@ def test_a_tokenizer_a_model_and_a_draft_are_trained(tmp_path, corpus):
   assert '\nrace_traversal ' in commands.succeed(*commands.printed(out))
 
 
-@pytest.mark.parametrize('is_distilled', [False, True])
+@pytest.mark.parametrize('is_distilled', [slow(False), True])
 def test_the_end_of_training_names_flags_that_take_what_was_trained(config, finished, is_distilled):
   """Beside its teacher what was distilled is a draft; alone another draft would have another tokenizer."""
   folder = finished / 'model'

@@ -26,6 +26,7 @@ from spectr_jax.models import causal_lm, head, one_pass
 from spectr_jax.proposal import Independent
 from spectr_jax.sampling import SamplingParams
 from tests.draft.prompts import read as read_prompts
+from tests.slow import slow
 from tests.train.train_test import lines_of
 from train import head_data, head_step
 from train.eagle3_head import head_config, unrolled_outputs
@@ -178,8 +179,8 @@ def test_medusa_training_sees_what_drafting_sees(target, shard, batch, make_draf
 
 
 @pytest.mark.parametrize(('kind', 'markov_kind', 'rank'), [
-  ('dspark', 'vanilla', 4), ('dspark', 'gated', 4), ('dspark', 'rnn', 4), ('dflash', 'vanilla', 0),
-  ('dflash', 'rnn', 4),
+  slow('dspark', 'vanilla', 4), slow('dspark', 'gated', 4), ('dspark', 'rnn', 4), ('dflash', 'vanilla', 0),
+  slow('dflash', 'rnn', 4),
 ])  # fmt: skip
 def test_one_pass_training_sees_what_drafting_sees(target, shard, batch, make_draft, kind, markov_kind, rank):
   """A block's guesses after tokens of the text are those of the drafter after the text up to the block's anchor."""
@@ -195,29 +196,37 @@ def test_one_pass_training_sees_what_drafting_sees(target, shard, batch, make_dr
     assert 0 < np.abs(gradient).max() < np.inf, jax.tree_util.keystr(path)
   drafter = own.drafter(params, frozen, np.arange(64), target[0].vocab_size)
   one = own.config
+
+  @jax.jit
+  def drafted(text, features, anchor):
+    """The logits and estimates of a block's guesses, each after the tokens of the text."""
+    context = DraftContext(anchor[None] + 1, target[0], tokens=text, features=features)
+    cache = read_prompts(drafter, context, text.shape[1])
+    last = [jax.lax.dynamic_slice_in_dim(text, anchor + depth, 1, axis=1) for depth in range(3)]
+    slots = jnp.pad(last[0], ((0, 0), (0, one.num_slots - 1)), constant_values=one.mask_id)
+    outputs = one_pass.run_block(drafter.params, one, frozen['embedding'][slots], cache)
+    block = one_pass.begin(drafter.params, one, outputs, last[0], 3)
+    found, estimates, states = [], [], block.state
+    for depth in range(3):
+      wanted, states = one_pass.logits_after(drafter.params, one, block, jnp.int32(depth), last[depth], states)
+      found.append(wanted[0, 0])
+      if kind == 'dspark':
+        estimates.append(one_pass.confidence_after(drafter.params, one, block, jnp.int32(depth), last[depth])[0, 0])
+    return found, estimates
+
   num_checked = 0
   for row in (1, 2):
     for anchor in range(row, int(shard.lengths[row]) - 4, 3):
-      text = jnp.asarray(shard.tokens[row : row + 1])
-      context = DraftContext(
-        jnp.array([anchor + 1]), target[0], tokens=text, features=jnp.asarray(shard.features[row : row + 1, :, :-1])
-      )
-      cache = read_prompts(drafter, context, text.shape[1])
-      slots = jnp.array([[text[0, anchor], *[one.mask_id] * (one.num_slots - 1)]])
-      outputs = one_pass.run_block(drafter.params, one, frozen['embedding'][slots], cache)
-      block = one_pass.begin(drafter.params, one, outputs, text[:, anchor : anchor + 1], 3)
-      states = block.state
+      text, features = shard.tokens[row : row + 1], shard.features[row : row + 1, :, :-1]
+      found, estimates = drafted(jnp.asarray(text), jnp.asarray(features), jnp.int32(anchor))
       for depth in range(3):
         entry = anchor + 1 + depth - 2
         if entry < 0:
           continue
         assert guesses.depths[row, entry] == depth
-        last = text[:, anchor + depth : anchor + depth + 1]
-        wanted, states = one_pass.logits_after(drafter.params, one, block, jnp.int32(depth), last, states)
-        np.testing.assert_allclose(logits[row, entry], wanted[0, 0], rtol=1e-3, atol=1e-3)
+        np.testing.assert_allclose(logits[row, entry], found[depth], rtol=1e-3, atol=1e-3)
         if kind == 'dspark':
-          estimate = one_pass.confidence_after(drafter.params, one, block, jnp.int32(depth), last)[0, 0]
-          np.testing.assert_allclose(jax.nn.sigmoid(guesses.confidence[row, entry]), estimate, rtol=1e-3)
+          np.testing.assert_allclose(jax.nn.sigmoid(guesses.confidence[row, entry]), estimates[depth], rtol=1e-3)
         num_checked += 1
   assert num_checked > 10
 

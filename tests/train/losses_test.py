@@ -14,6 +14,7 @@ from spectr_jax.io.tokenizer import Tokenizer
 from spectr_jax.models.causal_lm import causal_lm, config_of, lm1b_config
 from spectr_jax.models.transformer import Transformer, init_params
 from spectr_jax.sharding import make_mesh
+from tests.slow import slow
 from train import step
 from train.block_sums import sum_over_blocks
 from train.evaluate import evaluate
@@ -158,7 +159,7 @@ def test_totals_of_logits_of_any_size():
       np.testing.assert_allclose(log_total(logits), wanted, rtol=3e-6, atol=3e-6, err_msg=f'{scale}, {shift}')
 
 
-@pytest.mark.parametrize('share', [None, 1.0, 0.25])
+@pytest.mark.parametrize('share', [None, slow(1.0), 0.25])
 def test_the_loss_of_training_is_the_sum_of_the_losses_of_tokens(share, monkeypatch):
   config, bos = lm1b_config(40, embed_dim=16, num_layers=1, num_heads=2, mlp_dim=32, context_length=24), 1
   params, other = (jax.tree.map(lambda x: 2 * x, _init_params(jax.random.key(i), config=config)) for i in (0, 1))
