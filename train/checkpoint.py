@@ -65,7 +65,9 @@ def _is_not_from_orbax(record: logging.LogRecord) -> bool:
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
   """Silences errors of other reads and writes in flight after one has failed. The first failure is raised."""
-  hook, sys.excepthook = sys.excepthook, lambda *_: None  # which is called with errors of callbacks
+  hooks, log = (sys.unraisablehook, sys.excepthook), logging.getLogger('asyncio')
+  sys.unraisablehook = sys.excepthook = lambda *_: None
+  was_disabled, log.disabled = log.disabled, True
   try:
     yield
   except BaseException:
@@ -73,7 +75,8 @@ def _quietly() -> Iterator[None]:
     gc.collect()
     raise
   finally:
-    sys.excepthook = hook
+    sys.unraisablehook, sys.excepthook = hooks
+    log.disabled = was_disabled
 
 
 @jax.jit
