@@ -232,7 +232,10 @@ class Budget:
     self._ran.add(program)
 
   def note_reading(self, seconds: float, num_tokens: int, *, reads_draft: bool) -> None:
-    """Learns from `num_tokens` of prompts that were read together in some seconds, by the draft, too, or not."""
+    """Learns from `num_tokens` of prompts that were read together, by the draft, too, or not.
+
+    The seconds that it took count while programs are measured.
+    """
     if self.forced is None:
       share = min(1.0, _TOKENS / max(1.0, self._num_new))
       self._num_read, self._num_new = share * self._num_read + num_tokens, share * self._num_new

@@ -265,7 +265,8 @@ class Rows:
     num_read = int((lengths - 1 - kept).sum())
     self.num_read += num_read
     if self.budget is not None:
-      jax.block_until_ready(self.state)
+      if self.budget.forced is not None:  # otherwise the next prompts are prepared meanwhile
+        jax.block_until_ready(self.state)
       self.budget.note_reading(time.perf_counter() - start, num_read, reads_draft=reads_draft)
     if not self.decoder.can_truncate:  # before the state goes on
       self._keep(rows.tolist())
