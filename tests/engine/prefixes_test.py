@@ -139,8 +139,7 @@ def test_texts_are_the_same_and_less_is_read(target, draft, name):
 
 
 @pytest.mark.skipif(native.form() is None, reason=f'no products in C++: {native.why_not()}')
-@pytest.mark.slow
-@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+@pytest.mark.parametrize('dtype', slow_but(['bfloat16'], ['float32', 'bfloat16']))
 def test_log_probabilities_are_equal_to_the_bit(optimized, dtype):
   """With products in C++, where they are a function of the text."""
   folder = pathlib.Path(__file__).parents[2] / 'pretrained'
