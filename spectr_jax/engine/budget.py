@@ -26,8 +26,8 @@ _WEIGHT = 8.0  # guesses that this hope counts for
 _REMEMBERED = 2000.0  # rounds of a row that count for what is kept
 _IDLE = 50_000.0  # those after which trees that are not in use are forgotten
 _GAIN = 1.015  # by which another tree must be faster to be changed to
-_OFTEN = 4  # calls between two choices
-_RIVAL, _GAP, _LONGEST_GAP = 0.95, 8, 1024  # trees this fast are measured again, after so many choices and then twice
+_OFTEN, _VISIT = 16, 8  # calls between two choices: they take some of the time of small models' rounds
+_RIVAL, _GAP, _LONGEST_GAP = 0.95, 2, 256  # trees this fast are measured again, after so many choices and then twice
 _PATIENCE = 8  # calls of fewer rows before the others are put away
 _TOKENS = 20_000.0  # new tokens that count for how long prompts are beside them
 _MEASURED, _AFTER = 6, 3  # calls that tell what one costs at first, and after a change of trees
@@ -149,7 +149,7 @@ class Budget:
     depth = trees[-1].max_depth
     widths = [int(tree.num_children[0]) for tree in trees if tree.num_nodes]
     self._kept = {width: _Kept(np.zeros(depth), np.zeros(depth)) for width in widths}
-    self._num_calls, self._num_smaller, self._num_alike, self._num_away, self._drift = 0, 0, 0, 0, 0.0
+    self._num_calls, self._num_smaller, self._num_alike, self._next_choice, self._drift = 0, 0, 0, 0, 0.0
     self._homes: dict[int, int] = {}  # by size, the place of the tree that is in use
     self._gaps = dict.fromkeys(self.sizes, _GAP)
     self._num_home: collections.Counter[int] = collections.Counter()
@@ -185,9 +185,10 @@ class Budget:
       )
       if self.guesses is not None:
         place = self._fitting(num_rows)
-      elif is_known and self._num_calls % _OFTEN:  # a choice takes some of the time of a round of small models
+      elif is_known and self._num_calls < self._next_choice:
         place = self.place
       else:
+        self._next_choice = self._num_calls + _OFTEN
         place = self._fastest(size, num_rows, has_tables)
     if (size, place) != (self.size, self.place):
       self._num_alike = 0 if size == self.size else _AFTER
@@ -284,10 +285,6 @@ class Budget:
 
   def _settle(self, size: int, speeds: dict[int, float]) -> int:
     """The place of the fastest tree, or now and then of one nearly as fast, for some calls that measure it again."""
-    if self._num_away:
-      self._num_away -= 1
-      if size == self.size and self.place in speeds:
-        return self.place
     best, home = max(speeds, key=lambda place: speeds[place]), self._homes.get(size)
     if home not in speeds or speeds[best] > _GAIN * speeds[home]:
       home = self._homes[size] = best
@@ -297,7 +294,7 @@ class Budget:
       if rivals := [place for place in speeds if place != home and speeds[place] > _RIVAL * speeds[best]]:
         place = min(rivals, key=lambda place: self._num_visits[size, place])
         self._num_visits[size, place] += 1
-        self._num_away = 1
+        self._next_choice = self._num_calls + _VISIT
         return place
     return home
 

@@ -107,6 +107,8 @@ class Rows:
     self.result: Generation = fetch(dataclasses.replace(self.state.result, statistics=None))
     self._texts = HeldTexts(batch_size, decoder.cache_size)
     self._num_seen, self._is_done = np.zeros(batch_size, np.int64), np.ones(batch_size, bool)
+    # Whether the device may be at work that is no round, and the last decoder with another tree.
+    self._is_busy, self._planned = False, (decoder, decoder.tree, decoder)
     self.num_kept, self.num_read = np.zeros(batch_size, np.int64), 0
     if prefix_cache_bytes is not None and prefix_cache_bytes < 0:
       raise ValueError(f'prefix_cache_bytes must be at least 0, got {prefix_cache_bytes}')
@@ -133,7 +135,7 @@ class Rows:
   def _join(self) -> None:
     """Puts rows that run without the others back among these."""
     if self._part is not None:
-      (rows, part), self._part = self._part, None
+      (rows, part), self._part, self._is_busy = self._part, None, True
       self._state = put_part(self._state, rows, part)
 
   @state.setter
@@ -262,7 +264,7 @@ class Rows:
     self._num_seen[rows], self._is_done[rows] = 0, False
     self.result = self._with_results(rows, jax.tree.map(lambda x: np.zeros_like(x[rows]), self.result))
     self.num_kept[rows] = kept
-    num_read = int((lengths - 1 - kept).sum())
+    num_read, self._is_busy = int((lengths - 1 - kept).sum()), True
     self.num_read += num_read
     if self.budget is not None:
       if self.budget.forced is not None:  # otherwise the next prompts are prepared meanwhile
@@ -310,8 +312,9 @@ class Rows:
     """
     decoder = self._plan()
     before, state = self.result, self._state if self._part is None else self._part[1]
-    if self.budget is not None:
+    if self.budget is not None and self._is_busy:
       jax.block_until_ready(state)  # what was read before is not what a round costs
+      self._is_busy = False
     start = time.perf_counter()
     state = decode_rounds(decoder, state, num_rounds)
     own, is_done = fetch((dataclasses.replace(state.result, statistics=None), state.is_done))
@@ -376,16 +379,20 @@ class Rows:
     elif self._part is None or len(self._part[0]) != size or not {*running} <= {*self._part[0].tolist()}:
       others = [row for row in range(self._batch_size) if row not in running]
       state, rows = self.state, np.array([*running, *others][:size], np.int32)
-      self._part = rows, take_part(state, rows)
+      self._part, self._is_busy = (rows, take_part(state, rows)), True
     if tree.num_nodes:
       self._read_draft(running)
-    return with_tree(self.decoder, tree)
+    decoder, of_tree, _ = self._planned
+    if decoder is not self.decoder or of_tree is not tree:
+      self._planned = self.decoder, tree, with_tree(self.decoder, tree)
+    return self._planned[2]
 
   def _read_draft(self, running: Sequence[int]) -> None:
     """Lets the drafter read what it does not hold of the texts of rows in progress, after a pause."""
     behind = self._texts.behind(running)
     if not behind:
       return
+    self._is_busy = True
     rows, state = self._part or (np.arange(self._batch_size), self._state)
     lengths = self._texts.num_drafted + 1
     lengths[behind] = self._texts.lengths[behind]

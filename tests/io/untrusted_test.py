@@ -86,7 +86,7 @@ def test_faults_are_one_short_line(tmp_path, text, message):
     (untrusted.list_of(untrusted.whole(0, 2), 2), [[], [0, 2]], [[3], [0, 0, 0], (0,), {}]),
     (untrusted.object_of({'a': untrusted.FLAG}), [{}, {'a': True}, {'a': None, 'b': 1}], [{'a': 1}, [], None]),
     (untrusted.map_of(untrusted.TEXT), [{}, {'a': 'b'}], [{'a': 1}, 'a']),
-    (untrusted.either(untrusted.NOTHING, untrusted.FLAG), [None, True], [0]),
+    (untrusted.either(untrusted.TEXT, untrusted.FLAG), ['a', True], [0, None]),
   ],
 )
 def test_kinds(kind, right, wrong):
