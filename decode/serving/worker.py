@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -154,16 +155,32 @@ class Worker:
 
   def compile(self, notify: Callable[[int, int], None]) -> None:
     """Runs every program once that a request needs: a short prompt, a long one, a round, all with and without a
-    constraint; then readings of a text and of choices. What copies beginnings of texts comes first. What else a budget
-    may choose follows while nobody waits, or here if it has a number of guesses.
+    constraint, beside these readings of a text and of choices.
+
+    What copies beginnings of texts comes first. What else a budget may choose follows while nobody waits, or here if it
+    has a number of guesses.
     """
     self._rows.compile_prefixes()
-    key, sizes = jax.random.key(0, impl='threefry2x32'), (1, self.longest_prompt)
     if self._budget is not None:
       next(self._rows.measure(), None)  # from here on the budget chooses no program that has not run
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+      others = thread.submit(self._compile_others)
+      self._compile_rows(notify)
+      others.result()
+    self._measuring = None if self._budget is None else self._rows.measure(None, self._anything)
+    while self._budget is not None and self._budget.guesses is not None and self._measure_next():
+      pass
+    notify(7, 7)
+
+  def _compile_others(self) -> None:
+    self.read([[0]], 0)
+    self.score_choices([0], Choices(('',), (((0,),),)))
+
+  def _compile_rows(self, notify: Callable[[int, int], None]) -> None:
+    key, sizes = jax.random.key(0, impl='threefry2x32'), (1, self.longest_prompt)
     # Last come rows without tables, which take less time until a constraint comes.
     for number, (constraint, size) in enumerate(itertools.product((None, self._anything, None), sizes)):
-      notify(number, 8)
+      notify(number, 7)
       if number in (2, 4):
         del self._rows
         self._rows = self._make_rows()
@@ -171,14 +188,7 @@ class Worker:
       self._rows.put([Request('compiling', [0] * size, key, max_new_tokens=most_new, constraint=constraint)])
       self._rows.step()
       self._rows.end(list(self._rows.owners))
-    notify(6, 8)
-    self.read([[0]], 0)
-    notify(7, 8)
-    self.score_choices([0], Choices(('',), (((0,),),)))
-    self._measuring = None if self._budget is None else self._rows.measure(None, self._anything)
-    while self._budget is not None and self._budget.guesses is not None and self._measure_next():
-      pass
-    notify(8, 8)
+    notify(6, 7)
 
   @property
   def _anything(self) -> Constraint:

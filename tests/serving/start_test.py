@@ -101,4 +101,4 @@ def test_the_command_answers_while_it_starts():
   finally:
     process.terminate()
     _, err = process.communicate(timeout=60)
-  assert err.splitlines()[0] == '[0/8] compiling; /health says starting'
+  assert err.splitlines()[0] == '[0/7] compiling; /health says starting'
