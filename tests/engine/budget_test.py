@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from coarse import coarse
 
-from spectr_jax import METHODS, Decoder, Request, SamplingParams, TokenTree, generate_many, lookup_drafter
+from spectr_jax import METHODS, Constraint, Decoder, Request, SamplingParams, TokenTree, generate_many, lookup_drafter
 from spectr_jax.draft import Confident, growing, model_drafter
 from spectr_jax.engine import Budget, Rows, loop, reading
 from spectr_jax.engine.budget import ladder, name_of, with_tree
@@ -62,6 +62,37 @@ def _finish(rows, requests):
         found[piece.request.name] = result.tokens[row, : piece.end].tolist(), int(result.num_target_calls[row])
         rows.end([row])
   return found
+
+
+def test_a_constraint_holds_whatever_tree_ran_before(tables):
+  """A decoder with another tree is kept from call to call, and has the tables of the requests in progress."""
+  rows = Rows(
+    Decoder.make(*tables, method='race_traversal', tree=_TREE, max_new_tokens=6, cache_size=16),
+    batch_size=1,
+    budget=Script((1, 1)),
+  )
+  twos = Constraint((np.arange(6) == 2).astype(int), np.array([[-1, 0]]), np.ones(1, bool))
+  for constraint in (None, twos, None, twos):
+    rows.put([Request(0, [1], jax.random.key(0), SamplingParams(1.0), constraint=constraint)])
+    while not any(piece.is_done for piece in rows.step()):
+      pass
+    tokens = rows.result.tokens[0, : rows.result.lengths[0]]
+    assert (set(tokens.tolist()) == {2}) == (constraint is not None)
+    rows.end([0])
+
+
+def test_texts_that_measure_are_not_kept(target, draft):
+  rows = Rows(
+    Decoder.make(target, draft, method='race_traversal', tree=_TREE, max_new_tokens=_NEW, cache_size=64),
+    batch_size=1,
+    budget=Budget(),
+    prefix_cache_bytes=2**24,
+  )
+  for forced in ((1, 0), None):
+    rows.budget.forced = forced
+    rows.put([Request(0, [5] * 38, jax.random.key(0))])
+    rows.end([0])
+    assert (rows.prefixes.num_bytes == 0) == (forced is not None)
 
 
 def test_a_ladder_has_fewer_guesses_step_by_step():
@@ -360,6 +391,16 @@ def test_it_follows_what_is_kept(tables):
   assert found > 0.9 * best
 
 
+def test_all_calls_that_measure_count(tables):
+  """Not the last ones most, in which the machine was busy."""
+  budget = _bound(tables, 4, TokenTree.chains(1, 1))
+  budget.forced = 4, 1
+  budget.choose(4)
+  for seconds in [9.0, *6 * [2.0], *20 * [1.0], *6 * [2.0]]:  # the first one compiles
+    budget.note(seconds, 1, 4, np.zeros(1, int))
+  assert budget.seconds == {(4, 1): 1.0}
+
+
 def test_trees_that_were_not_tried_keep_what_others_do(tables):
   """At each depth; of two drafts at most one fails where both would."""
   kept = np.array([8000, 5600, 4480, 4032])
@@ -390,7 +431,9 @@ def test_what_a_draft_reads_of_prompts_counts(tables):
     budget.note_reading(0.0, 8, reads_draft=not budget.is_paused)
     load.run(4, 1)
   assert budget.is_paused
-  load.run(4, 9000)
+  for _ in range(1000):  # whose prompts are known
+    budget.note_reading(0.0, 0, reads_draft=not budget.is_paused)
+    load.run(4, 20)
   assert not budget.is_paused
 
 
